@@ -1,0 +1,100 @@
+"""EngineConfig: what `serve`, LLM and AsyncLLM may be told of the engine, resolved once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_type_hints
+
+from .errors import InvalidRequest
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_LOWEST = {
+    "kv_tokens": 1,
+    "page_size": 1,
+    "max_model_len": 2,
+    "max_batch_tokens": 2,
+    "max_running": 1,
+    "max_queued": 0,
+    "threads": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Engine options; same names as the command line's flags. None means: chosen for the model.
+
+    ``draft``: auto, none, or a comma list of sources and draft-model paths, tried in order.
+    ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``kv_tokens`` or
+    ``kv_memory`` ("4GiB") size the KV pool. ``exact``: which batches must give equal bits.
+    """
+
+    draft: str = "auto"
+    speculation: Literal["auto", "off"] | int = "auto"
+    verify: Literal["coupled", "rejection"] = "coupled"
+    exact: Literal["spec", "batch", "off"] = "spec"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantize: Literal["none", "int8", "int4"] = "none"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_memory: str | int | None = None
+    kv_tokens: int | None = None
+    page_size: int = 16
+    max_model_len: int | None = None
+    max_batch_tokens: int = 256
+    max_running: int = 64
+    max_queued: int = 256
+    threads: int | None = None
+    load_format: Literal["auto", "random"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every option; a bad one raises `InvalidRequest` naming it."""
+        for name, hint in get_type_hints(EngineConfig).items():
+            self._check_choice(name, get_args(hint))
+        for name, lowest in _LOWEST.items():
+            _check_integer(name, getattr(self, name), lowest)
+        if self.speculation not in ("auto", "off"):
+            _check_integer("speculation", self.speculation, 0)
+        if self.kv_memory is not None:
+            parse_size(self.kv_memory)
+        self._check_supported()
+
+    def _check_choice(self, name: str, args: tuple[object, ...]) -> None:
+        value = getattr(self, name)
+        if name != "speculation" and args and all(isinstance(a, str) for a in args):
+            _require(value in args, name, f"must be one of {', '.join(map(str, args))}")
+
+    def _check_supported(self) -> None:
+        _require(self.verify == "coupled", "verify", "rejection is not supported yet")
+        _require(self.device != "cuda", "device", "cuda is not supported yet")
+        _require(self.quantize == "none", "quantize", f"{self.quantize} is not supported yet")
+        wide = self.kv_cache_dtype == "auto"
+        _require(wide, "kv_cache_dtype", f"{self.kv_cache_dtype} is not supported yet")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The options there are."""
+        return tuple(f.name for f in fields(cls))
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as 4GiB, 512MB or 1000000."""
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", str(text).upper())
+    _require(found is not None, "kv_memory", "must be a size such as 4GiB")
+    assert found is not None  # for the type checker; _require raised otherwise
+    return int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+def _check_integer(name: str, value: object, lowest: int) -> None:
+    if value is None:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int, name, "must be an integer")
+    _require(value >= lowest, name, f"must be at least {lowest}")  # type: ignore[operator]
+
+
+def _require(holds: bool, param: str, message: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{param} {message}", param=param)

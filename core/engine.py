@@ -1,0 +1,221 @@
+"""Engine: the asyncio loop between callers and the model thread.
+
+One loop, one model thread. The loop's task alone changes requests and the cache, and it is
+suspended while the model thread runs a step; callers only append to the inbox and read streams.
+So there are no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from .errors import EngineDead, InvalidRequest, QueueFull
+from .metrics import EngineMetrics
+from .request import Delta, Request
+from .scheduler import Event, Scheduler
+from .step import StepOutput, StepPlan
+from .stream import TokenStream
+
+logger = logging.getLogger(__name__)
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+
+
+class StepRunner(Protocol):
+    """What the model thread runs."""
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        """Compute one ragged batch; blocking."""
+
+
+class Engine:
+    """Serves requests until closed. A step that raises ends it: every stream gets the error."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        on_thread_start: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.metrics = EngineMetrics(scheduler)
+        self.failure: BaseException | None = None
+        self.draining = False
+        self._runner = runner
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "foretoken-model", initializer=on_thread_start)
+        self._task: asyncio.Task[None] | None = None
+        self._inbox: list[Request] = []
+        self._aborted: list[str] = []
+        self._streams: dict[str, TokenStream] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._finish_times: deque[float] = deque(maxlen=64)
+
+    # -- callers --------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop runs; false before `start`, after `close` and after a failed step."""
+        return self._task is not None and not self._task.done()
+
+    def submit(self, request: Request) -> TokenStream:
+        """Take a request; its answer arrives on the stream.
+
+        Raises `EngineDead`, `QueueFull`, and what `Scheduler.check` raises.
+        """
+        if not self.alive or self.draining:
+            raise EngineDead("the engine is shutting down" if self.draining else self._obituary())
+        if request.request_id in self._streams:
+            raise InvalidRequest("request_id is in use", param="request_id")
+        try:
+            self.scheduler.check(request, num_ahead=len(self._inbox))
+        except QueueFull as full:
+            full.retry_after = self._retry_after()
+            raise
+        stream = self._streams[request.request_id] = TokenStream(request)
+        request.arrival_time = self._clock()
+        self._inbox.append(request)
+        self._stir()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request between two steps; unknown and finished ones are ignored."""
+        if request_id in self._streams:
+            self._aborted.append(request_id)
+            self._stir()
+
+    def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
+        """Drop cached prefixes that no request uses; returns how many pages that freed."""
+        cache = self.scheduler.cache
+        return cache.flush() if everything else cache.flush(namespace)
+
+    def cache_info(self) -> dict[str, object]:
+        """Occupancy and hit counters of the prefix cache, in pages and tokens."""
+        cache = self.scheduler.cache
+        return {
+            "page_size": cache.page_size,
+            "total_pages": cache.num_total_pages,
+            "free_pages": cache.num_free_pages,
+            "evictable_pages": cache.num_evictable_pages,
+            "usage": cache.usage,
+            "queried_tokens": cache.num_queries,
+            "hit_tokens": cache.num_hits,
+        }
+
+    def _obituary(self) -> str:
+        return "a step failed; the engine stopped" if self.failure else "the engine is not running"
+
+    def _retry_after(self) -> float:
+        """Seconds until the queue has gone, at the rate at which requests finished lately."""
+        times = self._finish_times
+        if len(times) < 2 or times[-1] <= times[0]:
+            return MIN_RETRY_SECONDS
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        seconds = (len(self.scheduler.waiting) + len(self._inbox)) / rate
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
+
+    def _stir(self) -> None:
+        self._idle.clear()
+        self._wake.set()
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to serve on the running event loop."""
+        if self._task is None:
+            self._idle.set()
+            self._task = asyncio.create_task(self._run(), name="foretoken-engine")
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Stop: refuse new requests, let those here finish for a while, abort the rest."""
+        self.draining = True
+        if self.alive and drain_seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), drain_seconds)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._deliver(self.scheduler.abort_all(self._clock()))
+        self._end_streams(Delta(error=EngineDead("the engine was closed")))
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._turn()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:
+            self._die(failure)
+
+    async def _turn(self) -> None:
+        """Once round: inbox, plan, step, commit."""
+        self._read_inbox()
+        self._deliver(self.scheduler.expire(self._clock()))
+        plan = self.scheduler.schedule(self._clock())
+        if not plan.rows:
+            await self._rest()
+            return
+        began = self._clock()
+        output = await self._step(plan)
+        now = self._clock()
+        events = self.scheduler.commit(plan, output, now)
+        self.metrics.observe_step(plan, output, now - began)
+        self._deliver(events)
+
+    async def _step(self, plan: StepPlan) -> StepOutput:
+        """Run a step to its end even when cancelled: requests must not change under it."""
+        loop = asyncio.get_running_loop()
+        step = loop.run_in_executor(self._thread, self._runner.step, plan)
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            await asyncio.wait([step])
+            raise
+
+    async def _rest(self) -> None:
+        if not self.scheduler.num_requests:
+            self._idle.set()
+        self._wake.clear()
+        await self._wake.wait()
+
+    def _read_inbox(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for request in inbox:
+            self.scheduler.add(request, request.arrival_time)
+        aborted, self._aborted = self._aborted, []
+        for request_id in aborted:
+            self._deliver(self.scheduler.abort(request_id, self._clock()))
+
+    def _deliver(self, events: list[Event]) -> None:
+        for request, delta in events:
+            stream = self._streams[request.request_id]
+            stream.push(delta)
+            self.metrics.observe_delta(request, delta, self._clock())
+            if delta.terminal:
+                del self._streams[request.request_id]
+                self._finish_times.append(self._clock())
+
+    def _die(self, failure: BaseException) -> None:
+        logger.critical("a step failed; the engine stops", exc_info=failure)
+        self.failure = failure
+        dead = EngineDead("a step failed; the engine stopped")
+        self._deliver(self.scheduler.abort_all(self._clock(), dead))
+        self._end_streams(Delta(error=dead))
+        self._idle.set()
+
+    def _end_streams(self, last: Delta) -> None:
+        """Requests that are still in the inbox end too."""
+        self._inbox.clear()
+        for stream in self._streams.values():
+            stream.push(last)
+        self._streams.clear()

@@ -1,0 +1,51 @@
+"""The errors that foretoken raises.
+
+ForetokenError
+├── InvalidRequest (also a ValueError)   a field of the request is wrong; ``param`` names it
+│   └── PromptTooLong                    the prompt does not fit the context or the KV pool
+├── QueueFull                            the waiting queue is full; ``retry_after`` seconds
+├── EngineDead                           a step failed; the engine no longer takes requests
+└── ModelLoadError                       a checkpoint is missing something or is unsupported
+"""
+
+from __future__ import annotations
+
+
+class ForetokenError(Exception):
+    """Base of every error that foretoken raises on purpose."""
+
+
+class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public contract fixes the name
+    """A request cannot be served as written; ``param`` names the offending field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt does not fit the model's context or the KV pool."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        # Agent frameworks recognise an overflow by these very words.
+        super().__init__(
+            f"prompt is too long: {num_tokens} tokens > {limit} maximum. "
+            f"This model's maximum context length is {limit} tokens.",
+            param="prompt",
+        )
+
+
+class QueueFull(ForetokenError):  # noqa: N818
+    """No room to wait; try again after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDead(ForetokenError):  # noqa: N818
+    """The engine stopped after a failed step, or was shut down; nothing more will be served."""
+
+
+class ModelLoadError(ForetokenError):
+    """A checkpoint is incomplete, damaged or of a kind that foretoken does not support."""

@@ -1,0 +1,164 @@
+"""SamplingParams: what a caller may ask of one request, checked once, at the boundary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import InvalidRequest
+
+MAX_N = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_DEPTH = 64  # draft tokens of one request in one step
+MAX_INT = 2**31 - 1
+UNSUPPORTED = ("json_schema", "regex", "grammar", "choice", "prediction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Every bad value raises `InvalidRequest` naming its field.
+
+    ``max_tokens=None`` means up to the end of the context; ``temperature=0`` is greedy; ``top_k=0``
+    and ``top_p=1`` are off. With a ``seed`` the output is a function of the model, the prompt and
+    these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
+    wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
+    ``priority``: lower runs first. ``deadline``: seconds after which the request is given up.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    json_schema: Mapping[str, object] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+    prediction: str | Sequence[int] | None = None
+    speculation: Literal["auto", "off"] | int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        """Normalise sequences to tuples and check every field."""
+        self._normalise()
+        self._check_numbers()
+        self._check_token_ids()
+        self._check_strings()
+        self._check_speculation()
+        for name in UNSUPPORTED:
+            _require(getattr(self, name) is None, name, "is not supported yet")
+
+    def _normalise(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop))
+        for name in ("stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            ids = _tuple("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", ids)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    def _check_numbers(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _require(self.top_p > 0, "top_p", "must be above 0")
+        _integer("top_k", self.top_k, -1, MAX_INT)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _integer("max_tokens", self.max_tokens, 1, MAX_INT)
+        _integer("min_tokens", self.min_tokens, 0, MAX_INT)
+        if self.max_tokens is not None:
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
+        _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _integer("priority", self.priority, -(2**31), 2**31 - 1)
+        _number("deadline", self.deadline, 0.0, 1e9)
+
+    def _check_token_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _integer(name, token_id, 0, MAX_INT)
+        if self.allowed_token_ids is not None:
+            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
+
+    def _check_strings(self) -> None:
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS}")
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
+                _require(fits, name, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
+        salt = self.cache_salt
+        _require(salt is None or isinstance(salt, str), "cache_salt", "must be a string")
+        _require(salt is None or 0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
+
+    def _check_speculation(self) -> None:
+        depth = self.speculation
+        if isinstance(depth, str):
+            _require(depth in ("auto", "off"), "speculation", "must be 'auto', 'off' or a depth")
+        else:
+            _integer("speculation", depth, 0, MAX_DEPTH)
+
+
+def _require(holds: bool, param: str, message: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def _tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
+    _require(not isinstance(values, (str, bytes)), param, "must be a list")
+    try:
+        return tuple(values)
+    except TypeError:
+        raise InvalidRequest(f"{param} must be a list", param=param) from None
+
+
+def _integer(param: str, value: object, low: int, high: int) -> None:
+    if value is None:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int, param, "must be an integer")
+    _require(low <= value <= high, param, f"must be from {low} to {high}")  # type: ignore[operator]
+
+
+def _number(param: str, value: object, low: float, high: float) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(is_number and math.isfinite(value), param, "must be a finite number")  # type: ignore[arg-type]
+    _require(low <= value <= high, param, f"must be from {low} to {high}")  # type: ignore[operator]
+
+
+def _bias(bias: Mapping[int, float]) -> dict[int, float]:
+    _require(isinstance(bias, Mapping), "logit_bias", "must map token ids to numbers")
+    _require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", f"takes at most {MAX_BIASED_TOKENS}")
+    for token_id, value in bias.items():
+        _integer("logit_bias", token_id, 0, MAX_INT)
+        _require(value is not None, "logit_bias", "must map token ids to numbers")
+        _number("logit_bias", value, -100.0, 100.0)
+    return dict(bias)

@@ -1,0 +1,127 @@
+"""Request: one object from admission to the end, written by the Scheduler alone."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from ..radix_cache import KVLease
+from .errors import ForetokenError
+from .step import RowSampling, TokenLogprob
+
+OnToken = Callable[[int], str | None]
+"""Told of every served token in order; answers with the stop string that the token completes."""
+
+
+class RequestStatus(Enum):
+    """Where a request stands; exactly one at any time."""
+
+    WAITING = "waiting"  # owns no page: new, or preempted
+    RUNNING = "running"  # owns a lease and takes part in steps
+    FINISHED = "finished"  # owns nothing, for ever
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # the caller left, or its deadline passed
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """What an answer cost. Counts are tokens, times are seconds since arrival."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    completion_tokens: int = 0
+    proposed_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were served
+    verify_steps: int = 0  # steps that yielded tokens: completion = accepted + one a step
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    queue_time: float = 0.0
+    time_to_first_token: float = 0.0
+    total_time: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What one step, or several that a slow reader missed, adds to an answer."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string, if any
+    error: ForetokenError | None = None  # terminal, as finish_reason is
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None or self.error is not None
+
+    def merge(self, later: Delta) -> None:
+        """Append what came after."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.error = later.error
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt on its way to an answer.
+
+    There is no prefill state and no decode state: ``num_pending`` tokens lack their KV. More than
+    one is a prefill, cut into chunks by the token budget; one is a decode, drafts ride behind it.
+    """
+
+    request_id: str
+    tokens: array[int]  # the prompt, then the output; grows in Scheduler.commit only
+    sampling: RowSampling
+    stop_ids: frozenset[int] = frozenset()  # end the answer: eos and stop_token_ids
+    depth: int | None = None  # draft tokens a step; None: as the engine sees fit
+    namespace: str | None = None  # cache_salt: shares KV and drafts with its like alone
+    priority: int = 0  # lower runs first
+    deadline: float | None = None  # seconds after arrival
+    on_token: OnToken | None = None
+
+    arrival_time: float = 0.0  # set by the engine's clock
+    serial: int = 0  # order of arrival
+    max_len: int = 0  # tokens at which the answer ends by length
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed: int = 0  # tokens whose KV is in the lease's pages
+    lease: KVLease | None = None  # owned while RUNNING
+    usage: Usage = field(default_factory=Usage)
+    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # told so far
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.sampling.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        """The answer so far."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: priority, then arrival."""
+        return self.priority, self.serial

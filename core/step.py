@@ -1,0 +1,99 @@
+"""All that crosses between the event loop and the model thread: ints and arrays of ints.
+
+The scheduler writes a `StepPlan`, the model thread answers with a `StepOutput`. While a step
+runs, the event loop changes no request, so a plan may lend the request's own ``tokens`` and page
+table instead of copying them; the model thread only reads them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """What the sampler must know of one request, resolved once at admission."""
+
+    params: SamplingParams
+    seed: int  # the request's own seed, or the one drawn for it; 64 bits, unsigned
+    prompt_len: int  # tokens; output position = token index - prompt_len
+    stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
+
+    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
+    to ``stop + max_draft``.
+    """
+
+    request_id: str
+    tokens: array[int]  # prompt and output so far; lent, read only
+    start: int
+    stop: int
+    page_ids: array[int]  # page table; lent, read only
+    sampling: RowSampling
+    max_draft: int = 0  # draft tokens that fit the budget, the pages and the request's end
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that its last row yields a new one."""
+        return self.stop == len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One ragged batch."""
+
+    rows: Sequence[PlanRow]
+    fresh_pages: array[int]  # taken from the free list since the last plan: content is void
+    finished: Sequence[str] = ()  # requests that left since the last plan
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in this step, drafts not counted."""
+        return sum(row.stop - row.start for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the model's unprocessed distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOutput:
+    """What a step yields for one plan row.
+
+    ``token_ids`` is the accepted run followed by the recovered or bonus token; empty for a chunk
+    that does not reach the end. ``num_accepted`` of the ``num_proposed`` draft tokens were equal
+    to the target's own choice.
+    """
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    num_proposed: int = 0
+    num_accepted: int = 0
+    sources: Sequence[str] = ()  # [num_proposed] who proposed each draft token
+    logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] when asked for
+    prompt_logprobs: Sequence[
+        TokenLogprob
+    ] = ()  # of tokens[start + 1 : stop + 1] inside the prompt
+    error: str | None = None  # this row alone failed (for example NaN logits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Answer to a `StepPlan`, rows in its order. Times are in seconds."""
+
+    rows: Sequence[RowOutput]
+    times: Mapping[str, float] = field(default_factory=dict)  # "draft", "forward", "verify"

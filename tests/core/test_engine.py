@@ -1,0 +1,254 @@
+"""The engine on the model of hashes: streams, aborts, failures, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
+from foretoken.core.engine import Engine
+from foretoken.core.errors import EngineDead, InvalidRequest, QueueFull
+from foretoken.core.request import Delta, FinishReason
+from foretoken.core.step import StepOutput, StepPlan
+from foretoken.core.stream import TokenStream
+
+
+class GatedRunner(FakeRunner):
+    """Each step waits until the test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__(page_size=4)
+        self.entered = threading.Semaphore(0)
+        self.gate = threading.Semaphore(0)
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        self.entered.release()
+        self.gate.acquire()
+        return super().step(plan)
+
+
+class BrokenRunner(FakeRunner):
+    """Fails at the given step."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(page_size=4)
+        self.left = fails_at
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("the forward pass failed")
+        return super().step(plan)
+
+
+def make_engine(runner: FakeRunner | None = None, **options) -> Engine:
+    scheduler = make_scheduler(**options)
+    return Engine(scheduler, runner or FakeRunner(scheduler.cache.page_size))
+
+
+async def collect(stream: TokenStream) -> tuple[list[int], Delta]:
+    tokens: list[int] = []
+    last = Delta()
+    async for last in stream:
+        tokens += last.token_ids
+    return tokens, last
+
+
+async def entered(runner: GatedRunner) -> None:
+    await asyncio.to_thread(runner.entered.acquire)
+
+
+def run(coroutine) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+def test_many_streams_run_side_by_side_and_each_is_its_solo_answer() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        prompts = [[1 + i % 6, 2, 1 + i // 6] for i in range(30)]
+        streams = [engine.submit(make_request(str(i), p)) for i, p in enumerate(prompts)]
+        for prompt, (tokens, last) in zip(
+            prompts, await asyncio.gather(*map(collect, streams)), strict=True
+        ):
+            assert tokens == answer(prompt, 8)
+            assert last.finish_reason is FinishReason.LENGTH
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_slow_reader_costs_one_slot_and_misses_nothing() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        slow = engine.submit(make_request("slow", [1, 2], max_tokens=20))
+        await collect(engine.submit(make_request("fast", [2, 1], max_tokens=30)))
+        delta = await anext(slow)
+        assert delta.token_ids == answer([1, 2], 20)
+        assert delta.finish_reason is FinishReason.LENGTH
+        with pytest.raises(StopAsyncIteration):
+            await anext(slow)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_abort_during_a_step_takes_effect_after_it_and_frees_the_pages() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner)
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2, 3]))
+        await entered(runner)
+        engine.abort("a")
+        runner.gate.release()
+        tokens, last = await collect(stream)
+        assert last.finish_reason is FinishReason.ABORT
+        assert tokens == answer([1, 2, 3], len(tokens))
+        engine.scheduler.audit()
+        assert engine.scheduler.num_requests == 0
+        await engine.close()
+
+    run(scenario())
+
+
+def test_abort_before_the_first_step() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2, 3]))
+        engine.abort("a")
+        assert (await collect(stream))[1].finish_reason is FinishReason.ABORT
+        again = engine.submit(make_request("a", [1, 2, 3]))
+        assert (await collect(again))[0] == answer([1, 2, 3], 8)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_aborting_an_unknown_or_finished_request_is_harmless() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        engine.abort("nobody")
+        await collect(engine.submit(make_request("a", [1])))
+        engine.abort("a")
+        assert (await collect(engine.submit(make_request("a", [1]))))[0] == answer([1], 8)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_failed_step_ends_every_stream_and_the_engine() -> None:
+    async def scenario() -> None:
+        engine = make_engine(BrokenRunner(fails_at=2), max_running=1)
+        await engine.start()
+        streams = [engine.submit(make_request(str(i), [1, 2, 3])) for i in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineDead):
+                await collect(stream)
+        assert not engine.alive
+        assert isinstance(engine.failure, RuntimeError)
+        with pytest.raises(EngineDead):
+            engine.submit(make_request("late", [1]))
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_request_id_in_use_is_refused_even_from_the_inbox() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        stream = engine.submit(make_request("a", [1]))
+        with pytest.raises(InvalidRequest):
+            engine.submit(make_request("a", [2]))
+        assert (await collect(stream))[0] == answer([1], 8)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_full_queue_tells_when_to_come_back() -> None:
+    async def scenario() -> None:
+        engine = make_engine(max_running=1, max_queued=2)
+        await engine.start()
+        streams = [engine.submit(make_request(str(i), [1 + i])) for i in range(3)]
+        with pytest.raises(QueueFull) as caught:
+            engine.submit(make_request("more", [1]))
+        assert 1 <= caught.value.retry_after <= 60
+        for index, stream in enumerate(streams):
+            assert (await collect(stream))[0] == answer([1 + index], 8)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_close_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner)
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2], max_tokens=5))
+        await entered(runner)
+        closing = asyncio.create_task(engine.close(drain_seconds=20))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDead):
+            engine.submit(make_request("late", [1]))
+        runner.gate.release(10)
+        assert (await collect(stream))[0] == answer([1, 2], 5)
+        await closing
+        assert not engine.alive
+
+    run(scenario())
+
+
+def test_close_without_grace_ends_every_stream_with_one_terminal() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner, max_running=1)
+        await engine.start()
+        running = engine.submit(make_request("running", [1, 2]))
+        await entered(runner)
+        waiting = engine.submit(make_request("waiting", [2, 2]))
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        runner.gate.release(10)
+        await closing
+        assert (await collect(running))[1].finish_reason is FinishReason.ABORT
+        with pytest.raises(EngineDead):
+            await collect(waiting)
+        engine.scheduler.audit()
+
+    run(scenario())
+
+
+def test_metrics_count_what_was_served() -> None:
+    async def scenario() -> None:
+        scheduler = make_scheduler(depth=3)
+        engine = Engine(scheduler, FakeRunner(scheduler.cache.page_size, perfect))
+        await engine.start()
+        await collect(engine.submit(make_request("a", [1] * 9, max_tokens=8)))
+        await collect(engine.submit(make_request("b", [1] * 9, max_tokens=8)))
+        body, content_type = engine.metrics.render()
+        text = body.decode()
+        assert content_type.startswith("text/plain")
+        assert "foretoken:generation_tokens_total 16.0" in text
+        assert "foretoken:prompt_tokens_total 18.0" in text
+        assert "foretoken:prefix_cache_queries_total 18.0" in text
+        assert "foretoken:prefix_cache_hits_total 8.0" in text
+        assert 'foretoken:request_success_total{finished_reason="length"} 2.0' in text
+        assert "foretoken:spec_decode_num_accepted_tokens_total" in text
+        assert 'num_accepted_tokens_per_pos_total{position="0"}' in text
+        assert "foretoken:time_to_first_token_seconds_count 2.0" in text
+        assert "foretoken:inter_token_latency_seconds_count 14.0" in text
+        await engine.close()
+
+    run(scenario())

@@ -1,0 +1,78 @@
+"""The house rules that a reader of one file cannot see."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("radix_cache", "core", "draft", "api", "bench")
+FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports; relative ones resolved below `foretoken`."""
+    package = ("foretoken", *path.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield ".".join((*base, *filter(None, [node.module])))
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return LAYERS.index(parts[1]) if parts[0] == "foretoken" and parts[1:2] and (
+        parts[1] in LAYERS
+    ) else None  # fmt: skip
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_imports_point_left(path: Path) -> None:
+    own = LAYERS.index(path.relative_to(ROOT).parts[0])
+    wrong = [name for name in _imports(path) if (_layer(name) or 0) > own]
+    assert not wrong, f"{_name(path)} imports from the right: {wrong}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "radix_cache").glob("*.py")), ids=_name)
+def test_radix_cache_needs_only_sortedcontainers(path: Path) -> None:
+    foreign = {"torch", "numpy", "transformers", "msgspec", "starlette"}
+    assert not foreign & {name.split(".")[0] for name in _imports(path)}
+
+
+def test_the_scheduler_and_all_it_imports_are_free_of_torch() -> None:
+    seen: set[Path] = set()
+    todo = [ROOT / "core" / "engine.py", ROOT / "core" / "scheduler.py"]
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        names = set(_imports(path))
+        assert not {"torch", "numpy"} & {name.split(".")[0] for name in names}, path
+        found = [ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in names
+                 if name.startswith("foretoken.")]  # fmt: skip
+        todo += [path for path in found if path.is_file() and path not in seen]
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_cuda_is_named_only_in_ops(path: Path) -> None:
+    if path.is_relative_to(ROOT / "core" / "ops"):
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "cuda"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert not named
+    assert not any(name.startswith(("torch.cuda", "triton")) for name in _imports(path))
