@@ -1,0 +1,11 @@
+"""Who owns which KV page: a radix tree of cached prefixes and the accountant around it.
+
+Knows nothing of models, tensors or text: token ids in, page ids out.
+"""
+
+from .eviction import POLICIES
+from .node import Lock, Match, Node
+from .prefix_cache import KVLease, PrefixCache
+from .tree import RadixTree
+
+__all__ = ["POLICIES", "KVLease", "Lock", "Match", "Node", "PrefixCache", "RadixTree"]

@@ -1,0 +1,71 @@
+"""The invariants of a radix tree, as sentences: each function raises AssertionError with one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+from .eviction import EvictionIndex
+from .node import Lock, Node
+
+
+def check_pages(nodes: Sequence[Node], num_pages: int, num_locked: int, num_nodes: int) -> None:
+    """The counters are right, and no page is in two nodes. O(pages)."""
+    owned = [page_id for node in nodes for page_id in node.page_ids]
+    locked = sum(len(node.page_ids) for node in nodes if node.locks)
+    below_roots = sum(node.parent is not None for node in nodes)
+    assert num_pages == len(owned), f"{len(owned)} pages are counted as {num_pages}"
+    assert num_locked == locked, f"{locked} locked pages are counted as {num_locked}"
+    assert num_nodes == below_roots, f"{below_roots} nodes are counted as {num_nodes}"
+    assert len(set(owned)) == len(owned), "two nodes own the same page"
+
+
+def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> None:
+    """Nodes, parents and children know each other, under the right page. O(nodes)."""
+    for node in nodes:
+        if node.parent is None:
+            _check_root(node, roots)
+        else:
+            assert node.page_ids, "a node below the root owns no page"
+        num_tokens = len(node.page_ids) * page_size
+        assert len(node.key) == num_tokens, f"{len(node.key)} tokens where {num_tokens} fit"
+        for first_page, child in node.children.items():
+            _check_child(node, child)
+            assert first_page == child.key[:page_size].tobytes(), "a child is under a wrong page"
+
+
+def _check_root(root: Node, roots: Mapping[str | None, Node]) -> None:
+    assert roots.get(root.namespace) is root, "a root is in a wrong namespace"
+    assert root.locks or root.children, "a root is kept for nothing"
+    assert not root.key, "a root has tokens"
+
+
+def _check_child(node: Node, child: Node) -> None:
+    assert child.parent is node, "a child does not know its parent"
+    assert child.namespace == node.namespace, "a child is in another namespace than its parent"
+    assert 0 <= child.locks <= node.locks, "a child is pinned more often than its parent"
+
+
+def check_locks(nodes: Sequence[Node], locks: Set[Lock]) -> None:
+    """Every node is pinned exactly by the live receipts at or below it. O(locks * depth)."""
+    paths = {lock: lock.node.path() for lock in locks}
+    live = Counter(node for path in paths.values() for node in path)
+    for node in nodes:
+        held = live.pop(node, 0)
+        assert node.locks == held, f"a node with {held} live receipts has {node.locks} locks"
+    assert not live, "a live receipt pins a node that left the tree"
+    for lock, path in paths.items():
+        depth = sum(len(node.page_ids) for node in path)
+        assert lock.num_pages == depth, f"a receipt for {lock.num_pages} pages pins {depth}"
+        assert lock.is_live, "a released receipt is held to be live"
+
+
+def check_leaves(nodes: Sequence[Node], index: EvictionIndex[Node], clock: int) -> None:
+    """The index files the unlocked leaves, all of them, under unique ranks. O(n log n)."""
+    leaves = [node for node in nodes if node.parent is not None and not node.children]
+    unlocked = {leaf for leaf in leaves if not leaf.locks}
+    assert set(index) == unlocked, "the eviction index is not the set of unlocked leaves"
+    index.check()
+    ticks = {leaf.last_used for leaf in leaves}
+    assert len(ticks) == len(leaves), "two leaves were last used at the same tick"
+    assert max(ticks, default=0) <= clock, "a leaf was last used in the future"

@@ -1,0 +1,212 @@
+"""The page accountant: every KV page belongs to the free list, to one tree node or to one lease."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .node import Lock
+from .tree import RadixTree
+
+
+@dataclass(slots=True, eq=False)
+class KVLease:
+    """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
+
+    page_ids: array[int]  # page table; the first num_shared_pages owned by the tree, rest by this
+    lock: Lock  # pins the shared pages; owned by this lease
+    num_cached_tokens: int  # found at acquire; their KV need not be computed
+    namespace: str | None  # cache salt; None is the shared default
+
+    @property
+    def num_shared_pages(self) -> int:
+        """How many of the first pages are lent by the tree; 0 once released."""
+        return self.lock.num_pages
+
+
+class PrefixCache:
+    """Lends KV pages to requests and keeps what they computed for those who come later.
+
+    Four verbs move pages: `acquire` borrows the longest cached prefix, `extend` adds private pages,
+    `publish` gives finished ones to the tree, `release` ends the lease. ``policy`` orders eviction:
+    "lru", "lfu" or "priority". Raises ValueError for bad sizes or an unknown policy.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, policy: str = "lru") -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
+        self.page_size = page_size  # tokens
+        self.num_total_pages = num_pages
+        self.num_queries = 0  # tokens asked for, over all acquires
+        self.num_hits = 0  # tokens of those that were cached
+        self.tree = RadixTree(page_size, policy)  # owns the cached pages; others only look
+        self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
+        self._fresh = array("q")  # handed out since take_fresh_pages; owned by their leases
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody uses. O(1)."""
+        return len(self._free)
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Cached pages that no lease borrows. O(1)."""
+        return self.tree.num_pages - self.tree.num_locked_pages
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that `extend` could hand out now: free or evictable. O(1)."""
+        return self.num_free_pages + self.num_evictable_pages
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that live leases hold, 0 to 1: cached but unused pages do not count."""
+        return 1 - self.num_available_pages / self.num_total_pages
+
+    def match_len(
+        self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
+    ) -> int:
+        """How many tokens `acquire` would find cached; changes nothing. O(len + depth)."""
+        limit = _borrowable(len(tokens), limit)
+        return self.tree.match(tokens, namespace=namespace, limit=limit).num_tokens
+
+    def would_fit(
+        self, tokens: array[int], upto: int, *, namespace: str | None = None, slack: int = 0
+    ) -> bool:
+        """Whether `acquire` and then `extend` to ``upto`` would leave ``slack`` pages available.
+
+        Pages of the match count once: as borrowed, no longer as evictable. Changes nothing.
+        O(len + depth).
+        """
+        limit = _borrowable(len(tokens), None)
+        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        num_pages = max(-(-upto // self.page_size), len(match.page_ids))
+        needed = num_pages - len(match.page_ids) + match.num_unlocked_pages
+        return needed + slack <= self.num_available_pages
+
+    def acquire(
+        self,
+        tokens: array[int],
+        *,
+        namespace: str | None = None,
+        limit: int | None = None,
+        priority: int = 0,
+    ) -> KVLease:
+        """Borrows the longest cached prefix, in whole pages, of at most ``limit`` tokens.
+
+        The last token is never borrowed, for its logits must be computed. A lower ``priority``
+        matters more (policy "priority" evicts it later). O(len + depth + log n).
+        """
+        limit = _borrowable(len(tokens), limit)
+        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        lock = self.tree.lock(match, priority=priority)
+        self.num_queries += len(tokens)
+        self.num_hits += match.num_tokens
+        return KVLease(match.page_ids, lock, match.num_tokens, namespace)
+
+    def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
+        """Makes the page table reach position ``upto`` (exclusive): all or nothing.
+
+        False means that it does not fit, and then nothing has changed. With ``evict=False`` only
+        free pages are taken: drafts never push out what is committed. Raises ValueError for a
+        released lease. O(pages added + log n per leaf evicted).
+        """
+        _require_live(lease)
+        needed = -(-upto // self.page_size) - len(lease.page_ids)
+        if needed <= 0:
+            return True
+        if needed > (self.num_available_pages if evict else self.num_free_pages):
+            return False
+        self._free += self.tree.evict(needed - len(self._free))
+        taken = self._free[-needed:]
+        taken.reverse()
+        del self._free[-needed:]
+        lease.page_ids += taken
+        self._fresh += taken
+        return True
+
+    def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> None:
+        """Gives the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
+
+        Where the tree has the same prefix already, the lease adopts the tree's pages and frees its
+        own copies. Raises ValueError for a released lease, or when ``num_computed`` goes beyond
+        the tokens or the page table. O(new pages + nodes they pass).
+        """
+        _require_live(lease)
+        if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):
+            raise ValueError(f"{num_computed} computed tokens exceed the tokens or the page table")
+        start, stop = lease.num_shared_pages, num_computed // self.page_size
+        if start >= stop:
+            return
+        own = lease.page_ids[start:stop]
+        new_tokens = tokens[start * self.page_size : stop * self.page_size]
+        adopted = self.tree.insert_below(lease.lock, new_tokens, own)
+        lease.page_ids[start : start + len(adopted)] = adopted
+        self._free += own[: len(adopted)]
+
+    def release(
+        self, lease: KVLease, tokens: array[int], num_computed: int, *, keep: bool = True
+    ) -> None:
+        """Ends a lease: publishes what is committed, frees the rest, gives the borrowed back.
+
+        With ``keep=False`` nothing more is published: what a failed request computed (NaN, say)
+        must not reach others. Raises ValueError as `publish` does, the second time above all.
+        O(new pages + depth + log n).
+        """
+        _require_live(lease)
+        if keep:
+            self.publish(lease, tokens, num_computed)
+        self._free += lease.page_ids[lease.num_shared_pages :]
+        self.tree.unlock(lease.lock)
+        lease.page_ids = array("q")  # anew, not emptied: a running step may still read the old one
+
+    def take_fresh_pages(self) -> array[int]:
+        """Pages handed out from the free list since the last call, each once.
+
+        Whatever other pools hold under these ids is void. Call it before the step that writes them.
+        """
+        fresh = array("q", dict.fromkeys(self._fresh))
+        self._fresh = array("q")
+        return fresh
+
+    def flush(self, *namespaces: str | None) -> int:
+        """Drops what is cached and not borrowed, in these namespaces or in all when none is named.
+
+        ``flush(None)`` empties the shared default only. Returns how many pages became free.
+        O(leaves + nodes dropped).
+        """
+        freed = self.tree.flush(*namespaces)
+        self._free += freed
+        return len(freed)
+
+    def check(self, leases: Iterable[KVLease]) -> None:
+        """Asserts that every page has exactly one owner; ``leases`` are all live ones. O(pages)."""
+        leases = list(leases)
+        self.tree.check()
+        self.tree.check_receipts(lease.lock for lease in leases)
+        owned = [*self._free, *(p for node in self.tree.nodes() for p in node.page_ids)]
+        for lease in leases:
+            self._check_lease(lease)
+            owned += lease.page_ids[lease.num_shared_pages :]
+        assert len(owned) == self.num_total_pages, (
+            f"{len(owned)} pages are owned, of {self.num_total_pages}"
+        )
+        assert set(owned) == set(range(self.num_total_pages)), "a page has two owners"
+
+    def _check_lease(self, lease: KVLease) -> None:
+        lent = [page_id for node in lease.lock.node.path() for page_id in node.page_ids]
+        shared = lease.page_ids[: lease.num_shared_pages]
+        assert lent == shared.tolist(), "a page table differs from the tree's path"
+        assert lease.lock.node.namespace == lease.namespace, "a lease borrows across namespaces"
+        assert lease.num_cached_tokens <= len(lent) * self.page_size, "a cached page was lost"
+
+
+def _borrowable(num_tokens: int, limit: int | None) -> int:
+    longest = max(num_tokens - 1, 0)
+    return longest if limit is None else min(limit, longest)
+
+
+def _require_live(lease: KVLease) -> None:
+    if not lease.lock.is_live:
+        raise ValueError("the lease was released already")

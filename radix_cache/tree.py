@@ -1,0 +1,281 @@
+"""A compressed radix tree over pages of tokens: which prefix is cached, in which pages."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+
+from .audit import check_leaves, check_links, check_locks, check_pages
+from .eviction import EvictionIndex
+from .node import Lock, Match, Node
+
+ITEM_SIZE = array("q").itemsize
+
+
+def token_bytes(tokens: array[int], limit: int | None = None) -> bytes:
+    """The bytes of the first ``limit`` tokens (of all by default): comparing them is a memcmp.
+
+    Raises TypeError when ``tokens`` is not an ``array("q")``. O(len).
+    """
+    if not isinstance(tokens, array) or tokens.typecode != "q":
+        raise TypeError('tokens must be an array("q")')
+    if limit is None or limit >= len(tokens):
+        return tokens.tobytes()
+    return tokens[: max(limit, 0)].tobytes()
+
+
+class RadixTree:
+    """Cached prefixes and the pages that hold them, one tree for each namespace.
+
+    `match` looks and changes nothing. `lock` pins a match, `unlock` gives it back; both refresh its
+    recency. `insert_below` grows what a receipt pins. `evict` takes unlocked leaves in the order
+    of ``policy`` ("lru", "lfu" or "priority"). Raises ValueError for an unknown policy or a page
+    size below one token.
+    """
+
+    def __init__(self, page_size: int, policy: str = "lru") -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, not {page_size}")
+        self.page_size = page_size  # tokens
+        self.num_pages = 0  # owned by nodes
+        self.num_locked_pages = 0  # owned by nodes that some receipt pins
+        self.num_nodes = 0  # roots not counted
+        self._page_bytes = page_size * ITEM_SIZE
+        self._roots: dict[str | None, Node] = {}  # those with a child or a receipt
+        self._index: EvictionIndex[Node] = EvictionIndex(policy)  # unlocked leaves, no roots
+        self._locks: set[Lock] = set()  # live receipts
+        self._clock = 0  # one tick per lock, growth and unlock
+        self._epoch = 0  # one tick per node cut or dropped: older matches are void
+
+    def match(
+        self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
+    ) -> Match:
+        """The longest cached prefix within ``limit`` tokens, in whole pages; changes nothing.
+
+        Recency too stays as it was, so a scheduler may look at whom it will not admit.
+        O(len(tokens) + depth), at memcmp speed.
+        """
+        data = token_bytes(tokens, limit)
+        node, start, taken, page_ids = self._roots.get(namespace), 0, 0, array("q")
+        while node is not None and (child := self._child(node, data, start)) is not None:
+            node, taken = child, child.common_pages(data, start)
+            whole = taken == len(child.page_ids)
+            page_ids += child.page_ids if whole else child.page_ids[:taken]
+            start += taken * self._page_bytes
+            if not whole:
+                break
+        return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self._epoch)
+
+    def lock(self, match: Match, *, priority: int = 0) -> Lock:
+        """Pins exactly the pages of ``match``, cutting the last node where the match ends.
+
+        Without the cut, a short match into a long node would pin pages that nobody reads.
+        Raises ValueError when the tree has cut or dropped a node since. O(depth + log n).
+        """
+        if match.epoch != self._epoch:
+            raise ValueError("the match is stale: the tree has cut or dropped nodes since")
+        node = match.node or self._root(match.namespace)
+        if match.num_node_pages < len(node.page_ids):
+            node = self._split(node, match.num_node_pages)
+        lock = Lock(node, len(match.page_ids), priority)
+        self._locks.add(lock)
+        self._clock += 1
+        for pinned in node.path():
+            self._pin(pinned, priority)
+        return lock
+
+    def unlock(self, lock: Lock) -> None:
+        """Gives a receipt back, exactly once; ValueError the second time. O(depth + log n)."""
+        self._require_live(lock)
+        self._locks.remove(lock)
+        lock.is_live, lock.num_pages = False, 0
+        self._clock += 1
+        for node in lock.node.path():
+            self._unpin(node)
+        self._settle(lock.node)
+
+    def insert(
+        self,
+        tokens: array[int],
+        page_ids: array[int],
+        *,
+        namespace: str | None = None,
+        priority: int = 0,
+    ) -> array[int]:
+        """`insert_below` the namespace's root; nothing stays pinned. O(len(tokens) + log n)."""
+        lock = self.lock(self.match(array("q"), namespace=namespace), priority=priority)
+        try:
+            return self.insert_below(lock, tokens, page_ids)
+        finally:
+            self.unlock(lock)
+
+    def insert_below(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> array[int]:
+        """Caches the tokens that follow what ``lock`` pins, and moves the receipt to their end.
+
+        Returns the page ids that the tree already had for the first of these tokens: the caller
+        keeps its own copies of those. The rest of ``page_ids`` belongs to the tree from now on.
+        Raises ValueError for a released receipt or tokens that do not fill their pages.
+        O(len(tokens) + nodes passed), however long the prefix above is.
+        """
+        self._require_live(lock)
+        if len(tokens) != len(page_ids) * self.page_size:
+            raise ValueError(f"{len(tokens)} tokens do not fill {len(page_ids)} pages exactly")
+        self._clock += 1
+        found = self._descend(lock, token_bytes(tokens))
+        if len(found) < len(page_ids):
+            self._append(lock, tokens[len(found) * self.page_size :], page_ids[len(found) :])
+        lock.num_pages += len(page_ids)
+        return found
+
+    def evict(self, num_pages: int) -> array[int]:
+        """Drops unlocked pages and returns their ids, exactly ``num_pages`` if there are so many.
+
+        Leaves go in the policy's order; of the last one only the tail that is needed goes, for
+        the front of a prefix is worth more than its end. O(log n) per leaf, O(1) per page.
+        """
+        freed = array("q")
+        while len(freed) < num_pages and (leaf := self._index.first()) is not None:
+            missing = num_pages - len(freed)
+            fits = len(leaf.page_ids) <= missing
+            freed += self._drop(leaf) if fits else self._trim(leaf, missing)
+        return freed
+
+    def flush(self, *namespaces: str | None) -> array[int]:
+        """Drops every unlocked node of these namespaces (of all by default); returns its pages.
+
+        O(leaves + nodes dropped).
+        """
+        freed = array("q")
+        for leaf in list(self._index):
+            node = leaf
+            while not namespaces or node.namespace in namespaces:
+                if node.parent is None or node.locks or node.children:
+                    break
+                freed += self._drop(node)
+                node = node.parent
+        return freed
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, roots included, parents first. O(n)."""
+        stack = list(self._roots.values())
+        while stack:
+            yield (node := stack.pop())
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """Asserts every invariant of the tree. O(pages), for tests and for idle moments."""
+        nodes = list(self.nodes())
+        check_pages(nodes, self.num_pages, self.num_locked_pages, self.num_nodes)
+        check_links(nodes, self._roots, self.page_size)
+        check_locks(nodes, self._locks)
+        check_leaves(nodes, self._index, self._clock)
+
+    def check_receipts(self, locks: Iterable[Lock]) -> None:
+        """Asserts that ``locks`` are all receipts that are out. O(locks)."""
+        assert set(locks) == self._locks, "the live receipts are not those of the live leases"
+
+    # -- walking and growing
+
+    def _child(self, node: Node, data: bytes, start: int) -> Node | None:
+        return node.children.get(data[start : start + self._page_bytes])
+
+    def _root(self, namespace: str | None) -> Node:
+        return self._roots.setdefault(namespace, Node(namespace))
+
+    def _descend(self, lock: Lock, data: bytes) -> array[int]:
+        """Moves a receipt down the nodes that hold ``data``; returns their page ids."""
+        start, found = 0, array("q")
+        while (child := self._child(lock.node, data, start)) is not None:
+            same = child.common_pages(data, start)
+            lock.node = child if same == len(child.page_ids) else self._split(child, same)
+            self._pin(lock.node, lock.priority)
+            found += lock.node.page_ids
+            start += same * self._page_bytes
+        return found
+
+    def _append(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> None:
+        node = lock.node
+        if node.locks > 1 or node.children or node.parent is None:
+            lock.node = Node(node.namespace, node, tokens, page_ids, priority=lock.priority)
+            lock.node.locks, lock.node.num_hits, lock.node.last_used = 1, 1, self._clock
+            self._link(lock.node)
+            self.num_nodes += 1
+        else:  # pinned by this receipt alone: growing in place avoids one node per publish
+            node.key += tokens
+            node.page_ids += page_ids
+        self.num_pages += len(page_ids)
+        self.num_locked_pages += len(page_ids)
+
+    def _split(self, lower: Node, num_pages: int) -> Node:
+        """Cuts a node after ``num_pages``: a new one above it takes the front.
+
+        The node itself stays the lower half, so receipts, children and the eviction index still
+        point at the right end. The caller pins the upper half at once.
+        """
+        cut = num_pages * self.page_size
+        upper = Node(lower.namespace, lower.parent, lower.key[:cut], lower.page_ids[:num_pages])
+        upper.locks, upper.num_hits, upper.priority = lower.locks, lower.num_hits, lower.priority
+        del lower.key[:cut], lower.page_ids[:num_pages]
+        self._link(upper)
+        lower.parent = upper
+        self._link(lower)
+        self.num_nodes += 1
+        self._epoch += 1
+        return upper
+
+    def _link(self, node: Node) -> None:
+        assert node.parent is not None, "a root has no parent to be linked to"
+        node.parent.children[self._first_page(node)] = node
+
+    def _first_page(self, node: Node) -> bytes:
+        return node.key[: self.page_size].tobytes()
+
+    # -- pins
+
+    def _pin(self, node: Node, priority: int) -> None:
+        if node.locks == 0:
+            self.num_locked_pages += len(node.page_ids)
+            if not node.children and node.parent is not None:
+                self._index.remove(node)
+        node.priority = min(node.priority, priority)
+        node.locks += 1
+        node.num_hits += 1
+        node.last_used = self._clock
+
+    def _unpin(self, node: Node) -> None:
+        node.locks -= 1
+        node.last_used = self._clock
+        if node.locks == 0:
+            self.num_locked_pages -= len(node.page_ids)
+
+    def _require_live(self, lock: Lock) -> None:
+        if lock not in self._locks:
+            raise ValueError("the lock was released already, or belongs to another tree")
+
+    # -- shrinking
+
+    def _settle(self, node: Node) -> None:
+        """Files a node that has become an unlocked leaf; forgets a root that holds nothing."""
+        if node.locks or node.children:
+            return
+        if node.parent is None:
+            del self._roots[node.namespace]
+        else:
+            self._index.add(node)
+
+    def _drop(self, leaf: Node) -> array[int]:
+        assert leaf.parent is not None, "a root is never dropped as a leaf"
+        self._index.remove(leaf)
+        del leaf.parent.children[self._first_page(leaf)]
+        self.num_nodes -= 1
+        self.num_pages -= len(leaf.page_ids)
+        self._epoch += 1
+        self._settle(leaf.parent)
+        return leaf.page_ids
+
+    def _trim(self, leaf: Node, num_pages: int) -> array[int]:
+        tail = leaf.page_ids[-num_pages:]
+        del leaf.page_ids[-num_pages:], leaf.key[-num_pages * self.page_size :]
+        self.num_pages -= num_pages
+        self._epoch += 1
+        return tail
