@@ -1,0 +1,1 @@
+"""Benchmarks that users and reviewers run; see bench/README.md."""

@@ -1,0 +1,75 @@
+"""What every benchmark prints and writes: command, machine, table, spread, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+Row = Mapping[str, object]
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Lowest, median and highest of a few runs."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Spread of at least one value."""
+        return cls(min(values), statistics.median(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.low:.3g} .. {self.high:.3g}]"
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores, memory, Python: what a reader needs to judge a figure."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def command() -> str:
+    """The command line as typed."""
+    return " ".join(["foretoken bench", Path(sys.argv[0]).stem, *sys.argv[1:]])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table; columns in the order of the first row."""
+    columns = list(rows[0])
+    cells = [columns, ["---"] * len(columns)]
+    cells += [[_cell(row[column]) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def write_json(path: Path, report: Mapping[str, object]) -> None:
+    """One report, readable by people too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = msgspec.to_builtins(report)
+    path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,132 @@
+"""The ragged batch: what one forward pass computes, as index tensors shared by all layers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+# oneDNN takes another path for a single row; from two rows up a row's bits never change.
+MIN_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One request's rows of a batch: compute KV of ``token_ids`` at positions ``start``, ...
+
+    Each row attends to every position up to its own; the KV of positions before ``start`` is in
+    the pages already. ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``.
+    Logits are wanted for the last ``num_logits`` rows.
+    """
+
+    token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
+    start: int
+    page_ids: array[int]  # lent, read only
+    num_logits: int
+
+    @property
+    def stop(self) -> int:
+        """First position after the segment."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedBatch:
+    """Segments laid out row after row; a lone row is doubled so that there are always two.
+
+    Host arrays describe the segments, device tensors the rows.
+    """
+
+    token_ids: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+    slots: Tensor  # [num_rows] int64: page_id * page_size + offset in the page
+    logit_rows: Tensor  # [num_logits], doubled like the rows when it is one
+    num_logits: int
+    page_size: int
+    starts: IntArray  # [num_segments] position of the first row
+    lens: IntArray  # [num_segments] rows
+    first_rows: IntArray  # [num_segments] index of the first row
+    page_table: IntArray  # [num_segments, max_pages]; unused entries repeat the first page
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to compute, the doubled one included."""
+        return len(self.token_ids)
+
+    @property
+    def stops(self) -> IntArray:
+        """First position after each segment, [num_segments]."""
+        return self.starts + self.lens
+
+
+def build_batch(
+    segments: Sequence[Segment], *, page_size: int, device: torch.device | str
+) -> RaggedBatch:
+    """Lay out segments as one batch. Raises ValueError for rows without a page or a token."""
+    starts, lens, wanted = _shape(segments)
+    page_table = _page_table(segments, page_size)
+    segment_of_row = np.repeat(np.arange(len(segments)), lens)
+    ends = np.cumsum(lens)
+    first_rows = ends - lens
+    positions = np.arange(ends[-1]) + (starts - first_rows)[segment_of_row]
+    pages = page_table[segment_of_row, positions // page_size]
+    slots = pages * page_size + positions % page_size
+    token_ids = np.concatenate([_ints(s.token_ids) for s in segments])
+    logit_rows = np.flatnonzero(
+        ends[segment_of_row] - np.arange(ends[-1]) <= wanted[segment_of_row]
+    )
+    return RaggedBatch(
+        token_ids=_rows(token_ids, device),
+        positions=_rows(positions, device),
+        slots=_rows(slots, device),
+        logit_rows=_rows(logit_rows, device),
+        num_logits=len(logit_rows),
+        page_size=page_size,
+        starts=starts,
+        lens=lens,
+        first_rows=first_rows,
+        page_table=page_table,
+    )
+
+
+def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
+    """Start, rows and logit rows of each segment."""
+    shape = np.array([(s.start, len(s.token_ids), s.num_logits) for s in segments], dtype=np.int64)
+    if not len(shape) or (shape[:, 1] < 1).any():
+        raise ValueError("a batch has segments and every segment has tokens")
+    if (shape < 0).any() or (shape[:, 2] > shape[:, 1]).any():
+        raise ValueError("a segment starts at 0 or later and wants logits of its own rows")
+    return shape[:, 0], shape[:, 1], shape[:, 2]
+
+
+def _page_table(segments: Sequence[Segment], page_size: int) -> IntArray:
+    """Page ids of every position that a segment reads or writes."""
+    needed = [-(-s.stop // page_size) for s in segments]
+    table = np.empty((len(segments), max(needed)), dtype=np.int64)
+    for row, segment, count in zip(table, segments, needed, strict=True):
+        if len(segment.page_ids) < count:
+            raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
+        row[:count] = _ints(segment.page_ids, count)
+        row[count:] = row[0]
+    return table
+
+
+def _ints(values: Sequence[int], count: int = -1) -> IntArray:
+    """The first ``count`` values; a view for array('q')."""
+    if isinstance(values, array):
+        return np.frombuffer(values, dtype=np.int64, count=count)
+    return np.asarray(values[:count] if count >= 0 else values, dtype=np.int64)
+
+
+def _rows(values: NDArray[Any], device: torch.device | str) -> Tensor:
+    if len(values) == 1:
+        values = np.repeat(values, MIN_ROWS)
+    return torch.from_numpy(values).to(device)

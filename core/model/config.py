@@ -1,0 +1,189 @@
+"""DecoderConfig: what makes one decoder differ from another, read from config.json.
+
+Families are not copies of the decoder but functions that declare its differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from ..errors import ModelLoadError
+from .fields import Fields, read_json
+from .rope import RopeSpec, parse_rope
+
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """Shape and declared differences of a decoder. Lengths and windows are in tokens."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    max_model_len: int
+    windows: tuple[int | None, ...]  # [num_layers] sliding window, None for full attention
+    dtype: DtypeName = "float32"  # what config.json names; the tensors' own dtype wins
+    eos_token_ids: tuple[int, ...] = ()
+    tie_embeddings: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu"] = "silu"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def read_config(path: str | Path) -> DecoderConfig:
+    """The config of a checkpoint folder. Raises `ModelLoadError` for what is not supported."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is not a folder")
+    config = parse_config(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        return config
+    more = Fields(read_json(generation), str(generation)).integers("eos_token_id")
+    return _with_eos(config, more)
+
+
+def parse_config(fields: Fields) -> DecoderConfig:
+    """The config of one config.json."""
+    model_type = fields.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        supported = ", ".join(sorted(FAMILIES))
+        raise fields.error("model_type", f"{model_type!r} is not supported; {supported} are")
+    _refuse_unsupported(fields)
+    return _check(family(fields), fields)
+
+
+def _base(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """What all families write alike; ``differences`` are fields of `DecoderConfig`."""
+    num_layers = fields.positive("num_hidden_layers")
+    num_heads = fields.positive("num_attention_heads")
+    hidden_size = fields.positive("hidden_size")
+    max_len = fields.positive("max_position_embeddings", 2048)
+    rope = parse_rope(fields, max_len=max_len)
+    stretched = int(rope.factor * rope.original_max_len) if rope.kind == "yarn" else 0
+    shape: dict[str, Any] = {
+        "model_type": fields.text("model_type"),
+        "vocab_size": fields.positive("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.positive("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.positive("num_key_value_heads", num_heads),
+        "head_dim": fields.positive("head_dim", hidden_size // num_heads),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rope": rope,
+        "max_model_len": max(max_len, stretched),
+        "windows": (None,) * num_layers,
+        "dtype": _dtype(fields),
+        "eos_token_ids": fields.integers("eos_token_id"),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+    }
+    return DecoderConfig(**(shape | differences))
+
+
+def _llama(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    mlp_bias = fields.flag("mlp_bias", False)
+    return _base(fields, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def _mistral(fields: Fields) -> DecoderConfig:
+    # The class default applies where the key is absent; null means full attention.
+    absent = "sliding_window" not in fields.values
+    window = 4096 if absent else _window(fields)
+    return _base(fields, windows=(window,) * fields.positive("num_hidden_layers"))
+
+
+def _qwen2(fields: Fields) -> DecoderConfig:
+    return _base(fields, qkv_bias=True, windows=_qwen_windows(fields))
+
+
+def _qwen3(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    windows = _qwen_windows(fields)
+    head_dim = fields.positive("head_dim", 128)
+    return _base(
+        fields, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows, head_dim=head_dim
+    )
+
+
+FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
+
+
+def _window(fields: Fields) -> int | None:
+    return fields.positive("sliding_window") if fields.has("sliding_window") else None
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Windows by ``layer_types`` where given, else of the layers from max_window_layers on."""
+    num_layers = fields.positive("num_hidden_layers")
+    window = _window(fields) if fields.flag("use_sliding_window", False) else None
+    types = fields.values.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+        raise fields.error("layer_types", f"must be {num_layers} of {', '.join(known)}")
+    if window is None and "sliding_attention" in types:
+        raise fields.error("sliding_window", "is missing, though layer_types has sliding layers")
+    return tuple(known[name] for name in types)
+
+
+def _dtype(fields: Fields) -> DtypeName:
+    """``dtype`` since transformers v5, ``torch_dtype`` before."""
+    name = fields.text("dtype", fields.text("torch_dtype", "float32"))
+    if name not in get_args(DtypeName):
+        supported = ", ".join(get_args(DtypeName))
+        raise fields.error("dtype", f"{name!r} is not supported; {supported} are")
+    return cast(DtypeName, name)
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would otherwise be computed wrongly without a word."""
+    if fields.has("quantization_config"):
+        problem = "is not supported: the weights must be plain float32, bfloat16 or float16"
+        raise fields.error("quantization_config", problem)
+    if fields.flag("is_encoder_decoder", False):
+        raise fields.error("is_encoder_decoder", "is not supported: decoders only")
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"{activation!r} is not supported; silu is")
+
+
+def _check(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    if config.num_heads % config.num_kv_heads:
+        problem = f"{config.num_kv_heads} does not divide {config.num_heads} attention heads"
+        raise fields.error("num_key_value_heads", problem)
+    if config.head_dim % 2:
+        raise fields.error("head_dim", f"must be even, not {config.head_dim}")
+    return config
+
+
+def _with_eos(config: DecoderConfig, more: tuple[int, ...]) -> DecoderConfig:
+    """Chat models name further end tokens in generation_config.json only."""
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

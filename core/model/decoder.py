@@ -1,0 +1,108 @@
+"""Decoder: the forward pass of every supported family over a ragged batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch import RaggedBatch
+from ..kv_pool import KVPool
+from ..ops.base import ForwardPlan, HeadLayout, HeadNorm, Ops, PackedLinear
+from .config import DecoderConfig
+from .rope import RopeTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer, with Q, K and V packed into one matrix and gate and up into another."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: PackedLinear
+    head_norm: HeadNorm | None
+    o: PackedLinear
+    post_norm: Tensor  # [hidden]
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """All weights, in the layout of the ops that will use them."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: PackedLinear
+
+
+class Decoder:
+    """Token ids and pages in, logits out. Serves as target and as draft model alike."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self.heads = HeadLayout(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+        )
+        self._rope = RopeTable(config.rope, config.head_dim, self.device)
+
+    def make_pool(self, num_pages: int, *, page_size: int) -> KVPool:
+        """A KV pool of this decoder's shape, dtype and device."""
+        return KVPool(
+            num_pages,
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            page_size=page_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
+        """Compute KV of every row into the pool; logits ``[num_logits, vocab]`` float32."""
+        return self.logits(self.hidden_states(batch, pool), batch)
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
+        """The final norm's output ``[num_rows, hidden]``; writes KV into the pool."""
+        ops, weights = self.ops, self.weights
+        plan = self._plan(batch, pool)
+        residual = ops.embedding(batch.token_ids, weights.embedding)
+        x = ops.rms_norm(residual, weights.layers[0].input_norm, self.config.norm_eps)
+        following = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
+        for index, next_norm in enumerate(following):
+            x, residual = self._layer(index, x, residual, next_norm, plan)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
+        """Logits ``[num_logits, vocab]`` float32 of the batch's logit rows."""
+        if batch.num_logits == 0:
+            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        wanted = hidden.index_select(0, batch.logit_rows)
+        return self.ops.logits(wanted, self.weights.lm_head)[: batch.num_logits]
+
+    def _plan(self, batch: RaggedBatch, pool: KVPool) -> ForwardPlan:
+        cos, sin = self._rope.rows(batch.positions, int(batch.stops.max()))
+        return self.ops.plan(batch, pool, self.heads, cos, sin)
+
+    def _layer(
+        self, index: int, x: Tensor, residual: Tensor, next_norm: Tensor, plan: ForwardPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Normed input and residual of a layer to those of the next."""
+        ops, layer, eps = self.ops, self.weights.layers[index], self.config.norm_eps
+        q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm)
+        attended = ops.attention(q, index, plan, self.config.windows[index])
+        x = ops.linear(attended, layer.o)
+        x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+        x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
+        return ops.add_rms_norm(x, residual, next_norm, eps)

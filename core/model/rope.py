@@ -1,0 +1,151 @@
+"""Rotary position embedding: inverse frequencies of each kind, and cos/sin by position."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor
+
+from .fields import Fields
+
+RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn"]
+
+_CHUNK = 4096  # positions; tables grow in equal pieces so that their bits do not depend on when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """What config.json says of RoPE; fields that a kind does not use keep their defaults."""
+
+    kind: RopeKind = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_len: int = 0  # tokens the model was first trained for
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn, and all below
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
+    """RoPE of a config.json in the spelling of transformers v4 (``rope_scaling``) or v5.
+
+    Raises `ModelLoadError` for a kind that is not supported.
+    """
+    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    rope = config.object(name)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in get_args(RopeKind):
+        supported = ", ".join(get_args(RopeKind))
+        raise config.error(name, f"has type {kind!r}, which is not supported; {supported} are")
+    _refuse_partial(config, rope)
+    theta = rope.above_zero("rope_theta", config.number("rope_theta", 10000.0))
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    # Beside the scaling (Phi) it wins over inside it, as in transformers.
+    holder = config if config.has("original_max_position_embeddings") else rope
+    original = holder.positive("original_max_position_embeddings", max_len)
+    stretch = max_len / original if kind == "yarn" else None
+    return RopeSpec(
+        kind=cast(RopeKind, kind),
+        theta=theta,
+        factor=rope.above_zero("factor", stretch),
+        original_max_len=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _refuse_partial(config: Fields, rope: Fields) -> None:
+    for fields in (config, rope):
+        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+            raise fields.error("partial_rotary_factor", "other than 1 is not supported")
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position of every pair of dimensions, ``[head_dim / 2]`` float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (spec.theta**exponents)
+    if spec.kind == "linear":  # arXiv 2306.15595
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    if spec.kind == "yarn":
+        return _yarn(spec, plain, head_dim)
+    return plain
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Slow the low frequencies only (the Llama 3.1 release, ``apply_scaling``)."""
+    turns = spec.original_max_len * plain / (2 * math.pi)
+    span = spec.high_freq_factor - spec.low_freq_factor
+    smooth = ((turns - spec.low_freq_factor) / span).clamp(0.0, 1.0)
+    return (1 - smooth) * plain / spec.factor + smooth * plain
+
+
+def _yarn(spec: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
+    """Interpolate slow dimensions, leave fast ones (arXiv 2309.00071, section 3.2)."""
+    low = _yarn_dim(spec, head_dim, spec.beta_fast)
+    high = _yarn_dim(spec, head_dim, spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low if high != low else 0.001  # as in transformers
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return plain / spec.factor * ramp + plain * (1 - ramp)
+
+
+def _yarn_dim(spec: RopeSpec, head_dim: int, turns: float) -> float:
+    """The dimension that makes so many turns within the original context."""
+    ratio = spec.original_max_len / (turns * 2 * math.pi)
+    return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+
+def attention_scaling(spec: RopeSpec) -> float:
+    """Factor on cos and sin: yarn's temperature (arXiv 2309.00071, section 3.4), else 1."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:  # DeepSeek's variant
+        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
+    return _mscale(spec.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class RopeTable:
+    """cos and sin by position, float32; grows as positions are asked for."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
+        self._frequencies = inverse_frequencies(spec, head_dim).to(device)
+        self._scaling = attention_scaling(spec)
+        self._cos = self._sin = self._frequencies.new_empty((0, head_dim // 2))
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``."""
+        while len(self._cos) < stop:
+            self._grow()
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _grow(self) -> None:
+        start = len(self._cos)
+        positions = torch.arange(start, start + _CHUNK, device=self._frequencies.device)
+        angles = positions.float().unsqueeze(1) * self._frequencies
+        self._cos = torch.cat((self._cos, angles.cos() * self._scaling))
+        self._sin = torch.cat((self._sin, angles.sin() * self._scaling))

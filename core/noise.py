@@ -1,0 +1,89 @@
+"""Gumbel noise as a pure function of (seed, output position, token id).
+
+A counter-based generator keeps no state: the same place in the same request always draws the same
+noise, whatever rode beside it, was drafted before it or was computed twice. That is what makes
+`verify.py` exact and lets a drafter draw with the target's own noise. Every integer is a 64-bit
+word that wraps around; the mixer is splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_ODD_1 = 0xBF58476D1CE4E5B9
+_ODD_2 = 0x94D049BB133111EB
+_SIBLING = 0xD1B54A32D192ED03
+
+
+def sibling_seed(seed: int, index: int) -> int:
+    """Seed of the ``index``-th of n completions, unsigned 64 bits; number 0 keeps ``seed``."""
+    if index == 0:
+        return seed & _MASK
+    return _mix(_mix(seed ^ _SIBLING) + _GOLDEN * index)
+
+
+def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32 [num_ids], of token ``ids`` at one output position."""
+    return gumbel_rows([(seed, position)], id_hashes(ids))[0]
+
+
+def gumbel_rows(places: Sequence[tuple[int, int]], hashes: Tensor) -> Tensor:
+    """Noise float32 [num_rows, num_ids] at (seed, output position) ``places``, one per row.
+
+    ``hashes``: `id_hashes` of the ids, [num_ids] or [num_rows, num_ids].
+    """
+    keys = torch.tensor([_stream_key(*place) for place in places], dtype=torch.int64)
+    words = hashes ^ keys.to(hashes.device)[:, None]
+    words *= _signed(_ODD_1)
+    words ^= (words >> 32) & 0xFFFFFFFF
+    words *= _signed(_ODD_2)
+    return _gumbel_of_words(words)
+
+
+def id_hashes(ids: Tensor) -> Tensor:
+    """The part of the noise that depends on the token ids alone, int64 like ``ids``."""
+    words = (ids + 1) * _signed(_GOLDEN)
+    words = (words ^ _shifted(words, 30)) * _signed(_ODD_1)
+    words = (words ^ _shifted(words, 27)) * _signed(_ODD_2)
+    return words ^ _shifted(words, 31)
+
+
+@lru_cache(maxsize=8)
+def vocabulary_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """`id_hashes` of a whole vocabulary, int64 [vocab]; made once, read only."""
+    return id_hashes(torch.arange(vocab_size, device=device))
+
+
+def _gumbel_of_words(words: Tensor) -> Tensor:
+    # The winner has u close to 1, where float32 is coarse (2**-24) but 1 - u is not: the magnitude
+    # of a signed word is 1 - u in units of 2**-63, with 24 significant bits however small it is.
+    minus_v = words.to(torch.float32).abs_().mul_(-(2.0**-63))
+    minus_v.clamp_(min=2.0**-24 - 1.0, max=-(2.0**-63))
+    return minus_v.log1p_().neg_().log_().neg_()
+
+
+def _stream_key(seed: int, position: int) -> int:
+    """Where the noise of one output position starts: splitmix64 number ``position`` of a seed."""
+    return _signed(_mix(_mix(seed + _GOLDEN) + _GOLDEN * (position + 1)))
+
+
+def _mix(word: int) -> int:
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * _ODD_1) & _MASK
+    word = ((word ^ (word >> 27)) * _ODD_2) & _MASK
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >> 63 else word
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    # torch shifts signed words arithmetically: the copied sign must go.
+    return (words >> bits) & ((1 << (64 - bits)) - 1)

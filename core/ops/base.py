@@ -1,0 +1,101 @@
+"""Ops: the operations of a decoder step, behind which the backends stand.
+
+The torch backend is the oracle: another backend is right when it agrees with it. Every operation
+keeps a row's bits independent of the rows beside it (SPECULATION.md, section 5) unless the
+backend was made with ``exact="off"``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from torch import Tensor
+
+from ..batch import RaggedBatch
+from ..kv_pool import KVPool
+
+Exactness: TypeAlias = Literal["spec", "batch", "off"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A weight ``[out_features, in_features]`` in the backend's own layout, and its bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    packed: bool  # whether the layout is the backend's rather than plain
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """RMS norm of every query and key head before RoPE; ``weight`` is one row per head."""
+
+    weight: Tensor  # [num_heads + num_kv_heads, head_dim]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a row of packed QKV is cut into heads: queries, then keys, then values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores, usually head_dim ** -0.5
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class ForwardPlan(Protocol):
+    """What a backend prepares once per forward pass and shares between the layers."""
+
+
+class Ops(Protocol):
+    """The operations of a decoder step. Rows are tokens; ``T`` counts them."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Lay out a weight ``[out_features, in_features]`` for `linear`."""
+
+    def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
+        """``[T, in_features] -> [T, out_features]``; T is at least 2."""
+
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root mean square norm over the last dimension (arXiv 1910.07467)."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum."""
+
+    def plan(
+        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
+    ) -> ForwardPlan:
+        """Prepare a forward pass; ``cos`` and ``sin`` are ``[T, head_dim / 2]`` float32."""
+
+    def rope_write(
+        self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None
+    ) -> Tensor:
+        """Norm and rotate queries and keys, write keys and values to the pool.
+
+        ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to scaled queries
+        ``[T, num_heads * head_dim]``. May overwrite ``qkv``.
+        """
+
+    def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
+        """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape.
+
+        With a ``window`` a row sees itself and the ``window - 1`` positions before it.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``[T, 2 * width] -> [T, width]``: silu of the first half times the second."""
+
+    def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
+        """``[R, hidden] -> [R, vocab]`` float32; R is at least 2."""

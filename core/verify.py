@@ -1,0 +1,280 @@
+"""The one verifier: plain decoding is verification of an empty draft.
+
+The target's token at an output position is the argmax of its processed log-probabilities plus
+Gumbel noise keyed by (seed, position): an exact sample (Gumbel-max). At temperature 0 there is no
+noise. A draft is compared with the target's tokens along its own path:
+
+    accepted    a draft token equal to the target's token at its position, all before it accepted
+    recovered   the target's own token at the first position where the draft differs
+    bonus       the target's own token behind a draft that was accepted whole
+
+So a step yields its accepted run and one recovered or bonus token, and since no token depends on
+what was drafted, the output is the same for every drafter, depth and batch. A drafter that draws
+with the same noise (`sample`) is accepted most often: Daliri, Musco, Suresh, arXiv 2408.07978.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .noise import gumbel_rows, vocabulary_hashes
+from .sampling import (
+    SampleRow,
+    argmax,
+    best_ids,
+    edit_rows,
+    is_cut,
+    is_edited,
+    mass_unit,
+    masses,
+    scaled,
+    survivors,
+)
+from .step import RowSampling, TokenLogprob
+
+NOT_FINITE = "the model's logits are not finite"
+ALL_BANNED = "the request's parameters ban every token"
+_CPU_BLOCK = 2**17  # logits handled at once: more would leave the core's cache
+_DEVICE_BLOCK = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRow:
+    """One request's share: its prompt and output so far, and a draft of what follows."""
+
+    tokens: array[int]
+    draft: Sequence[int]
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The accepted run and the recovered or bonus token behind it.
+
+    With an ``error`` the run ends before the position that failed, and the request must end too.
+    """
+
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    logprobs: tuple[TokenLogprob, ...] = ()  # [len(token_ids)] where the request asks for them
+    error: str | None = None
+
+
+class Choice(NamedTuple):
+    """The drawn token, or why there is none (``token_id`` is -1 then)."""
+
+    token_id: int
+    error: str | None = None
+
+
+@torch.inference_mode()
+def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+    """Compare drafts with the target's own tokens.
+
+    ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each row, those
+    after its last token and after each draft token. They are only read. A draft token outside the
+    vocabulary is never accepted. Logits that decide and are not finite are an error of that
+    request alone.
+    """
+    starts = list(accumulate((len(row.draft) + 1 for row in rows), initial=0))
+    if starts.pop() != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits for {len(rows)} drafts")
+    walks = [_Walk(row, start) for row, start in zip(rows, starts, strict=True)]
+    for wave in _waves(walks, logits.device):
+        choices = _sample(logits, [walk.place(depth) for walk, depth in wave], 1.0)
+        for (walk, _), choice in zip(wave, choices, strict=True):
+            walk.take(choice)
+    return [walk.verified(logits) for walk in walks]
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0) -> list[Choice]:
+    """Draw one token per row of ``logits`` [num_rows, vocab], which are only read.
+
+    For drafters: the same processors and the same noise as the target's. ``tau`` divides the
+    logits on top of the temperature, below 1 to sharpen.
+    """
+    return _sample(logits, list(enumerate(rows)), tau)
+
+
+@torch.inference_mode()
+def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Raw log-probabilities of ``token_ids`` [num_rows] under ``logits`` [num_rows, vocab].
+
+    Each with its row's ``num_top`` best alternatives, best first, ties to the lowest id.
+    """
+    return [
+        _logprob(values.to(torch.float32), token_id, num_top)
+        for values, token_id in zip(logits, token_ids, strict=True)
+    ]
+
+
+def _logprob(values: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    if not 0 <= token_id < len(values):
+        raise IndexError(f"token id {token_id} is not among {len(values)}")
+    shifted = values - values.amax()
+    total = int(masses(shifted, len(values)).sum()) * mass_unit(len(values))
+    # Logits that are not a number have no mass either; their values say so themselves.
+    log_total = math.log(total) if total > 0 else math.nan
+    top = best_ids(shifted, num_top)
+    numbers = [value - log_total for value in shifted[[token_id, *top.tolist()]].tolist()]
+    return TokenLogprob(token_id, numbers[0], tuple(zip(top.tolist(), numbers[1:], strict=True)))
+
+
+class _Walk:
+    """One request's way along its own draft."""
+
+    def __init__(self, row: VerifyRow, start: int) -> None:
+        self._row = row
+        self._start = start  # of its rows among the logits
+        self._draft = tuple(row.draft)
+        self._token_ids: list[int] = []
+        self._error: str | None = None
+        self.is_done = False
+
+    @property
+    def num_places(self) -> int:
+        """Rows of logits that may decide."""
+        return len(self._draft) + 1
+
+    def place(self, depth: int) -> _Place:
+        tail = self._draft[:depth]
+        return self._start + depth, SampleRow(self._row.tokens, self._row.sampling, tail)
+
+    def take(self, choice: Choice) -> None:
+        if self.is_done:
+            return
+        if choice.error is None:
+            depth = len(self._token_ids)
+            self._token_ids.append(choice.token_id)
+            self.is_done = self._draft[depth : depth + 1] != (choice.token_id,)
+        else:
+            self._error, self.is_done = choice.error, True
+
+    def verified(self, logits: Tensor) -> Verified:
+        token_ids, num_top = tuple(self._token_ids), self._row.sampling.params.logprobs
+        num_accepted = len(token_ids) - (self._error is None)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if num_top is not None:
+            decided = logits[self._start : self._start + len(token_ids)]
+            logprobs = tuple(prompt_logprobs(decided, token_ids, num_top))
+        return Verified(token_ids, num_accepted, logprobs, self._error)
+
+
+def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
+    """What to sample together, as (walk, depth).
+
+    On a CPU one depth after the other: rows behind a mismatch cost time and decide nothing.
+    Elsewhere all at once: asking how far each walk got costs more.
+    """
+    num_depths = max((walk.num_places for walk in walks), default=0)
+    every = [[(w, depth) for w in walks if depth < w.num_places] for depth in range(num_depths)]
+    if device.type != "cpu":
+        every = [[step for wave in every for step in wave]]
+    for wave in every:
+        yield [(walk, depth) for walk, depth in wave if not walk.is_done]
+
+
+def _sample(logits: Tensor, places: Sequence[_Place], tau: float) -> list[Choice]:
+    choices = [Choice(-1)] * len(places)
+    for indices, edited, draw in _blocks(places, logits):
+        block = [places[i][1] for i in indices]
+        values = _take(logits, [places[i][0] for i in indices])
+        values, errors = _processed(values, block, edited)
+        drawn = _draw_sound(draw, values, block, errors, tau)
+        for i, token_id, error in zip(indices, drawn, errors, strict=True):
+            choices[i] = Choice(token_id, error)
+    return choices
+
+
+def _blocks(places: Sequence[_Place], logits: Tensor) -> Iterator[tuple[list[int], bool, _Draw]]:
+    """Indices of places that the same operations serve: (indices, whether edited, draw)."""
+    vocab_size = logits.shape[-1]
+    kinds = [(is_edited(row), _kind(row, vocab_size)) for _, row in places]
+    most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
+    step = max(1, most // vocab_size)
+    by_kind = sorted(range(len(places)), key=kinds.__getitem__)
+    for (edited, kind), group in groupby(by_kind, key=kinds.__getitem__):
+        indices = list(group)
+        for start in range(0, len(indices), step):
+            yield indices[start : start + step], edited, _DRAWS[kind]
+
+
+def _take(logits: Tensor, indices: list[int]) -> Tensor:
+    """Those rows in float32; without a copy where they lie side by side."""
+    first, after = indices[0], indices[0] + len(indices)
+    adjacent = indices == list(range(first, after))
+    return (logits[first:after] if adjacent else logits[indices]).to(torch.float32)
+
+
+def _processed(
+    values: Tensor, rows: Sequence[SampleRow], edited: bool
+) -> tuple[Tensor, list[str | None]]:
+    """Logits ready for the temperature (a copy where edited), and what is wrong with each row."""
+    errors = _unfit(values, NOT_FINITE)
+    if not edited:
+        return values, errors
+    values = values.clone()
+    wishes = edit_rows(values, rows)
+    banned = _unfit(values, ALL_BANNED)
+    return values, [a or b or c for a, b, c in zip(errors, wishes, banned, strict=True)]
+
+
+def _unfit(values: Tensor, message: str) -> list[str | None]:
+    return [None if math.isfinite(top) else message for top in values.amax(-1).tolist()]
+
+
+def _draw_sound(
+    draw: _Draw,
+    values: Tensor,
+    rows: Sequence[SampleRow],
+    errors: Sequence[str | None],
+    tau: float,
+) -> list[int]:
+    """Tokens of the rows without an error; -1 for the others, which never meet the arithmetic."""
+    sound = [i for i, error in enumerate(errors) if error is None]
+    drawn = [-1] * len(rows)
+    if sound:
+        values = values if len(sound) == len(rows) else values[sound]
+        ids = draw(values, [rows[i] for i in sound], tau).tolist()
+        for i, token_id in zip(sound, ids, strict=True):
+            drawn[i] = token_id
+    return drawn
+
+
+def _kind(row: SampleRow, vocab_size: int) -> int:
+    if row.sampling.params.temperature == 0.0:
+        return 0
+    return 2 if is_cut(row, vocab_size) else 1
+
+
+def _draw_best(values: Tensor, rows: Sequence[SampleRow], tau: float) -> Tensor:  # noqa: ARG001
+    return argmax(values)
+
+
+def _draw_race(values: Tensor, rows: Sequence[SampleRow], tau: float) -> Tensor:
+    noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device))
+    return argmax(noise.add_(scaled(values, rows, tau)))
+
+
+def _draw_cut(values: Tensor, rows: Sequence[SampleRow], tau: float) -> Tensor:
+    kept, ids = survivors(scaled(values, rows, tau), rows)
+    noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device)[ids])
+    return ids.gather(-1, argmax(noise.add_(kept))[:, None])[:, 0]
+
+
+def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
+    return gumbel_rows([(row.sampling.seed, row.position) for row in rows], hashes)
+
+
+_Place = tuple[int, SampleRow]  # (row of the logits, what it decides)
+_Draw = Callable[[Tensor, Sequence[SampleRow], float], Tensor]
+_DRAWS: tuple[_Draw, ...] = (_draw_best, _draw_race, _draw_cut)  # in the order of `_kind`

@@ -1,0 +1,179 @@
+"""Tiny random checkpoints in Hugging Face layout, and a driver that feeds a Decoder by hand."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from foretoken.core.batch import Segment, build_batch
+from foretoken.core.model import Decoder
+
+VOCAB_SIZE = 261
+ORIGINAL_LEN = 64  # of the checkpoints with stretched RoPE; tests go far beyond
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def _rope(rope_type: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **more}}
+
+
+def _yarn(**more: Any) -> dict[str, Any]:
+    return _rope("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL_LEN, **more)
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": ORIGINAL_LEN}
+
+# Every family and every kind of RoPE: model type and what differs from SHAPE.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_no_gqa": ("llama", {"num_key_value_heads": 4}),
+    "llama_linear": ("llama", _rope("linear", factor=3.0)),
+    "llama_llama3": ("llama", _rope("llama3", factor=8.0, **_LLAMA3)),
+    "llama_yarn": ("llama", _yarn()),
+    "llama_yarn_untruncated": ("llama", _yarn(truncate=False, beta_fast=16.0, beta_slow=2.0)),
+    "llama_yarn_attention_factor": ("llama", _yarn(attention_factor=1.4)),
+    "llama_yarn_mscale": ("llama", _yarn(mscale=1.0, mscale_all_dim=0.5)),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
+    "mistral_window": ("mistral", {"sliding_window": 50}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_biased": ("qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3_layer_types": (
+        "qwen3",
+        {
+            "head_dim": 32,
+            "use_sliding_window": True,
+            "sliding_window": 50,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """A random transformers model, float32, whose outputs differ clearly between tokens."""
+    model_type, differences = KINDS[kind]
+    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | differences | overrides))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.12, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.add_(1.0)
+    return model.eval()
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    """Write a transformers model as a checkpoint, without a progress bar."""
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def make_checkpoint(folder: Path, kind: str = "qwen3", *, seed: int = 0, **overrides: Any) -> Path:
+    """A tiny random checkpoint of a kind of `KINDS`; ``overrides`` are config fields."""
+    return save(make_reference(kind, seed=seed, **overrides), folder)
+
+
+@dataclass(eq=False)
+class Stream:
+    """Tokens, their pages, and how many positions have KV."""
+
+    tokens: array[int]
+    pages: array[int]
+    num_computed: int = 0
+
+
+@dataclass(eq=False)
+class ModelDriver:
+    """Owns a pool and hands out shuffled pages; void slots hold NaN before every step."""
+
+    decoder: Decoder
+    page_size: int = 16
+    num_pages: int = 400
+    seed: int = 0
+    sequences: list[Stream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = self.decoder.make_pool(self.num_pages, page_size=self.page_size)
+        self.pool.data.fill_(torch.nan)
+        self._free = list(range(self.num_pages))
+        random.Random(self.seed).shuffle(self._free)
+
+    def add(
+        self, tokens: Sequence[int], *, capacity: int = 0, prefix: Stream | None = None
+    ) -> Stream:
+        """A new sequence; the whole pages that it shares with ``prefix`` are borrowed."""
+        num_pages = -(-max(capacity, len(tokens)) // self.page_size)
+        shared = 0
+        if prefix is not None:
+            limit = min(prefix.num_computed, len(tokens) - 1)
+            same = (i for i in range(limit) if tokens[i] != prefix.tokens[i])
+            shared = next(same, limit) // self.page_size
+        borrowed = list(prefix.pages[:shared]) if prefix is not None else []
+        own = [self._free.pop() for _ in range(num_pages - shared)]
+        made = Stream(array("q", tokens), array("q", borrowed + own), shared * self.page_size)
+        self.sequences.append(made)
+        return made
+
+    def drop(self, sequence: Stream) -> None:
+        """Give a sequence's pages back; only for one that shares none."""
+        self.sequences.remove(sequence)
+        self._free.extend(sequence.pages)
+
+    def step(self, rows: Sequence[tuple[Stream, Sequence[int], int]]) -> list[Tensor]:
+        """Compute (sequence, token ids, number of logits) rows; logits of each row.
+
+        Positions behind ``num_computed`` are void and poisoned first. The caller moves
+        ``num_computed``.
+        """
+        for sequence, *_ in rows:
+            self._poison(sequence)
+        segments = [Segment(ids, s.num_computed, s.pages, wanted) for s, ids, wanted in rows]
+        batch = build_batch(segments, page_size=self.page_size, device="cpu")
+        logits = self.decoder.forward(batch, self.pool)
+        assert logits.dtype == torch.float32
+        return list(logits.split([wanted for *_, wanted in rows]))
+
+    def prefill(self, sequence: Stream, *stops: int) -> Tensor:
+        """Logits of all positions up to the last stop, one chunk for each stop."""
+        chunks = []
+        for stop in stops:
+            ids = sequence.tokens[sequence.num_computed : stop]
+            chunks += self.step([(sequence, ids, len(ids))])
+            sequence.num_computed = stop
+        return torch.cat(chunks)
+
+    def _poison(self, sequence: Stream) -> None:
+        page, offset = divmod(sequence.num_computed, self.page_size)
+        self.pool.data[list(sequence.pages[page + 1 :])] = torch.nan
+        if page < len(sequence.pages):
+            self.pool.data[sequence.pages[page], ..., offset:, :] = torch.nan
