@@ -169,7 +169,7 @@ class Engine:
         output = await self._step(plan)
         now = self._clock()
         events = self.scheduler.commit(plan, output, now)
-        self.metrics.observe_step(plan, output, now - began)
+        self.metrics.observe_step(output, now - began)
         self._deliver(events)
 
     async def _step(self, plan: StepPlan) -> StepOutput:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from .request import Delta, Request
 from .scheduler import Scheduler
-from .step import StepOutput, StepPlan
+from .step import StepOutput
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -87,8 +87,8 @@ class EngineMetrics:
         full_name = f"foretoken:{name}"
         return Histogram(full_name, text, labels, buckets=_SECONDS, registry=self.registry)
 
-    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """One step, as planned and as it came out."""
+    def observe_step(self, output: StepOutput, seconds: float) -> None:
+        """One step of the model thread."""
         self._steps.observe(seconds)
         for part, part_seconds in output.times.items():
             self._parts.labels(part).observe(part_seconds)

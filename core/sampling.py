@@ -15,7 +15,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,7 +93,7 @@ def edit_rows(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
 
     Returns, per row, what makes its parameters impossible to serve.
     """
-    rules = [_rules(_Same(row.sampling), values.shape[-1], values.device) for row in rows]
+    rules = [_rules(row.sampling, values.shape[-1], values.device) for row in rows]
     for row_values, row, rule in zip(values, rows, rules, strict=True):
         if rule.error is None:
             _edit(row_values, row, rule)
@@ -160,29 +159,17 @@ class _Rules:
     error: str | None
 
 
-class _Same(NamedTuple):
-    """Hashes and compares a request's sampling by identity: its parameters hold a dict."""
-
-    sampling: RowSampling
-
-    def __hash__(self) -> int:
-        return id(self.sampling)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.sampling is other.sampling
-
-
 @lru_cache(maxsize=256)
-def _rules(same: _Same, vocab_size: int, device: torch.device) -> _Rules:
-    params = same.sampling.params
+def _rules(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Rules:
+    params = sampling.params
     bias, allowed = params.logit_bias or {}, params.allowed_token_ids
-    stops = sorted(i for i in same.sampling.stop_ids if 0 <= i < vocab_size)
+    stops = sorted(i for i in sampling.stop_ids if 0 <= i < vocab_size)
     return _Rules(
         bias_ids=torch.tensor(list(bias), dtype=torch.int64).to(device),
         bias=torch.tensor(list(bias.values()), dtype=torch.float32).to(device),
         allowed=None if allowed is None else torch.tensor(allowed, dtype=torch.int64).to(device),
         stops=torch.tensor(stops, dtype=torch.int64).to(device),
-        error=out_of_vocabulary(same.sampling, vocab_size),
+        error=out_of_vocabulary(sampling, vocab_size),
     )
 
 

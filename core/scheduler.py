@@ -25,7 +25,10 @@ Event = tuple[Request, Delta]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Bounds of a step and of the queue. ``depth``: draft tokens a step unless a request differs."""
+    """Bounds of a step and of the queue, in tokens and requests.
+
+    ``depth``: draft tokens a step of a request that does not say otherwise; ``depth_cap``: at most.
+    """
 
     max_batch_tokens: int
     max_running: int
@@ -91,6 +94,7 @@ class Scheduler:
         params = request.sampling.params
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
         if len(self._by_id) + num_ahead >= self.limits.max_queued + self.limits.max_running:
             raise QueueFull(f"{len(self.waiting) + num_ahead} requests are waiting already")
 

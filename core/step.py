@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from .params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowSampling:
-    """What the sampler must know of one request, resolved once at admission."""
+    """What the sampler must know of one request, resolved once at admission.
+
+    Equal to itself alone, so that what is derived from it can be cached by it.
+    """
 
     params: SamplingParams
     seed: int  # the request's own seed, or the one drawn for it; 64 bits, unsigned
@@ -85,9 +88,7 @@ class RowOutput:
     num_accepted: int = 0
     sources: Sequence[str] = ()  # [num_proposed] who proposed each draft token
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] when asked for
-    prompt_logprobs: Sequence[
-        TokenLogprob
-    ] = ()  # of tokens[start + 1 : stop + 1] inside the prompt
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
     error: str | None = None  # this row alone failed (for example NaN logits)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from serving import Server, running
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
+
 from serving import Server, running
 
 MODEL = "foretoken-builtin"
@@ -64,7 +65,7 @@ def get(server: Server, path: str) -> str:
 async def until_idle(server: Server) -> None:
     """Requests whose clients left end at the next commit, not before."""
     async with asyncio.timeout(60):
-        while "foretoken:num_requests_running 0.0" not in get(server, "/metrics"):
+        while "foretoken:num_requests_running 0.0" not in get(server, "/metrics"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 

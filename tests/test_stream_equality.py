@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_pair import write_pair
 
 from fake_model import Driver
 from foretoken.core.model.decoder import Decoder
@@ -27,6 +26,7 @@ from foretoken.draft.first_of import FirstOf
 from foretoken.draft.lm import LmProposer
 from foretoken.draft.ngram import NgramProposer
 from foretoken.radix_cache import PrefixCache
+from tiny_pair import write_pair
 
 NUM_TOKENS = 20
 STOP_IDS = frozenset({2, 3})
@@ -59,7 +59,9 @@ def requests(shared: Sequence[int]) -> list[tuple[list[int], RowSampling]]:
         own = [rng.randrange(4, 256) for _ in range(rng.randrange(1, 30))]
         prompt = [*shared, *own] if index % 2 else own
         params = SamplingParams(
-            temperature=temperature, max_tokens=NUM_TOKENS, **PARAMETERS[name]  # type: ignore[arg-type]
+            temperature=temperature,
+            max_tokens=NUM_TOKENS,
+            **PARAMETERS[name],  # type: ignore[arg-type]
         )
         sampling = RowSampling(
             params=params,

@@ -19,7 +19,7 @@ def write_pair(folder: Path, *, vocab_size: int) -> tuple[Path, Path]:
     model.save_pretrained(folder / "target")
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            parameter += 0.08 * parameter.std() * torch.randn_like(parameter)
+            parameter += 0.25 * parameter.std() * torch.randn_like(parameter)
     model.save_pretrained(folder / "draft")
     return folder / "target", folder / "draft"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ModelDriver, make_checkpoint, make_reference, save
 from safetensors.torch import load_file, save_file
 
+from checkpoints import ModelDriver, make_checkpoint, make_reference, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder, read_config
 from foretoken.core.model.checkpoint import Checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
 from torch import Tensor
 
+from checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
 from foretoken.core.model import Decoder, load_decoder
 
 LENGTH = 600  # three blocks of keys

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import KINDS, ORIGINAL_LEN, VOCAB_SIZE, ModelDriver, Stream, make_reference, save
 
+from checkpoints import KINDS, ORIGINAL_LEN, VOCAB_SIZE, ModelDriver, Stream, make_reference, save
 from foretoken.core.model import Decoder, load_decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -327,7 +327,7 @@ def test_only_served_tokens_enter_the_tree() -> None:
             [1, 2, 3],
             max_tokens=12,
             on_token=lambda _: "x" if len(driver.scheduler.running["a"].tokens) == 3 + 5 else None,
-        )  # fmt: skip
+        )
     )
     driver.run()
     assert driver.served["a"] == right[:5]
