@@ -18,6 +18,8 @@ _LOWEST = {
     "max_queued": 0,
     "threads": 1,
 }
+_OPTIONAL = {"kv_tokens", "max_model_len", "threads"}
+_HIGHEST = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,9 @@ class EngineConfig:
         for name, hint in get_type_hints(EngineConfig).items():
             self._check_choice(name, get_args(hint))
         for name, lowest in _LOWEST.items():
-            _check_integer(name, getattr(self, name), lowest)
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), lowest)
+        _require(isinstance(self.draft, str), "draft", "must be a string")
         if self.speculation not in ("auto", "off"):
             _check_integer("speculation", self.speculation, 0)
         if self.kv_memory is not None:
@@ -81,18 +85,19 @@ def parse_size(text: str | int) -> int:
     """Bytes of a size such as 4GiB, 512MB or 1000000."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", str(text).upper())
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMG]I?)?B?\s*", str(text).upper())
     _require(found is not None, "kv_memory", "must be a size such as 4GiB")
     assert found is not None  # for the type checker; _require raised otherwise
-    return int(float(found[1]) * _UNITS[found[2] or ""])
+    size = int(float(found[1]) * _UNITS[found[2] or ""])
+    _require(size > 0, "kv_memory", "must be above 0")
+    return size
 
 
 def _check_integer(name: str, value: object, lowest: int) -> None:
-    if value is None:
-        return
     is_int = isinstance(value, int) and not isinstance(value, bool)
     _require(is_int, name, "must be an integer")
     _require(value >= lowest, name, f"must be at least {lowest}")  # type: ignore[operator]
+    _require(value <= _HIGHEST, name, f"must be at most {_HIGHEST}")  # type: ignore[operator]
 
 
 def _require(holds: bool, param: str, message: str) -> None:

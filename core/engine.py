@@ -53,7 +53,8 @@ class Engine:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "foretoken-model", initializer=on_thread_start)
         self._task: asyncio.Task[None] | None = None
-        self._inbox: list[Request] = []
+        self._closing: asyncio.Task[None] | None = None
+        self._inbox: list[tuple[Request, float]] = []  # with the time of arrival
         self._aborted: list[str] = []
         self._streams: dict[str, TokenStream] = {}
         self._wake = asyncio.Event()
@@ -65,7 +66,8 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether the loop runs; false before `start`, after `close` and after a failed step."""
-        return self._task is not None and not self._task.done()
+        task = self._task
+        return task is not None and not task.done() and not task.cancelling()
 
     def submit(self, request: Request) -> TokenStream:
         """Take a request; its answer arrives on the stream.
@@ -82,8 +84,7 @@ class Engine:
             full.retry_after = self._retry_after()
             raise
         stream = self._streams[request.request_id] = TokenStream(request)
-        request.arrival_time = self._clock()
-        self._inbox.append(request)
+        self._inbox.append((request, self._clock()))
         self._stir()
         return stream
 
@@ -130,32 +131,47 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to serve on the running event loop."""
+        """Begin to serve on the running event loop. Raises `EngineDead` after `close`."""
+        if self.draining:
+            raise EngineDead("the engine was closed")
         if self._task is None:
             self._idle.set()
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Stop: refuse new requests, let those here finish for a while, abort the rest."""
+        """Stop: refuse new requests, let those here finish for a while, abort the rest.
+
+        Closing again waits for the first time to end.
+        """
         self.draining = True
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_seconds))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_seconds: float) -> None:
         if self.alive and drain_seconds > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), drain_seconds)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self._deliver(self.scheduler.abort_all(self._clock()))
-        self._end_streams(Delta(error=EngineDead("the engine was closed")))
-        self._thread.shutdown()
+        self._end_everything(None)  # a task that was never entered ended nothing
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def _run(self) -> None:
+        """Every way out of here ends every stream: nobody waits for an engine that is gone."""
+        last: EngineDead | None = EngineDead("the engine was closed")
         try:
             while True:
                 await self._turn()
         except asyncio.CancelledError:
+            last = None if self.draining else last
             raise
         except BaseException as failure:
-            self._die(failure)
+            logger.critical("a step failed; the engine stops", exc_info=failure)
+            self.failure, last = failure, EngineDead("a step failed; the engine stopped")
+        finally:
+            self._end_everything(last)
 
     async def _turn(self) -> None:
         """Once round: inbox, plan, step, commit."""
@@ -185,13 +201,14 @@ class Engine:
     async def _rest(self) -> None:
         if not self.scheduler.num_requests:
             self._idle.set()
+            self._finish_times.clear()  # a rate measured over idle time would be too low
         self._wake.clear()
         await self._wake.wait()
 
     def _read_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for request in inbox:
-            self.scheduler.add(request, request.arrival_time)
+        for request, arrival_time in inbox:
+            self.scheduler.add(request, arrival_time)
         aborted, self._aborted = self._aborted, []
         for request_id in aborted:
             self._deliver(self.scheduler.abort(request_id, self._clock()))
@@ -205,17 +222,14 @@ class Engine:
                 del self._streams[request.request_id]
                 self._finish_times.append(self._clock())
 
-    def _die(self, failure: BaseException) -> None:
-        logger.critical("a step failed; the engine stops", exc_info=failure)
-        self.failure = failure
-        dead = EngineDead("a step failed; the engine stopped")
-        self._deliver(self.scheduler.abort_all(self._clock(), dead))
-        self._end_streams(Delta(error=dead))
-        self._idle.set()
-
-    def _end_streams(self, last: Delta) -> None:
-        """Requests that are still in the inbox end too."""
-        self._inbox.clear()
+    def _end_everything(self, error: EngineDead | None) -> None:
+        """Aborted without an error, or failed with one; also those that are still in the inbox."""
+        try:
+            self._deliver(self.scheduler.abort_all(self._clock(), error))
+        except Exception:
+            logger.exception("the scheduler could not let go of its requests")
         for stream in self._streams.values():
-            stream.push(last)
+            stream.push(Delta(error=error or EngineDead("the engine was closed")))
         self._streams.clear()
+        self._inbox.clear()
+        self._idle.set()

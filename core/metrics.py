@@ -92,14 +92,11 @@ class EngineMetrics:
         self._steps.observe(seconds)
         for part, part_seconds in output.times.items():
             self._parts.labels(part).observe(part_seconds)
-        for row in output.rows:
-            if row.num_proposed:
-                self._observe_draft(row.num_proposed, row.sources[: row.num_accepted])
 
-    def _observe_draft(self, num_proposed: int, accepted_sources: Iterable[str]) -> None:
+    def _observe_draft(self, delta: Delta) -> None:
         self._drafts.inc()
-        self._proposed.inc(num_proposed)
-        for position, source in enumerate(accepted_sources):
+        self._proposed.inc(delta.num_proposed)
+        for position, source in enumerate(delta.accepted_sources):
             self._accepted.inc()
             self._accepted_at.labels(str(position)).inc()
             self._accepted_from.labels(source).inc()
@@ -108,6 +105,8 @@ class EngineMetrics:
         """Tokens that were served, and the end."""
         if delta.token_ids:
             self._observe_tokens(request, len(delta.token_ids), now)
+        if delta.num_proposed:
+            self._observe_draft(delta)
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)

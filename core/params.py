@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,10 +9,12 @@ from typing import Literal
 from .errors import InvalidRequest
 
 MAX_N = 16
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
+MAX_LISTED = 1024  # stop_token_ids, bad_words
+MAX_ALLOWED = 2**18
 MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_INT = 2**31 - 1
 UNSUPPORTED = ("json_schema", "regex", "grammar", "choice", "prediction")
@@ -87,28 +88,39 @@ class SamplingParams:
         _require(self.top_p > 0, "top_p", "must be above 0")
         _integer("top_k", self.top_k, -1, MAX_INT)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("max_tokens", self.max_tokens, 1, MAX_INT)
         _integer("min_tokens", self.min_tokens, 0, MAX_INT)
-        if self.max_tokens is not None:
-            _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
-        _integer("seed", self.seed, -(2**63), 2**64 - 1)
-        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _integer("priority", self.priority, -(2**31), 2**31 - 1)
-        _number("deadline", self.deadline, 0.0, 1e9)
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "must be true or false")
+        self._check_optional_numbers()
+
+    def _check_optional_numbers(self) -> None:
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, MAX_INT)
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.deadline is not None:
+            _number("deadline", self.deadline, 0.0, 1e9)
 
     def _check_token_ids(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
+        for name, most in (("stop_token_ids", MAX_LISTED), ("allowed_token_ids", MAX_ALLOWED)):
+            ids = getattr(self, name) or ()
+            _require(len(ids) <= most, name, f"takes at most {most}")
+            for token_id in ids:
                 _integer(name, token_id, 0, MAX_INT)
         if self.allowed_token_ids is not None:
             _require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
 
     def _check_strings(self) -> None:
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS}")
+        _require(len(self.bad_words) <= MAX_LISTED, "bad_words", f"takes at most {MAX_LISTED}")
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
@@ -121,7 +133,7 @@ class SamplingParams:
         depth = self.speculation
         if isinstance(depth, str):
             _require(depth in ("auto", "off"), "speculation", "must be 'auto', 'off' or a depth")
-        else:
+        elif depth is not None:
             _integer("speculation", depth, 0, MAX_DEPTH)
 
 
@@ -139,18 +151,15 @@ def _tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
 
 
 def _integer(param: str, value: object, low: int, high: int) -> None:
-    if value is None:
-        return
     is_int = isinstance(value, int) and not isinstance(value, bool)
     _require(is_int, param, "must be an integer")
     _require(low <= value <= high, param, f"must be from {low} to {high}")  # type: ignore[operator]
 
 
 def _number(param: str, value: object, low: float, high: float) -> None:
-    if value is None:
-        return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _require(is_number and math.isfinite(value), param, "must be a finite number")  # type: ignore[arg-type]
+    _require(is_number, param, "must be a number")
+    # Not a number is below nothing and above nothing, so it is refused here, too.
     _require(low <= value <= high, param, f"must be from {low} to {high}")  # type: ignore[operator]
 
 
@@ -159,6 +168,5 @@ def _bias(bias: Mapping[int, float]) -> dict[int, float]:
     _require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", f"takes at most {MAX_BIASED_TOKENS}")
     for token_id, value in bias.items():
         _integer("logit_bias", token_id, 0, MAX_INT)
-        _require(value is not None, "logit_bias", "must map token ids to numbers")
         _number("logit_bias", value, -100.0, 100.0)
     return dict(bias)

@@ -54,6 +54,8 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_proposed: int = 0  # draft tokens that were verified
+    accepted_sources: list[str] = field(default_factory=list)  # of each draft token served
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string, if any
     error: ForetokenError | None = None  # terminal, as finish_reason is
@@ -68,6 +70,8 @@ class Delta:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
+        self.num_proposed += later.num_proposed
+        self.accepted_sources += later.accepted_sources
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.error = later.error

@@ -6,15 +6,16 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 
-from .batch import Segment, build_batch
+from .batch import RaggedBatch, Segment, build_batch
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .proposer import Draft, Proposer
 from .step import PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
-from .verify import Verified, VerifyRow, prompt_logprobs, verify
+from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs, verify
 
 logger = logging.getLogger(__name__)
 NO_DRAFT = Draft()
@@ -37,9 +38,13 @@ class ModelRunner:
         began = time.perf_counter()
         drafts = self._propose(plan)
         drafted = time.perf_counter()
-        logits = self._forward(plan.rows, drafts)
+        batch = self._batch(plan.rows, drafts)
+        hidden = self.decoder.hidden_states(batch, self.pool)
+        logits = self.decoder.logits(hidden, batch)
         forwarded = time.perf_counter()
         rows = self._verify(plan.rows, drafts, logits)
+        for index in _unsound_chunks(plan.rows, batch, hidden):
+            rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
         times = {
             "draft": drafted - began,
             "forward": forwarded - drafted,
@@ -53,7 +58,7 @@ class ModelRunner:
         if self.proposer is None:
             return drafts
         try:
-            self.proposer.forget(plan.finished, plan.fresh_pages)
+            self.proposer.forget(plan.departed, plan.fresh_pages)
             wanted = [index for index, row in enumerate(plan.rows) if row.max_draft > 0]
             proposed = self.proposer.propose([plan.rows[index] for index in wanted])
             for index, draft in zip(wanted, proposed, strict=True):
@@ -65,15 +70,13 @@ class ModelRunner:
 
     def _sound(self, draft: Draft, max_draft: int) -> Draft:
         """The draft up to its first token that the model does not have."""
-        vocab_size, length = self.decoder.config.vocab_size, 0
-        for token_id in draft.token_ids[:max_draft]:
-            if not 0 <= token_id < vocab_size:
-                break
-            length += 1
-        return Draft(list(draft.token_ids[:length]), tuple(draft.sources[:length]))
+        vocab_size = self.decoder.config.vocab_size
+        sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
+        token_ids = array("q", sound)
+        return Draft(token_ids, tuple(draft.sources[: len(token_ids)]))
 
-    def _forward(self, rows: Sequence[PlanRow], drafts: Sequence[Draft]) -> torch.Tensor:
-        """Logits of every row that decides a token, [num_logit_rows, vocab]."""
+    def _batch(self, rows: Sequence[PlanRow], drafts: Sequence[Draft]) -> RaggedBatch:
+        """Each row's pending tokens and its draft, one segment after the other."""
         segments = [
             Segment(
                 token_ids=row.tokens[row.start : row.stop] + array("q", draft.token_ids),
@@ -83,8 +86,7 @@ class ModelRunner:
             )
             for row, draft in zip(rows, drafts, strict=True)
         ]
-        batch = build_batch(segments, page_size=self.pool.page_size, device=self.decoder.device)
-        return self.decoder.forward(batch, self.pool)
+        return build_batch(segments, page_size=self.pool.page_size, device=self.decoder.device)
 
     def _verify(
         self, rows: Sequence[PlanRow], drafts: Sequence[Draft], logits: torch.Tensor
@@ -125,6 +127,21 @@ class ModelRunner:
                 found.append(prompt_logprobs(chunk, following, num_top))
             at += _num_logits(row, draft)
         return found
+
+
+def _unsound_chunks(rows: Sequence[PlanRow], batch: RaggedBatch, hidden: torch.Tensor) -> list[int]:
+    """Prefill chunks with a row of ``hidden`` [num_rows, hidden] that is not finite.
+
+    The last row alone decides a token and is checked by the verifier, but the KV of all of them
+    is about to be published: it must reach nobody.
+    """
+    chunks = [index for index, row in enumerate(rows) if row.stop - row.start > 1]
+    if not chunks:
+        return []
+    finite = torch.isfinite(hidden).all(dim=-1)
+    spans = [(int(batch.first_rows[i]), rows[i].stop - rows[i].start) for i in chunks]
+    sound = [bool(finite[first : first + count].all()) for first, count in spans]
+    return [index for index, is_sound in zip(chunks, sound, strict=True) if not is_sound]
 
 
 def _num_logits(row: PlanRow, draft: Draft) -> int:

@@ -21,6 +21,7 @@ from .step import PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
+RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Scheduler:
         self.waiting: SortedKeyList[Request] = SortedKeyList(key=lambda request: request.order)
         self.num_preemptions = 0
         self._by_id: dict[str, Request] = {}
-        self._left: list[str] = []  # gave up their pages since the last plan
+        self._departed: list[str] = []  # gave up their pages since the last plan
         self._num_arrived = 0
 
     # -- who is there ---------------------------------------------------------------------------
@@ -75,8 +76,8 @@ class Scheduler:
         request.arrival_time, request.serial = now, self._num_arrived
         request.usage.prompt_tokens = request.prompt_len
         self._num_arrived += 1
-        self._by_id[request.request_id] = request
         self.waiting.add(request)
+        self._by_id[request.request_id] = request
 
     def check(self, request: Request, *, num_ahead: int = 0) -> None:
         """Refuse what cannot be served; ``num_ahead`` requests are about to be added.
@@ -149,8 +150,10 @@ class Scheduler:
         return self._make_plan(rows)
 
     def _make_plan(self, rows: list[PlanRow]) -> StepPlan:
-        left, self._left = self._left, []
-        return StepPlan(rows=rows, fresh_pages=self.cache.take_fresh_pages(), finished=left)
+        if not rows:  # nobody will read it: what has to be told waits for the next plan
+            return StepPlan(rows=(), fresh_pages=array("q"))
+        departed, self._departed = self._departed, []
+        return StepPlan(rows=rows, fresh_pages=self.cache.take_fresh_pages(), departed=departed)
 
     def _plan_decodes(self, budget: int) -> list[PlanRow]:
         ready = sorted((r for r in self.running.values() if r.num_pending == 1), key=_order)
@@ -158,22 +161,26 @@ class Scheduler:
         for request in ready[:budget]:
             if request.lease is not None and self._reserve(request, len(request.tokens), planned):
                 planned[request.request_id] = request
-        spare = budget - len(planned)
-        rows = []
-        for request in planned.values():
-            rows.append(self._row(request, len(request.tokens), self._fit_draft(request, spare)))
-            spare -= rows[-1].max_draft
-        return rows
+        share = self._draft_share(budget - len(planned), len(planned))
+        return [
+            self._row(request, len(request.tokens), self._fit_draft(request, share))
+            for request in planned.values()
+        ]
 
-    def _fit_draft(self, request: Request, spare: int) -> int:
+    def _draft_share(self, spare: int, num_decodes: int) -> int:
+        """Draft tokens that each may have; half of the spare budget is others' while any wait."""
+        others_wait = self.waiting or any(r.num_pending > 1 for r in self.running.values())
+        return (spare // 2 if others_wait else spare) // max(1, num_decodes)
+
+    def _fit_draft(self, request: Request, share: int) -> int:
         """Draft tokens that fit depth, budget, the request's end, and pages without eviction."""
         lease, cache, stop = request.lease, self.cache, len(request.tokens)
-        if lease is None:
+        if lease is None or request.num_output == 0:  # nothing may delay the first token
             return 0
         depth = self.limits.depth if request.depth is None else request.depth
         pages = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - stop
         end = request.max_len - stop - 1
-        wanted = max(0, min(depth, self.limits.depth_cap, spare, end, pages))
+        wanted = max(0, min(depth, self.limits.depth_cap, share, end, pages))
         cache.extend(lease, stop + wanted, evict=False)
         return wanted
 
@@ -186,25 +193,23 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) >= self.limits.max_running:
                 return
-            if not self._admit(request, now):
+            if self._shares_running_prefill(request):
                 continue
+            if not self._would_fit(request):
+                return  # those behind it must not take the pages that it waits for
+            self._admit(request, now)
             yield request
 
-    def _admit(self, request: Request, now: float) -> bool:
-        """Give a waiting request its lease, unless it should wait for another's prefill."""
-        limit = _cache_limit(request)
-        if limit is None and self._shares_running_prefill(request):
-            return False
-        if not self._would_fit(request):
-            return False
+    def _admit(self, request: Request, now: float) -> None:
+        """Give a waiting request its lease."""
         request.lease = self.cache.acquire(
-            request.tokens, namespace=request.namespace, limit=limit, priority=request.priority
+            request.tokens,
+            namespace=request.namespace,
+            limit=_cache_limit(request),
+            priority=request.priority,
+            is_first=request.num_preemptions == 0,
         )
         request.num_computed = request.lease.num_cached_tokens
-        self._start(request, now)
-        return True
-
-    def _start(self, request: Request, now: float) -> None:
         self.waiting.remove(request)
         self.running[request.request_id] = request
         request.status = RequestStatus.RUNNING
@@ -214,6 +219,8 @@ class Scheduler:
 
     def _shares_running_prefill(self, request: Request) -> bool:
         """Whether a running request is about to compute this one's next page: then wait for it."""
+        if _cache_limit(request) is not None:
+            return False
         cached = self.cache.match_len(request.tokens, namespace=request.namespace)
         upto = cached + self.cache.page_size
         if upto >= len(request.tokens):
@@ -228,15 +235,16 @@ class Scheduler:
         )
 
     def _would_fit(self, request: Request) -> bool:
-        """Whether all its tokens and one more fit, with a page to grow for each that runs.
+        """Whether all its tokens and one more fit, with room to grow for each that runs.
 
-        Without that slack a preempted request would come back only to be preempted again.
+        Without more room a preempted request would come back only to be preempted again.
         """
+        growth = RETURN_GROWTH if request.num_preemptions else 1
         return self.cache.would_fit(
             request.tokens,
             len(request.tokens) + 1,
             namespace=request.namespace,
-            slack=len(self.running),
+            slack=len(self.running) * -(-growth // self.cache.page_size),
         )
 
     def _plan_chunk(self, request: Request, budget: int, planned: set[str]) -> PlanRow | None:
@@ -290,7 +298,7 @@ class Scheduler:
             self.cache.release(lease, request.tokens, request.num_computed, keep=keep)
         del self.running[request.request_id]
         request.num_computed = 0
-        self._left.append(request.request_id)
+        self._departed.append(request.request_id)
 
     # -- commit ---------------------------------------------------------------------------------
 
@@ -318,8 +326,10 @@ class Scheduler:
         self._count(request, out, delta, now)
         if delta.terminal:
             return self._finish(request, delta, now)
-        if row.stop - row.start > 1 and request.lease is not None:
-            self.cache.publish(request.lease, request.tokens, request.num_computed)
+        if request.lease is not None:
+            if row.stop - row.start > 1:
+                self.cache.publish(request.lease, request.tokens, request.num_computed)
+            self.cache.shrink(request.lease, len(request.tokens))
         return delta
 
     def _append(self, request: Request, out: RowOutput, delta: Delta) -> None:
@@ -357,7 +367,9 @@ class Scheduler:
         usage.proposed_tokens += out.num_proposed
         usage.accepted_tokens += served
         usage.verify_steps += 1
-        for source in out.sources[:served]:
+        delta.num_proposed = out.num_proposed
+        delta.accepted_sources = list(out.sources[:served])
+        for source in delta.accepted_sources:
             usage.accepted_by_source[source] = usage.accepted_by_source.get(source, 0) + 1
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:

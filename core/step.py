@@ -56,7 +56,7 @@ class StepPlan:
 
     rows: Sequence[PlanRow]
     fresh_pages: array[int]  # taken from the free list since the last plan: content is void
-    finished: Sequence[str] = ()  # requests that left since the last plan
+    departed: Sequence[str] = ()  # requests that gave up their pages since the last plan
 
     @property
     def num_tokens(self) -> int:

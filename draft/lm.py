@@ -98,23 +98,32 @@ class LmProposer:
         self, rows: Sequence[DraftRow], tracks: Sequence[_Track], drafted: list[list[int]]
     ) -> list[int]:
         """Compute missing KV; rows that reach their last token get their first draft token."""
-        room, segments, whole = self._window + len(rows), [], []
-        for index in sorted(range(len(rows)), key=lambda i: _backlog(rows[i], tracks[i])):
-            row, track = rows[index], tracks[index]
-            if len(row.tokens) + row.max_draft > self._decoder.config.max_model_len:
-                continue
-            start = track.num_computed
-            stop = min(len(row.tokens), start + room)
-            if stop == start:
-                continue
-            room -= stop - start
-            segments.append(self._segment(row, row.tokens[start:stop], start, len(row.tokens)))
-            whole += [index] if stop == len(row.tokens) else []
-            track.num_computed = stop
-            self._mark_ready(row, track)
-        if not segments:
+        stops = self._stops(rows, tracks)
+        if not stops:
             return []
-        return self._draw(rows, drafted, whole, self._forward(segments))
+        logits = self._forward(
+            [
+                self._segment(row, row.tokens[track.num_computed : stop], track.num_computed)
+                for row, track, stop in ((rows[i], tracks[i], stop) for i, stop in stops.items())
+            ]
+        )
+        for index, stop in stops.items():  # not before: a pass that fails computes nothing
+            tracks[index].num_computed = stop
+            self._mark_ready(rows[index], tracks[index])
+        whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
+        return self._draw(rows, drafted, whole, logits)
+
+    def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
+        """How far each row gets within the window, those that lack least first."""
+        room, stops = self._window + len(rows), {}
+        for index in sorted(range(len(rows)), key=lambda i: _backlog(rows[i], tracks[i])):
+            end = len(rows[index].tokens)
+            stop = min(end, tracks[index].num_computed + room)
+            fits = end + rows[index].max_draft <= self._decoder.config.max_model_len
+            if fits and stop > tracks[index].num_computed:
+                stops[index] = stop
+                room -= stop - tracks[index].num_computed
+        return stops
 
     def _advance(
         self, rows: Sequence[DraftRow], drafted: list[list[int]], live: Sequence[int]
@@ -123,14 +132,15 @@ class LmProposer:
         segments = []
         for index in live:
             end = len(rows[index].tokens) + len(drafted[index])
-            segments.append(self._segment(rows[index], drafted[index][-1:], end - 1, end))
+            segments.append(self._segment(rows[index], drafted[index][-1:], end - 1))
         return self._draw(rows, drafted, live, self._forward(segments))
 
     @staticmethod
-    def _segment(row: DraftRow, token_ids: Sequence[int], start: int, end: int) -> Segment:
-        wants_logits = start + len(token_ids) == end
+    def _segment(row: DraftRow, token_ids: Sequence[int], start: int) -> Segment:
+        """Logits are wanted where a segment reaches the last token, or goes beyond it."""
+        is_whole = start + len(token_ids) >= len(row.tokens)
         return Segment(
-            token_ids=token_ids, start=start, page_ids=row.page_ids, num_logits=int(wants_logits)
+            token_ids=token_ids, start=start, page_ids=row.page_ids, num_logits=int(is_whole)
         )
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:

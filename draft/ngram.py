@@ -17,11 +17,12 @@ class NgramProposer:
     """Continues the most recent earlier occurrence of a request's last tokens.
 
     Tries the last ``max_len`` tokens, then fewer, down to ``min_len``. One search scans the
-    request's own tokens in C, no index is kept: O(len(tokens)) bytes for each length tried.
+    request's last ``window`` tokens in C, no index is kept: O(window) for each length tried.
     """
 
-    def __init__(self, *, min_len: int = 3, max_len: int = 8) -> None:
+    def __init__(self, *, min_len: int = 3, max_len: int = 8, window: int = 4096) -> None:
         self._lengths = range(max_len, min_len - 1, -1)
+        self._window = window
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
         """One draft for each row; empty where nothing repeats."""
@@ -31,6 +32,7 @@ class NgramProposer:
         """Nothing is remembered."""
 
     def _look_up(self, tokens: array[int], max_draft: int) -> Sequence[int]:
+        tokens = tokens[-self._window :]
         text = tokens.tobytes()
         for length in self._lengths:
             start = _find_last(text, tokens[-length:].tobytes(), tokens.itemsize)

@@ -92,8 +92,11 @@ class PrefixCache:
         namespace: str | None = None,
         limit: int | None = None,
         priority: int = 0,
+        is_first: bool = True,
     ) -> KVLease:
         """Borrows the longest cached prefix, in whole pages, of at most ``limit`` tokens.
+
+        ``is_first=False`` leaves the counters alone: a preempted request finds what it wrote.
 
         The last token is never borrowed, for its logits must be computed. A lower ``priority``
         matters more (policy "priority" evicts it later). O(len + depth + log n).
@@ -101,8 +104,9 @@ class PrefixCache:
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
         lock = self.tree.lock(match, priority=priority)
-        self.num_queries += len(tokens)
-        self.num_hits += match.num_tokens
+        if is_first:
+            self.num_queries += len(tokens)
+            self.num_hits += match.num_tokens
         return KVLease(match.page_ids, lock, match.num_tokens, namespace)
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
@@ -125,6 +129,17 @@ class PrefixCache:
         lease.page_ids += taken
         self._fresh += taken
         return True
+
+    def shrink(self, lease: KVLease, upto: int) -> None:
+        """Gives private pages back that positions below ``upto`` do not need.
+
+        Drafts borrow pages ahead; kept, they would push out what is cached later on. Raises
+        ValueError for a released lease. O(pages given back).
+        """
+        _require_live(lease)
+        keep = max(lease.num_shared_pages, -(-upto // self.page_size))
+        self._free += lease.page_ids[keep:][::-1]
+        del lease.page_ids[keep:]
 
     def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> None:
         """Gives the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.

@@ -84,8 +84,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the pool.
 
-        ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to scaled queries
-        ``[T, num_heads * head_dim]``. May overwrite ``qkv``.
+        ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to queries ``[T, num_heads * head_dim]``
+        as the backend's own `attention` takes them, scaled. May overwrite ``qkv``.
         """
 
     def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:

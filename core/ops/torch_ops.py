@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear
-from .torch_attention import TorchPlan, attend
+from .torch_attention import attend
+from .torch_plan import TorchPlan
 
 _PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally well (measured)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)

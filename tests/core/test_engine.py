@@ -230,6 +230,91 @@ def test_close_without_grace_ends_every_stream_with_one_terminal() -> None:
     run(scenario())
 
 
+def test_a_scheduler_that_fails_while_letting_go_leaves_no_reader_waiting() -> None:
+    async def scenario() -> None:
+        engine = make_engine(BrokenRunner(fails_at=1))
+        await engine.start()
+        streams = [engine.submit(make_request(str(i), [1, 2, 3])) for i in range(2)]
+
+        def fail(*args: object) -> list[object]:
+            raise ValueError("cannot let go")
+
+        engine.scheduler.abort_all = fail  # type: ignore[assignment, method-assign]
+        for stream in streams:
+            with pytest.raises(EngineDead):
+                await collect(stream)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_an_engine_that_is_cancelled_from_outside_ends_its_streams() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2, 3], max_tokens=500))
+        await anext(stream)
+        (task,) = [t for t in asyncio.all_tasks() if t.get_name() == "foretoken-engine"]
+        task.cancel()
+        with pytest.raises(EngineDead):
+            engine.submit(make_request("b", [1]))
+        with pytest.raises(EngineDead):
+            await collect(stream)
+        await engine.close()
+
+    run(scenario())
+
+
+def test_closing_before_the_first_turn_ends_what_was_submitted() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2, 3]))
+        await engine.close()
+        assert stream.ended
+
+    run(scenario())
+
+
+def test_closing_twice_waits_for_the_first_time() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner)
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2, 3]))
+        await entered(runner)
+        closings = [asyncio.create_task(engine.close()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(closing.done() for closing in closings)
+        runner.gate.release(9)
+        await asyncio.gather(*closings)
+        assert (await collect(stream))[1].finish_reason is FinishReason.ABORT
+        with pytest.raises(EngineDead):
+            await engine.start()
+
+    run(scenario())
+
+
+def test_metrics_follow_the_cut_of_an_accepted_run() -> None:
+    async def scenario() -> None:
+        scheduler = make_scheduler(depth=7)
+        engine = Engine(scheduler, FakeRunner(scheduler.cache.page_size, perfect))
+        await engine.start()
+        seen: list[int] = []
+
+        def on_token(token_id: int) -> str | None:
+            seen.append(token_id)
+            return "stop" if len(seen) == 3 else None
+
+        await collect(engine.submit(make_request("a", [1, 2], max_tokens=20, on_token=on_token)))
+        text = engine.metrics.render()[0].decode()
+        assert "foretoken:spec_decode_num_accepted_tokens_total 2.0" in text
+        assert "foretoken:generation_tokens_total 3.0" in text
+        await engine.close()
+
+    run(scenario())
+
+
 def test_metrics_count_what_was_served() -> None:
     async def scenario() -> None:
         scheduler = make_scheduler(depth=3)

@@ -93,7 +93,7 @@ def make_pool(page_size: int, num_layers: int = 2) -> KVPool:
     )
 
 
-@pytest.mark.parametrize("window", [None, 1, 30, 300])
+@pytest.mark.parametrize("window", [None, 1, 30, 40, 300])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 512])
 def test_attention_equals_the_formula(page_size: int, window: int | None, ops: TorchOps) -> None:
     """Pages that do not divide a block, and pages larger than one, too."""
@@ -102,9 +102,8 @@ def test_attention_equals_the_formula(page_size: int, window: int | None, ops: T
     pages = array("q", torch.randperm(400)[: -(-length // page_size)].tolist())
     qkv = torch.randn(length, 10 * 16)
     written = make_plan(pool, [Segment(range(length), 0, pages, 0)], ops)
-    ops.rope_write(qkv.clone(), 1, written, None)
+    q = ops.rope_write(qkv.clone(), 1, written, None)[start:]
     plan = make_plan(pool, [Segment(range(length - start), start, pages, 0)], ops)
-    q = qkv[start:, : 6 * 16] * HEADS.scale
     expected = reference_attention(qkv, window)[start:]
     torch.testing.assert_close(ops.attention(q, 1, plan, window), expected, atol=1e-5, rtol=0)
 

@@ -365,6 +365,70 @@ def test_a_failed_row_fails_its_request_alone_and_publishes_nothing() -> None:
     assert driver.served["good"] == answer(prompt_of(6, 1), 8)
 
 
+def test_who_left_is_told_with_the_next_plan_even_after_idle_turns() -> None:
+    driver = drive()
+    driver.add(make_request("a", [1, 2]))
+    driver.run()
+    for _ in range(3):
+        assert not driver.step().rows
+    driver.add(make_request("b", [1, 2]))
+    assert driver.step().departed == ["a"]
+
+
+def test_drafts_leave_half_of_the_budget_to_those_who_wait() -> None:
+    driver = drive(wrong, max_batch_tokens=16, num_pages=300, max_running=9)
+    streams = [make_request(str(i), [1 + i], max_tokens=90, depth=64) for i in range(3)]
+    driver.add(*streams)
+    driver.step()
+    driver.add(late := make_request("late", prompt_of(20), max_tokens=1))
+    while late.num_output == 0:
+        plan = driver.step()
+        chunk = [row.stop - row.start for row in plan.rows if row.request_id == "late"]
+        assert chunk[0] >= min(6, late.num_pending)
+    driver.run()
+
+
+def test_small_newcomers_do_not_starve_a_large_request() -> None:
+    driver = drive(num_pages=12, page_size=2, max_batch_tokens=30, max_running=9)
+    driver.add(make_request("running", prompt_of(6, 1), max_tokens=6))
+    driver.step()
+    driver.add(make_request("large", prompt_of(18, 2), max_tokens=2))
+    for index in range(40):
+        driver.add(make_request(f"small-{index}", prompt_of(3, 10 + index), max_tokens=4))
+        driver.step()
+        if "large" in driver.ended:
+            break
+    assert index < 10
+    driver.run()
+
+
+def test_no_draft_stands_before_the_first_token() -> None:
+    driver = drive(perfect, max_batch_tokens=16, depth=3)
+    driver.add(request := make_request("a", prompt_of(17)))
+    while request.num_output == 0:
+        assert all(row.max_draft == 0 for row in driver.step().rows)
+    driver.run()
+    assert request.usage.accepted_tokens > 0
+
+
+def test_pages_of_rejected_drafts_are_given_back() -> None:
+    driver = drive(wrong, page_size=1, depth=5, num_pages=40)
+    driver.add(request := make_request("a", prompt_of(4), max_tokens=9))
+    while driver.scheduler.num_requests:
+        driver.step()
+        if request.lease is not None:
+            assert len(request.lease.page_ids) <= len(request.tokens)
+
+
+def test_a_preempted_request_waits_until_the_others_have_room_to_grow() -> None:
+    driver = drive(num_pages=24, page_size=4, max_batch_tokens=64)
+    requests = [make_request(str(i), prompt_of(12, i), max_tokens=28) for i in range(4)]
+    driver.add(*requests)
+    driver.run()
+    assert driver.scheduler.num_preemptions > 0
+    assert max(request.num_preemptions for request in requests) <= 2
+
+
 def test_per_request_depth_overrides_the_engines() -> None:
     driver = drive(perfect, depth=2)
     driver.add(off := make_request("off", [1, 2], max_tokens=9, depth=0))

@@ -1,0 +1,1 @@
+"""Everything with text or a network in it."""

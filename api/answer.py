@@ -1,0 +1,191 @@
+"""One prompt on its way through the engine: its n generations, their text, their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from ..core.params import SamplingParams
+from ..core.request import Delta, Request, Usage
+from ..core.step import TokenLogprob
+from ..core.stream import TokenStream
+from .results import Choice, Completion, TextDelta, total_usage
+from .text import AnswerText
+
+
+class Generation:
+    """One request of the engine together with its text."""
+
+    def __init__(
+        self,
+        request: Request,
+        text: AnswerText,
+        stream: TokenStream,
+        abort: Callable[[str], None],
+        *,
+        index: int = 0,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self._text = text
+        self._stream = stream
+        self._abort = abort
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with it, read or not."""
+        return self._stream.ended
+
+    @property
+    def usage(self) -> Usage:
+        """What it cost so far."""
+        return self.request.usage
+
+    def close(self) -> None:
+        """Abort it unless it has ended; may be called twice."""
+        if not self.ended:
+            self._abort(self.request.request_id)
+
+    async def deltas(self) -> AsyncGenerator[TextDelta]:
+        """Everything it yields."""
+        async for delta in self._stream:
+            yield self._dress(delta)
+
+    def _dress(self, delta: Delta) -> TextDelta:
+        wanted = self.request.sampling.params.logprobs is not None
+        reason = delta.finish_reason
+        return TextDelta(
+            text=self._text.take(final=delta.terminal),
+            token_ids=delta.token_ids,
+            index=self.index,
+            finish_reason=None if reason is None else reason.value,
+            stop_reason=delta.stop_reason,
+            logprobs=delta.logprobs if wanted else None,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
+
+
+class Answer:
+    """The n generations of one prompt. Close it in a ``finally``: that aborts what still runs."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.generations: list[Generation] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with all of them."""
+        return all(generation.ended for generation in self.generations)
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt counted once, the rest summed."""
+        return total_usage([generation.usage for generation in self.generations])
+
+    def close(self) -> None:
+        """Abort what has not ended; may be called twice."""
+        for generation in self.generations:
+            generation.close()
+
+    def deltas(self) -> AsyncGenerator[TextDelta]:
+        """The deltas of all choices as they come, told apart by their index."""
+        return merge([generation.deltas() for generation in self.generations])
+
+    async def collect(self) -> Completion:
+        """Read all of it."""
+        parts = [_Part() for _ in self.generations]
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                parts[delta.index].add(delta)
+        return Completion(
+            request_id=self.request_id,
+            prompt_token_ids=list(self.prompt_token_ids),
+            choices=[part.choice(index) for index, part in enumerate(parts)],
+            usage=self.usage,
+            prompt_logprobs=self._prompt_logprobs(parts[0].prompt_logprobs),
+        )
+
+    def _prompt_logprobs(self, found: list[TokenLogprob]) -> list[TokenLogprob | None] | None:
+        return None if self.params.prompt_logprobs is None else [None, *found]
+
+
+class _Part:
+    """A choice being put together."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._last: TextDelta | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Append a delta."""
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+        self.prompt_logprobs += delta.prompt_logprobs
+        self._last = delta
+
+    def choice(self, index: int) -> Choice:
+        """The whole; every stream ends with a reason or raises."""
+        last = self._last
+        if last is None or last.finish_reason is None:
+            raise RuntimeError("a stream ended without a terminal event")
+        return Choice(
+            index=index,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=self._logprobs,
+        )
+
+
+async def merge(sources: Sequence[AsyncGenerator[TextDelta]]) -> AsyncGenerator[TextDelta]:
+    """Several sources as one, each item as soon as it is there; closes them all."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for delta in only:
+                yield delta
+        return
+    waits: dict[asyncio.Task[TextDelta], AsyncGenerator[TextDelta]] = {}
+    try:
+        for source in sources:
+            waits[_next(source)] = source
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in waits if task in done]:
+                source = waits.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                waits[_next(source)] = source
+                yield delta
+    finally:
+        await _cancel(waits)
+        for source in sources:
+            await source.aclose()
+
+
+def _next(source: AsyncGenerator[TextDelta]) -> asyncio.Task[TextDelta]:
+    async def read() -> TextDelta:
+        return await anext(source)
+
+    return asyncio.create_task(read())
+
+
+async def _cancel(tasks: dict[asyncio.Task[TextDelta], AsyncGenerator[TextDelta]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

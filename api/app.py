@@ -1,0 +1,252 @@
+"""The starlette application: routes, keys, request ids, errors."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .._version import __version__
+from ..core.errors import ForetokenError, InvalidRequest
+from .chat import ChatRoute
+from .completions import CompletionsRoute
+from .errors import ApiError, ClientGone, JsonResponse, handle, unknown_model
+from .host import Host
+from .schema import (
+    DetokenizeRequest,
+    FlushRequest,
+    TokenizeRequest,
+    decoder,
+    plain_messages,
+)
+from .service import Service, Settings, read_body
+from .shapes import Body
+
+OPEN_PATHS = frozenset({"/health"})
+CLIENT_CLOSED = 499
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+decode_tokenize = decoder(TokenizeRequest)
+decode_detokenize = decoder(DetokenizeRequest)
+decode_flush = decoder(FlushRequest)
+
+
+class Gate:
+    """Outermost: gives each answer its ``x-request-id`` and lets only callers with a key pass.
+
+    Every path needs the key unless it is named in ``OPEN_PATHS``; the path is the one of the scope,
+    because a Host header can be forged.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
+        self.app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        refusal = self._refusal(scope["path"], headers)
+        answer = self.app if refusal is None else refusal.response()
+        await answer(scope, receive, send_with_id)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            close = {"connection": "close"}
+            return ApiError(400, "Content-Length and Transfer-Encoding together", headers=close)
+        if not self._keys or path in OPEN_PATHS or self._knows(headers):
+            return None
+        return ApiError(
+            401,
+            "the API key is missing or wrong",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+    def _knows(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        offered = [headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            offered.append(token.strip())
+        # All are compared, so that the time tells nothing of which key is near.
+        found = [
+            hmac.compare_digest(key, candidate.encode("latin-1"))  # as starlette read them
+            for key in self._keys
+            for candidate in offered
+        ]
+        return any(found)
+
+
+class ModelRoutes:
+    """GET /v1/models: one object that OpenAI's and Anthropic's clients both read."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._created = datetime.now(UTC)
+
+    async def index(self, _request: Request) -> Response:
+        """All models, of which there is one."""
+        entry = self._entry()
+        page = {"has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+        return JsonResponse({"object": "list", "data": [entry], **page})
+
+    async def retrieve(self, request: Request) -> Response:
+        """One model; its name may hold slashes."""
+        name = request.path_params["name"]
+        if name != self.service.model:
+            raise unknown_model(name)
+        return JsonResponse(self._entry())
+
+    def _entry(self) -> Body:
+        return {
+            "id": self.service.model,
+            "object": "model",
+            "created": int(self._created.timestamp()),
+            "owned_by": "foretoken",
+            "max_model_len": self.service.llm.built.max_model_len,
+            "type": "model",
+            "display_name": self.service.model,
+            "created_at": self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "lifecycle": "active",
+        }
+
+
+class TokenRoutes:
+    """POST /tokenize and /detokenize."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt or of messages."""
+        body = await self.service.read(request, decode_tokenize)
+        self.service.check_model(body.model)
+        token_ids = await self._token_ids(body)
+        names = None
+        if body.return_token_strs:
+            tokenizer = self.service.llm.tokenizer
+            names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in token_ids]
+        return JsonResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": self.service.llm.built.max_model_len,
+                "tokens": token_ids,
+                "token_strs": names,
+            }
+        )
+
+    async def _token_ids(self, body: TokenizeRequest) -> list[int]:
+        llm = self.service.llm
+        if body.messages is not None and body.prompt is None:
+            return await llm.render(
+                plain_messages(body.messages), add_generation_prompt=body.add_generation_prompt
+            )
+        if body.prompt is None or body.messages is not None:
+            raise InvalidRequest("needs prompt or messages, and not both", param="prompt")
+        return await llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await self.service.read(request, decode_detokenize)
+        self.service.check_model(body.model)
+        llm = self.service.llm
+        llm.tokenizer.check_ids(body.tokens, llm.built.vocab_size, "tokens")
+        text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return JsonResponse({"prompt": text})
+
+
+class OperatorRoutes:
+    """Health, metrics and the prefix cache."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def health(self, _request: Request) -> Response:
+        """200 while the engine lives."""
+        alive = self.service.llm.engine.alive
+        return JsonResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    async def ready(self, _request: Request) -> Response:
+        """200 while new requests are taken."""
+        self.service.check_ready()
+        return JsonResponse({"status": "ready"})
+
+    async def version(self, _request: Request) -> Response:
+        """The version of foretoken."""
+        return JsonResponse({"version": __version__})
+
+    async def metrics(self, _request: Request) -> Response:
+        """Prometheus text."""
+        body, content_type = self.service.llm.engine.metrics.render()
+        return Response(body, headers={"content-type": content_type})
+
+    async def cache(self, _request: Request) -> Response:
+        """Occupancy of the prefix cache."""
+        return JsonResponse(self.service.llm.engine.cache_info())
+
+    async def flush(self, request: Request) -> Response:
+        """Drop cached prefixes: of one salt, or all."""
+        data = await read_body(request, self.service.settings.max_body_bytes)
+        salt = decode_flush(data).cache_salt if data.strip() else None
+        engine = self.service.llm.engine
+        dropped = engine.flush_cache(salt, everything=salt is None)
+        return JsonResponse({"flushed_pages": dropped})
+
+
+def create_app(llm: Host, settings: Settings | None = None) -> ASGIApp:
+    """The application over a started AsyncLLM."""
+    settings = settings or Settings()
+    app = Starlette(
+        routes=_routes(Service(llm, settings)),
+        exception_handlers={
+            ApiError: handle,
+            ForetokenError: handle,
+            HTTPException: handle,
+            ClientGone: _say_nothing,
+            Exception: handle,
+        },
+    )
+    # A redirect would be built from the Host header.
+    app.router.redirect_slashes = False
+    return Gate(app, api_keys=settings.api_keys)
+
+
+def _routes(service: Service) -> list[Route]:
+    models, tokens, operator = ModelRoutes(service), TokenRoutes(service), OperatorRoutes(service)
+    return [
+        Route("/v1/chat/completions", ChatRoute(service).create, methods=["POST"]),
+        Route("/v1/completions", CompletionsRoute(service).create, methods=["POST"]),
+        Route("/v1/models", models.index, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", operator.health, methods=["GET"]),
+        Route("/ready", operator.ready, methods=["GET"]),
+        Route("/version", operator.version, methods=["GET"]),
+        Route("/metrics", operator.metrics, methods=["GET"]),
+        Route("/cache", operator.cache, methods=["GET"]),
+        Route("/cache/flush", operator.flush, methods=["POST"]),
+    ]
+
+
+async def _say_nothing(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)

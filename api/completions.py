@@ -1,0 +1,114 @@
+"""POST /v1/completions, the legacy shape: lists of prompts, token ids, echo."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..core.errors import InvalidRequest
+from ..core.params import SamplingParams
+from .answer import Answer
+from .errors import JsonResponse
+from .intake import Prompt
+from .legacy import CompletionWriter
+from .results import Completion
+from .schema import (
+    COMPLETION_TOKENS,
+    MAX_PROMPTS,
+    CompletionRequest,
+    decoder,
+    refuse_unsupported,
+    sampling_params,
+)
+from .service import Service
+from .shapes import Head
+from .sse import EventStream, unless_gone
+
+decode = decoder(CompletionRequest)
+
+
+class CompletionsRoute:
+    """Continues texts."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer one prompt or a list of them, whole or as a stream."""
+        body = await self.service.read(request, decode)
+        self.service.check_model(body.model)
+        refuse(body)
+        params = completion_params(body)
+        prompts = read_prompts(body.prompt)
+        head = Head(prefix="cmpl", model=self.service.model)
+        answers = await self._open(head, prompts, params, body)
+        writer = CompletionWriter(self.service, head, body, prompts)
+        if body.stream:
+            return EventStream(
+                writer.events(answers),
+                close=lambda: self._forget(answers),
+                ping_seconds=self.service.settings.ping_seconds,
+            )
+        completions = await unless_gone(request.receive, self._finish(answers))
+        return JsonResponse(writer.whole(completions))
+
+    async def _open(
+        self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
+    ) -> list[Answer]:
+        answers: list[Answer] = []
+        llm = self.service.llm
+        special = body.add_special_tokens is not False
+        try:
+            for index, prompt in enumerate(prompts):
+                name = head.id if len(prompts) == 1 else f"{head.id}-p{index}"
+                if isinstance(prompt, str):
+                    prompt = await llm.tokenizer.encode(prompt, add_special_tokens=special)
+                answers.append(await llm.open(prompt, params, request_id=name))
+        except BaseException:
+            self._forget(answers)
+            raise
+        return answers
+
+    async def _finish(self, answers: list[Answer]) -> list[Completion]:
+        try:
+            return [await self.service.llm.finish(answer) for answer in answers]
+        finally:
+            self._forget(answers)
+
+    def _forget(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self.service.llm.forget(answer)
+
+
+def refuse(body: CompletionRequest) -> None:
+    """Raise `InvalidRequest` for what cannot be honoured."""
+    refuse_unsupported(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
+        raise InvalidRequest("echo with logprobs and n > 1 cannot be streamed", param="echo")
+
+
+def completion_params(body: CompletionRequest) -> SamplingParams:
+    """Sampling parameters of the body."""
+    return sampling_params(
+        body,
+        max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+def read_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """A text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(each) for each in prompt}
+    if len(kinds) != 1:
+        message = "prompt must be a text, a list of texts, token ids, or a list of token ids lists"
+        raise InvalidRequest(message, param="prompt")
+    if kinds == {int}:
+        return [[each for each in prompt if isinstance(each, int)]]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
+    return [each for each in prompt if not isinstance(each, int)]

@@ -1,0 +1,220 @@
+"""Host: a model, its tokenizer and its engine, and the way of a prompt into it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ..core.config import EngineConfig
+from ..core.errors import EngineDead, InvalidRequest
+from ..core.params import SamplingParams
+from .answer import Answer, Generation
+from .intake import Conversation, Prompt, bad_words_ids, children, make_config, make_request
+from .results import Completion
+from .text import AnswerText
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine
+    from ..core.request import Request
+    from ..core.stream import TokenStream
+    from .build import Built
+
+
+class Host:
+    """What AsyncLLM and the HTTP routes stand on.
+
+    ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
+    is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
+        self.config: EngineConfig = make_config(options)
+        self._model = model
+        self._built: Built | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._answers: dict[str, Answer] = {}  # until the caller is done with them
+        self._room = asyncio.Event()  # set when an answer ends
+
+    @classmethod
+    def from_built(cls, built: Built) -> Self:
+        """Over an engine that is there already; `start` starts it."""
+        llm = cls()
+        llm._built = built
+        return llm
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model, off the event loop, and start the engine; may be called twice."""
+        self._check_open()
+        async with self._starting:
+            self._check_open()
+            if self._tokenizer is not None:
+                return
+            if self._built is None:
+                self._built = await asyncio.to_thread(_build, self._model, self.config)
+            tokenizer = await asyncio.to_thread(
+                Tokenizer.load, self._built.folder, max_model_len=self._built.max_model_len
+            )
+            await self._built.engine.start()
+            self._tokenizer = tokenizer
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for a while, end the rest; idempotent."""
+        self._closed = True
+        async with self._starting:
+            if self._built is not None:
+                await self._built.engine.close(drain_seconds=drain_seconds)
+            if self._tokenizer is not None:
+                self._tokenizer.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed")
+
+    @property
+    def built(self) -> Built:
+        """The engine and its model; only after `start`."""
+        if self._built is None:
+            raise EngineDead("this LLM is not started")
+        return self._built
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; only after `start`."""
+        return self.built.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; only after `start`."""
+        if self._tokenizer is None:
+            raise EngineDead("this LLM is not started")
+        return self._tokenizer
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was told to close."""
+        return self._closed
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken."""
+        return not self._closed and self._tokenizer is not None and self.engine.alive
+
+    # -- the way in -----------------------------------------------------------------------------
+
+    async def open(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+    ) -> Answer:
+        """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
+
+        Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        """
+        prompt_ids = await self._token_ids(prompt)
+        unwanted = bad_words_ids(self.tokenizer, params)
+        self._check_open()
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        known = self._answers.get(request_id)
+        if known is not None and not known.ended:
+            raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
+        answer = Answer(request_id, prompt_ids, params)
+        try:
+            for child, seed in children(params):
+                self._add_choice(answer, child, seed, unwanted)
+        except BaseException:
+            answer.close()
+            raise
+        self._answers[request_id] = answer
+        return answer
+
+    def abort(self, request_id: str) -> None:
+        """End a request and all its choices; unknown ids are ignored."""
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            answer.close()
+
+    async def render(self, messages: Conversation, **options: Any) -> list[int]:  # noqa: ANN401 - the template's own
+        """Token ids of a conversation in the model's own format."""
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        return await self.tokenizer.encode_chat(messages, **options)
+
+    async def finish(self, answer: Answer) -> Completion:
+        """Read all of an answer."""
+        try:
+            return await answer.collect()
+        finally:
+            self.forget(answer)
+
+    def forget(self, answer: Answer) -> None:
+        """Abort what still runs of an answer and free its id; may be called twice."""
+        answer.close()
+        if self._answers.get(answer.request_id) is answer:
+            del self._answers[answer.request_id]
+        self._room.set()
+
+    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return await self.tokenizer.encode(prompt)
+        self.tokenizer.check_ids(prompt, self.built.vocab_size)
+        return prompt
+
+    def _add_choice(
+        self,
+        answer: Answer,
+        params: SamplingParams,
+        seed: int,
+        unwanted: tuple[tuple[int, ...], ...],
+    ) -> None:
+        index = len(answer.generations)
+        text = AnswerText(
+            self.tokenizer.detokenizer(answer.prompt_token_ids),
+            stops=tuple(params.stop),
+            min_tokens=params.min_tokens,
+        )
+        request = make_request(
+            answer.request_id if answer.params.n == 1 else f"{answer.request_id}-{index}",
+            answer.prompt_token_ids,
+            params,
+            seed=seed,
+            eos_token_ids=self.built.eos_token_ids,
+            bad_words_ids=unwanted,
+            on_token=text.push,
+        )
+        stream = self._submit(request)
+        answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
+
+    def _submit(self, request: Request) -> TokenStream:
+        try:
+            return self.engine.submit(request)
+        except InvalidRequest as error:
+            if error.param != "request_id":
+                raise
+        # Our own ids are checked already: an aborted namesake is still on its way out.
+        request.request_id = f"{request.request_id}~{uuid.uuid4().hex[:8]}"
+        return self.engine.submit(request)
+
+
+def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
+    from .build import build  # imports torch
+
+    return build(model, config)

@@ -1,0 +1,137 @@
+"""From what a caller says to the requests that the engine takes."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from ..core.config import EngineConfig
+from ..core.errors import InvalidRequest
+from ..core.params import SamplingParams
+from ..core.request import OnToken, Request
+from ..core.step import RowSampling
+from .tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+SEED_BITS = 64
+
+
+def make_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Check engine options; a name that does not exist is an `InvalidRequest`."""
+    known = EngineConfig.names()
+    for name in options:
+        if name not in known:
+            message = f"{name} is not an option; there are {', '.join(known)}"
+            raise InvalidRequest(message, param=name)
+    return EngineConfig(**options)
+
+
+def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
+    """Whether this is a text or a list of token ids, not a list of prompts."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequest("prompt must be a text or a list of token ids", param="prompt")
+    return len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def one_params(params: object) -> SamplingParams:
+    """The parameters of a single prompt."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest("params must be a SamplingParams", param="params")
+    return params
+
+
+def many_params(params: object, count: int) -> list[SamplingParams]:
+    """One set of parameters per prompt, from one for all or a list."""
+    if params is None or isinstance(params, SamplingParams):
+        return [one_params(params)] * count
+    if not isinstance(params, Sequence) or len(params) != count:
+        raise InvalidRequest(f"params must be one or {count}, as the prompts are", param="params")
+    return [one_params(each) for each in params]
+
+
+def one_id(request_id: object) -> str | None:
+    """The id of a single request."""
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise InvalidRequest("request_id must be a text", param="request_id")
+    return request_id
+
+
+def many_ids(request_id: object, count: int) -> list[str | None]:
+    """One id per prompt, or none at all."""
+    if request_id is None:
+        return [None] * count
+    if isinstance(request_id, str) or not isinstance(request_id, Sequence):
+        raise InvalidRequest("request_id must be a list, as the prompts are", param="request_id")
+    if len(request_id) != count:
+        raise InvalidRequest(f"request_id must hold {count} ids", param="request_id")
+    return [one_id(each) for each in request_id]
+
+
+def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
+    """Parameters and seed of each of the n choices; choice 0 has the seed of n = 1."""
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed % 2**SEED_BITS
+    if params.n == 1:
+        yield params, seed
+        return
+    from ..core.noise import sibling_seed
+
+    first = replace(params, n=1)
+    others = replace(first, prompt_logprobs=None)
+    for index in range(params.n):
+        yield others if index else first, sibling_seed(seed, index)
+
+
+def bad_words_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """Each bad word as it stands at the beginning of a text and behind a space."""
+    forms = [form for word in params.bad_words for form in (word, f" {word.lstrip()}")]
+    ids = (tuple(tokenizer.encode_word(form)) for form in forms)
+    return tuple(dict.fromkeys(each for each in ids if each))
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    eos_token_ids: frozenset[int],
+    bad_words_ids: tuple[tuple[int, ...], ...],
+    on_token: OnToken,
+) -> Request:
+    """A request as the scheduler wants it."""
+    eos = frozenset[int]() if params.ignore_eos else eos_token_ids
+    stop_ids = eos | frozenset(params.stop_token_ids)
+    sampling = RowSampling(
+        params=params,
+        seed=seed,
+        prompt_len=len(prompt_ids),
+        stop_ids=stop_ids,
+        bad_words_ids=bad_words_ids,
+    )
+    return Request(
+        request_id=request_id,
+        tokens=array("q", prompt_ids),
+        sampling=sampling,
+        stop_ids=stop_ids,
+        depth=_depth(params),
+        namespace=params.cache_salt,
+        priority=params.priority,
+        deadline=params.deadline,
+        on_token=on_token,
+    )
+
+
+def _depth(params: SamplingParams) -> int | None:
+    """Draft tokens a step; None leaves it to the engine."""
+    if params.speculation == "off":
+        return 0
+    return params.speculation if isinstance(params.speculation, int) else None

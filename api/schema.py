@@ -1,0 +1,264 @@
+"""Bodies of the HTTP routes. Decoding is validation: a bad field is an error with its JSON path.
+
+Unknown fields are passed over, as clients send many. A field that foretoken knows and cannot honour
+is refused by `refuse_unsupported`, because an answer that ignores it would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..core.errors import InvalidRequest
+from ..core.params import MAX_DEPTH, MAX_LOGPROBS, SamplingParams
+from .errors import bad_json
+
+T = TypeVar("T", bound=Struct)
+MAX_PROMPTS = 64
+MAX_MESSAGES = 10_000
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
+Speculation = Literal["auto", "off"] | Depth
+
+
+class StreamOptions(Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # known and not needed: usage comes once
+
+
+class Sampling(Struct, kw_only=True):
+    """Fields that both completion routes share. Null means the default everywhere."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: Positive | None = None
+    # extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    speculation: Speculation | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    deadline_ms: Milliseconds | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+    # known and refused
+    prediction: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
+    structured_outputs: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class ContentPart(Struct):
+    """A part of a message; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ResponseFormat(Struct):
+    """``response_format``; only text is served."""
+
+    type: str
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    echo: bool | None = None
+    audio: Any = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: NumTop | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class FlushRequest(Struct, kw_only=True):
+    """Body of /cache/flush: without a salt everything goes."""
+
+    cache_salt: str | None = None
+
+
+SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop",
+    "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos", "seed", "presence_penalty",
+    "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
+    "choice",
+)  # fmt: skip
+REFUSED = (
+    "prediction", "guided_json", "guided_regex", "guided_grammar", "guided_choice",
+    "structured_outputs", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
+    "tools", "functions", "function_call", "chat_template", "audio", "suffix",
+)  # fmt: skip
+HARMLESS: tuple[object, ...] = (None, False, "", "none", [], {})
+
+
+def decoder(body_type: type[T]) -> Callable[[bytes], T]:
+    """A function from bytes to the struct; raises `ApiError` 400."""
+    decode = msgspec.json.Decoder(body_type).decode
+
+    def checked(data: bytes) -> T:
+        try:
+            data.decode()  # msgspec does not look into the texts of fields that it passes over
+            return decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise bad_json(error) from None
+
+    return checked
+
+
+def sampling_params(
+    body: Sampling,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """The parameters of a body; raises `InvalidRequest`."""
+    given = {name: getattr(body, name) for name in SAME_NAME}
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
+    )
+
+
+def refuse_unsupported(body: Sampling) -> None:
+    """Raise `InvalidRequest` for a field that would be ignored although it asks for something."""
+    for name in REFUSED:
+        if getattr(body, name, None) not in HARMLESS:
+            raise InvalidRequest(f"{name} is not supported yet", param=name)
+    if body.skip_special_tokens is False:
+        raise InvalidRequest("skip_special_tokens must be true", param="skip_special_tokens")
+
+
+def refuse_unsupported_chat(body: ChatRequest) -> None:
+    """The same for the fields of a conversation."""
+    refuse_unsupported(body)
+    if body.response_format is not None and body.response_format.type != "text":
+        message = f"response_format {body.response_format.type} is not supported yet"
+        raise InvalidRequest(message, param="response_format")
+    if body.tool_choice not in (*HARMLESS, "auto"):
+        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+    if body.echo:
+        raise InvalidRequest("echo is not supported here", param="echo")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """What a chat template is given: content as one text, developer as system."""
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, path: str) -> dict[str, Any]:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    plain: dict[str, Any] = {"role": role, "content": _content(message.content, path)}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return plain
+
+
+def _content(content: str | list[ContentPart] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            where = f"{path}.content[{index}]"
+            raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
+    return "\n".join(part.text or "" for part in content)
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Templates want arguments as an object, clients send them as a JSON text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except msgspec.DecodeError:
+        return dict(call)  # a model may have written anything: it is shown as it is
+    return {**call, "function": {**function, "arguments": arguments}}

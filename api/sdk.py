@@ -1,0 +1,166 @@
+"""AsyncLLM: text in, text out, on the caller's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import overload
+
+from ..core.errors import QueueFull
+from ..core.params import SamplingParams
+from .answer import Answer
+from .host import Host
+from .intake import (
+    Conversation,
+    Prompt,
+    is_one_prompt,
+    many_ids,
+    many_params,
+    one_id,
+    one_params,
+)
+from .results import Completion, TextDelta
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+RequestIds = str | Sequence[str] | None
+
+
+class AsyncLLM(Host):
+    """A model and its engine.
+
+    ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
+    is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
+    """
+
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Completion: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: Params = None,
+        *,
+        request_id: Sequence[str] | None = None,
+    ) -> list[Completion]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        request_id: RequestIds = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt (text or token ids) or a list of them, in order."""
+        if is_one_prompt(prompt):
+            return await self._generate_one(prompt, params, request_id)
+        return await self._generate_all(list(prompt), params, request_id)  # type: ignore[arg-type]
+
+    @overload
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Completion: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Conversation],
+        params: Params = None,
+        *,
+        request_id: Sequence[str] | None = None,
+    ) -> list[Completion]: ...
+
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        request_id: RequestIds = None,
+    ) -> Completion | list[Completion]:
+        """The next message of one conversation or of a list of them."""
+        await self.start()
+        if not messages or isinstance(messages[0], Mapping):
+            prompt = await self.render(messages)  # type: ignore[arg-type]
+            return await self._generate_one(prompt, params, request_id)
+        prompts = [await self.render(conversation) for conversation in messages]  # type: ignore[arg-type]
+        return await self._generate_all(prompts, params, request_id)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[TextDelta]:
+        """One delta per step, with all its tokens. Leaving early aborts the request."""
+        await self.start()
+        answer = await self.open(prompt, one_params(params), request_id=one_id(request_id))
+        try:
+            async with aclosing(answer.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.forget(answer)
+
+    async def _generate_one(
+        self, prompt: Prompt, params: Params, request_id: RequestIds
+    ) -> Completion:
+        await self.start()
+        answer = await self.open(prompt, one_params(params), request_id=one_id(request_id))
+        return await self.finish(answer)
+
+    async def _generate_all(
+        self, prompts: Sequence[Prompt], params: Params, request_id: RequestIds
+    ) -> list[Completion]:
+        """Submit in order, as the queue has room, and wait for all; one failure ends the rest."""
+        await self.start()
+        each_params = many_params(params, len(prompts))
+        each_id = many_ids(request_id, len(prompts))
+        answers: list[Answer] = []
+        tasks: list[asyncio.Task[Completion]] = []
+        try:
+            for one in zip(prompts, each_params, each_id, strict=True):
+                answers.append(await self._open_patiently(*one))
+                tasks.append(asyncio.create_task(self.finish(answers[-1])))
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for answer in answers:  # a task that never began has not done it
+                self.forget(answer)
+
+    async def _open_patiently(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+    ) -> Answer:
+        """As `open`, but wait for room as long as something of ours is on its way."""
+        prompt_ids = await self._token_ids(prompt)
+        refused = False
+        while True:
+            self._room.clear()
+            try:
+                return await self.open(prompt_ids, params, request_id=request_id)
+            except QueueFull as full:
+                if refused and not self._answers:
+                    raise
+                refused = True
+                await _wait(self._room, full.retry_after)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,94 @@
+"""What every route needs: the model, its names, and how to read a body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from .errors import ApiError, ClientGone, unavailable, unknown_model
+from .host import Host
+
+T = TypeVar("T")
+MAX_BODY_BYTES = 4 * 2**20
+MAX_DRAIN_BYTES = 64 * 2**20
+BODY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options of the HTTP side. Without ``api_keys`` every caller is served."""
+
+    api_keys: tuple[str, ...] = ()
+    served_name: str | None = None  # None: the model's own
+    max_body_bytes: int = MAX_BODY_BYTES
+    ping_seconds: float = 10.0  # between signs of life of a stream that has nothing to say
+
+
+class Service:
+    """The model behind the routes."""
+
+    def __init__(self, llm: Host, settings: Settings) -> None:
+        self.llm = llm
+        self.settings = settings
+
+    @property
+    def model(self) -> str:
+        """The name that answers carry."""
+        return self.settings.served_name or self.llm.built.name
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for a model that is not here; a body without one means the one that is."""
+        built = self.llm.built
+        if name is not None and name not in {self.model, built.name, built.folder.name}:
+            raise unknown_model(name)
+
+    def check_ready(self) -> None:
+        """Raise 503 before any work is done for a request that cannot be served."""
+        if self.llm.draining or self.llm.engine.draining:
+            raise unavailable("the server is shutting down")
+        if not self.llm.ready:
+            raise unavailable("the engine is not running")
+
+    async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
+        """The body, whole and checked."""
+        self.check_ready()
+        return decode(await read_body(request, self.settings.max_body_bytes))
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body's bytes; raises 413 for more than ``limit``, 408 for one that does not come."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive in {BODY_SECONDS:.0f} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = int(request.headers.get("content-length", "0"))
+    if announced > limit and ("expect" in request.headers or announced > MAX_DRAIN_BYTES):
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        # A client that is still sending would see a reset instead of the answer: hear it out.
+        if size > MAX_DRAIN_BYTES:
+            break
+        if size <= limit:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+    if size > limit:
+        raise _too_large(limit)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body exceeds {limit} bytes", code="body_too_large")

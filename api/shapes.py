@@ -1,0 +1,107 @@
+"""Parts of OpenAI's bodies that several routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+from uuid import uuid4
+
+from .._version import __version__
+from ..core.request import Usage
+from ..core.step import TokenLogprob
+from .errors import unavailable
+from .tokenizer import Tokenizer
+
+Body = dict[str, object]
+FINGERPRINT = f"foretoken-{__version__}"
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What all chunks of one answer have in common."""
+
+    prefix: str
+    model: str
+    created: int = field(default_factory=lambda: int(time()))
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    @property
+    def id(self) -> str:
+        """Id of the answer, and of the request inside the engine."""
+        return f"{self.prefix}-{self.key}"
+
+    def body(self, kind: str, choices: Sequence[Body]) -> Body:
+        """An answer, or a chunk of it."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def usage_body(usage: Usage) -> Body:
+    """``usage``, with what the cache and speculation saved."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "speculation": {
+            "proposed_tokens": usage.proposed_tokens,
+            "accepted_tokens": usage.accepted_tokens,
+            "verify_steps": usage.verify_steps,
+            "accepted_by_source": usage.accepted_by_source,
+        },
+    }
+
+
+def reason_body(reason: str) -> str:
+    """OpenAI knows no "abort"; an answer cut short by its deadline is one of limited length."""
+    return "length" if reason == "abort" else reason
+
+
+def refuse_aborted(reason: str, num_tokens: int, *, draining: bool) -> None:
+    """An answer that was given up before it began, or because of a shutdown, is an error."""
+    if reason == "abort" and (draining or num_tokens == 0):
+        message = "the server is shutting down" if draining else "the request's deadline passed"
+        raise unavailable(message)
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Body:
+    """``logprobs`` of a chat choice: one entry per token, with its bytes."""
+    content = [
+        {
+            **_entry(tokenizer, each.token_id, each.logprob),
+            "top_logprobs": [_entry(tokenizer, *top) for top in each.top],
+        }
+        for each in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Body:
+    data = tokenizer.token_bytes(token_id)
+    return {
+        "token": data.decode("utf-8", "replace"),
+        "logprob": finite(logprob),
+        "bytes": list(data),
+    }
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a JSON key: pieces of a character are written as bytes, so that keys differ."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,147 @@
+"""Token ids back to text, one token at a time: the detokenisers and the text of one answer."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from .stops import StopStrings
+
+REPLACEMENT = "\ufffd"
+MAX_CHAR_TOKENS = 4  # no UTF-8 character has more bytes, so none needs more tokens
+
+
+class Detokenizer(Protocol):
+    """Text of a growing answer. What `push` and `flush` return adds up to the whole text."""
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+
+    def flush(self) -> str:
+        """What is left when nothing follows: U+FFFD for an incomplete character."""
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies, where each token is a run of bytes."""
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        return self._utf8.decode(self._piece(token_id))
+
+    def flush(self) -> str:
+        """What is left when nothing follows."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other vocabulary: decode a token behind the one before it and take what is new.
+
+    A decoder may treat the first token differently (SentencePiece strips its space), so each token
+    is decoded in the company of its predecessor, at the start the prompt's last ones. Byte tokens
+    (``<0xE2>``) are put together here: decoders give one U+FFFD per byte of a run that is invalid
+    as a whole, so that text already sent would change.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        context_ids: Sequence[int],
+        skipped: frozenset[int],
+        byte_values: Mapping[int, int],
+    ) -> None:
+        self._decode = decode
+        self._context = [token_id for token_id in context_ids if token_id not in skipped]
+        self._skipped = skipped
+        self._byte_values = byte_values
+        self._pending: list[int] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        if token_id in self._byte_values:
+            return self._push_byte(token_id)
+        head = self._end_bytes()
+        self._pending.append(token_id)
+        text = self._pending_text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_CHAR_TOKENS:
+            return head
+        return head + self._settle(text)
+
+    def flush(self) -> str:
+        """What is left when nothing follows."""
+        return self._settle(self._pending_text()) + self._end_bytes()
+
+    def _push_byte(self, token_id: int) -> str:
+        head = self._settle(self._pending_text())
+        self._context = [token_id]
+        return head + self._utf8.decode(bytes([self._byte_values[token_id]]))
+
+    def _end_bytes(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def _pending_text(self) -> str:
+        if not self._pending:
+            return ""
+        before = self._decode(self._context) if self._context else ""
+        return self._decode([*self._context, *self._pending])[len(before) :]
+
+    def _settle(self, text: str) -> str:
+        if self._pending:
+            self._context, self._pending = self._pending, []
+        return text
+
+
+class AnswerText:
+    """The text of one answer: fed by the scheduler token by token, taken by the reader.
+
+    A possible beginning of a stop string is held back until it is decided; a stop string ends the
+    text before its first character, and counts only when ``min_tokens`` tokens are out.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, *, stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._parts: list[str] = []  # not taken yet; its end may be held back
+        self._stopped = False
+
+    def push(self, token_id: int) -> str | None:
+        """Add a served token; the stop string that it completes, if any."""
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if not text:
+            return None
+        self._parts.append(text)
+        if self._stops is None:
+            return None
+        found = self._stops.feed(text, count=self._num_tokens >= self._min_tokens)
+        return self._cut(text, *found) if found else None
+
+    def _cut(self, text: str, stop: str, consumed: int) -> str:
+        whole = "".join(self._parts)
+        self._parts = [whole[: len(whole) - (len(text) - consumed) - len(stop)]]
+        self._stopped = True
+        return stop
+
+    def take(self, *, final: bool = False) -> str:
+        """The text that is certain and was not taken yet; with ``final`` all that is left."""
+        whole = "".join(self._parts)
+        held = 0
+        if final and not self._stopped:
+            whole += self._detokenizer.flush()
+        elif not final and not self._stopped and self._stops is not None:
+            held = self._stops.held
+        shown = len(whole) - held
+        self._parts = [whole[shown:]] if held else []
+        return whole[:shown]

@@ -1,0 +1,230 @@
+"""Text to token ids and back, for one model folder. transformers is imported on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..core.errors import InvalidRequest, ModelLoadError, PromptTooLong
+from .text import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+T = TypeVar("T")
+INLINE_CHARS = 16_384  # longer texts are tokenised in a thread
+SECONDS = 30.0  # for one text in that thread
+NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
+LOSSY = 4  # characters that a normaliser may fold into one
+SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+
+
+class Tokenizer:
+    """A fast (Rust) Hugging Face tokenizer and its chat template.
+
+    Texts that cannot fit into ``max_model_len`` tokens are refused by their length, before any
+    work is done on them.
+    """
+
+    def __init__(self, hf: Any, *, max_model_len: int) -> None:  # noqa: ANN401 - transformers is untyped
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelLoadError("the tokenizer has no fast form (tokenizer.json)")
+        backend.no_truncation()
+        backend.no_padding()
+        self._hf, self._backend = hf, backend
+        self.max_model_len = max_model_len
+        self._thread = ThreadPoolExecutor(1, "foretoken-tokenizer")
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: Path, *, max_model_len: int) -> Tokenizer:
+        """From a local folder; raises `ModelLoadError`."""
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # any file of the folder may be damaged in any way
+            raise ModelLoadError(f"{folder}: the tokenizer does not load: {error}") from error
+        return cls(hf, max_model_len=max_model_len)
+
+    def close(self) -> None:
+        """Stop the thread; what it works on is finished first."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- text to ids ----------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`."""
+        self._check_chars(text)
+        return await self._work(
+            len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def encode_word(self, word: str) -> list[int]:
+        """Token ids of a short text, as it stands inside a longer one."""
+        return self._guard(lambda: self._encode(word, add_special_tokens=False))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # The batch call gives the interpreter lock back while it works; `encode` keeps it.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(batch[0].ids)
+
+    def _check_chars(self, text: str) -> None:
+        least = -(-len(text) // self._most_chars_per_token)
+        if least >= self.max_model_len:
+            raise PromptTooLong(least, self.max_model_len - 1)
+
+    @cached_property
+    def _most_chars_per_token(self) -> int:
+        longest = max((len(token) for token in self.vocab), default=1)
+        exact = self.is_byte_level and self._backend.normalizer is None
+        return longest if exact else longest * LOSSY
+
+    def check_ids(self, token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
+        """Raise `InvalidRequest` for ids that the model does not have, or for too many."""
+        if isinstance(token_ids, bytes) or not isinstance(token_ids, Sequence):
+            raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
+        if len(token_ids) >= self.max_model_len:
+            raise PromptTooLong(len(token_ids), self.max_model_len - 1)
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
+            if not 0 <= token_id < vocab_size:
+                message = f"{param} holds a token id outside 0..{vocab_size - 1}"
+                raise InvalidRequest(message, param=param)
+
+    async def _work(self, num_chars: int, job: Callable[[], T]) -> T:
+        """Short jobs at once, long ones in the thread, so that streams go on."""
+        if num_chars <= INLINE_CHARS:
+            return self._guard(job)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(SECONDS):
+                return await loop.run_in_executor(self._thread, self._guard, job)
+        except TimeoutError:
+            raise InvalidRequest("the prompt took too long to tokenise", param="prompt") from None
+
+    @staticmethod
+    def _guard(job: Callable[[], T]) -> T:
+        """Whatever a tokenizer or a template raises fails this request alone."""
+        try:
+            return job()
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            message = f"the prompt cannot be tokenised: {error}"
+            raise InvalidRequest(message, param="prompt") from error
+
+    # -- conversations --------------------------------------------------------------------------
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        **options: Any,  # noqa: ANN401 - the template's own
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format."""
+        if not getattr(self._hf, "chat_template", None):
+            raise InvalidRequest("the model has no chat template", param="messages")
+        num_chars = sum(len(str(message.get("content"))) for message in messages)
+        text = await self._work(num_chars, lambda: self._render(messages, options))
+        return await self.encode(text, add_special_tokens=False)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        settings = {"add_generation_prompt": True, **options, "tokenize": False}
+        for name in options:
+            # A template, or an output format, is not for a request to choose.
+            if name in self._reserved_options:
+                message = f"chat_template_kwargs must not hold {name}"
+                raise InvalidRequest(message, param="chat_template_kwargs")
+        try:
+            return str(self._hf.apply_chat_template(list(messages), **settings))
+        except Exception as error:
+            message = f"the chat template refuses these messages: {error}"
+            raise InvalidRequest(message, param="messages") from error
+
+    @cached_property
+    def _reserved_options(self) -> set[str]:
+        names = set(inspect.signature(self._hf.apply_chat_template).parameters)
+        return names - {"add_generation_prompt", "continue_final_message"}
+
+    # -- ids to text ----------------------------------------------------------------------------
+
+    def detokenizer(self, context_ids: Sequence[int] = ()) -> Detokenizer:
+        """For an answer that follows these prompt tokens."""
+        if self.is_byte_level:
+            return ByteDetokenizer(self._piece)
+        return WindowDetokenizer(
+            self.decode,
+            context_ids=context_ids[-NUM_CONTEXT_IDS:],
+            skipped=self.special_ids,
+            byte_values=self._byte_values,
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, special ones by name; empty for an id without a token."""
+        if self.is_byte_level:
+            return self._bytes_of(token_id)
+        if token_id in self._byte_values:
+            return bytes([self._byte_values[token_id]])
+        token = self._backend.id_to_token(token_id) or ""
+        return token.replace(SPACE_MARK, " ").encode("utf-8", "replace")
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = b"" if token_id in self.special_ids else self._bytes_of(token_id)
+            self._pieces[token_id] = piece
+        return piece
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        if all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        return token.encode("utf-8", "replace")
+
+    # -- the vocabulary -------------------------------------------------------------------------
+
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token to id, added tokens included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether every token is a run of bytes, written in GPT-2's alphabet."""
+        decoder = self._backend.decoder
+        return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+
+    @cached_property
+    def _byte_values(self) -> dict[int, int]:
+        names = {f"<0x{value:02X}>": value for value in range(256)}
+        return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: itself if it can be printed, else the next one above 255."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in printable]
+    return {
+        **{chr(value): value for value in sorted(printable)},
+        **{chr(256 + index): value for index, value in enumerate(others)},
+    }
+
+
+BYTE_OF_CHAR = _alphabet()

@@ -1,0 +1,204 @@
+"""TorchPlan: the row indices of every gather and scatter of one forward pass.
+
+Keys are taken in blocks at absolute positions, so that a row adds up the same numbers in the same
+order whatever rides beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..batch import IntArray, RaggedBatch
+from ..kv_pool import KVPool
+from .base import HeadLayout
+
+BLOCK = 256  # positions
+_SHORT_WIDTHS = (64, 128)  # of a last block; measured to leave the bits of every sum as they are
+HIDDEN = -1e30  # finite: a block that a row cannot see at all must not yield NaN
+_FEW_ROWS = 8  # decode and verify rows share one group up to here
+_ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7, 9 otherwise (measured)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Positions ``[lo, lo + width)`` of the sequences ``[first, last)`` of a group."""
+
+    first: int
+    last: int
+    width: int
+    kv_rows: Tensor  # [2 * count * num_kv_heads * pages] into the pool's page rows of layer 0
+    void_rows: Tensor | None  # K and V rows behind a sequence's end: stale content, NaN perhaps
+    masked_from: int  # first sequence with a hidden position, counted from ``first``
+    seen: Tensor | None  # [count - masked_from, 1, num_rows, 1, width] 1 where seen, 0 where hidden
+    mask: Tensor | None  # the same, to be added: 0 where seen, very low where hidden
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Sequences with about the same number of rows, longest context first."""
+
+    members: IntArray  # [n] segments
+    rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
+    q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
+    q_positions: Tensor  # [n, num_rows]
+
+
+class TorchPlan:
+    """Indices of one forward pass, for layer 0; other layers shift the pool's base instead."""
+
+    def __init__(
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        heads: HeadLayout,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        pad_rows: bool,
+    ) -> None:
+        self.batch = batch
+        self.heads = heads
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
+        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        self._pool = pool
+        self._kv_heads = 2 * pool.num_kv_heads  # K and V of one layer and page
+        self._write_rows = self._find_write_rows()
+        multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1
+        self.groups = [self._group(m, multiple) for m in _split(batch)]
+        self.unpack = self._find_unpack()
+        self._blocks: dict[int | None, list[list[Block]]] = {}
+
+    def write(self, kv: Tensor, layer: int) -> None:
+        """Store ``[T, 2 * num_kv_heads, head_dim]``: keys, then values."""
+        pool = self._pool
+        rows = pool.data.view(-1, pool.head_dim)[layer * self._kv_heads * pool.page_size :]
+        rows[self._write_rows] = kv
+
+    def page_rows(self, layer: int) -> Tensor:
+        """The pool as ``[.., page_size * head_dim]``, starting at a layer."""
+        pool = self._pool
+        width = pool.page_size * pool.head_dim
+        return pool.data.view(-1, width)[layer * self._kv_heads :]
+
+    def blocks(self, window: int | None) -> list[list[Block]]:
+        """The blocks of every group, made at the first layer that has this window."""
+        if window not in self._blocks:
+            self._blocks[window] = [self._group_blocks(g, window) for g in self.groups]
+        return self._blocks[window]
+
+    def _find_write_rows(self) -> Tensor:
+        pool, slots = self._pool, self.batch.slots
+        page, offset = slots // pool.page_size, slots % pool.page_size
+        page_rows = pool.num_layers * self._kv_heads * pool.page_size
+        heads = torch.arange(self._kv_heads, device=slots.device) * pool.page_size
+        return (page * page_rows + offset).unsqueeze(1) + heads
+
+    def _group(self, members: IntArray, multiple: int) -> Group:
+        batch, num_kv_heads = self.batch, self.heads.num_kv_heads
+        step = multiple // gcd(multiple, self.heads.group_size)
+        num_rows = -(-int(batch.lens[members].max()) // step) * step
+        last = batch.lens[members] - 1
+        local = np.minimum(np.arange(num_rows), last[:, None])
+        rows = local + batch.first_rows[members, None]
+        q_rows = rows[:, None, :] * num_kv_heads + np.arange(num_kv_heads)[:, None]
+        positions = local + batch.starts[members, None]
+        return Group(members, rows, self._to(q_rows.ravel()), self._to(positions))
+
+    def _find_unpack(self) -> Tensor:
+        """Rows of the groups' outputs in the order of the batch, [T * num_kv_heads]."""
+        num_kv_heads = self.heads.num_kv_heads
+        unpack = np.zeros((self.batch.num_rows, num_kv_heads), dtype=np.int64)
+        base = 0
+        for group in self.groups:
+            n, num_rows = group.rows.shape
+            at = np.arange(base, base + n * num_kv_heads * num_rows)
+            by_row = at.reshape(n, num_kv_heads, num_rows).transpose(0, 2, 1)
+            unpack[group.rows] = by_row  # padding repeats a row: any of its copies will do
+            base += at.size
+        if self.batch.num_rows > self.batch.lens.sum():
+            unpack[-1] = unpack[0]
+        return self._to(unpack.ravel())
+
+    def _group_blocks(self, group: Group, window: int | None) -> list[Block]:
+        stop = int(self.batch.stops[group.members].max())
+        size = self._pool.page_size * max(1, BLOCK // self._pool.page_size)
+        blocks = (self._block(group, lo, size, window) for lo in range(0, stop, size))
+        return [block for block in blocks if block is not None]
+
+    def _block(self, group: Group, lo: int, size: int, window: int | None) -> Block | None:
+        starts, stops = self.batch.starts[group.members], self.batch.stops[group.members]
+        seen = stops > lo
+        if window is not None:
+            seen &= lo + size - 1 > starts - window
+        if not seen.any():
+            return None
+        first, last = int(seen.argmax()), len(seen) - int(seen[::-1].argmax())
+        starts, stops = starts[first:last], stops[first:last]
+        width = self._width(int(stops.max()) - lo, size)
+        masked = starts < lo + width - 1
+        if window is not None:
+            masked |= lo <= stops - 1 - window
+        masked_from = int(masked.argmax()) if masked.any() else last - first
+        positions = group.q_positions[first + masked_from : last]
+        seen_keys = self._seen(positions, lo, width, window) if masked.any() else None
+        return Block(
+            first=first,
+            last=last,
+            width=width,
+            kv_rows=self._kv_rows(group.members[first:last], lo, width),
+            void_rows=self._void_rows(stops, lo, width),
+            masked_from=masked_from,
+            seen=seen_keys,
+            mask=None if seen_keys is None else (1.0 - seen_keys).mul_(HIDDEN),
+        )
+
+    def _width(self, length: int, size: int) -> int:
+        """Positions of a block to fetch when only ``length`` of them exist."""
+        page_size = self._pool.page_size
+        fitting = (w for w in _SHORT_WIDTHS if length <= w < size and w % page_size == 0)
+        return next(fitting, size)
+
+    def _kv_rows(self, members: IntArray, lo: int, width: int) -> Tensor:
+        pool = self._pool
+        pages = np.arange(lo // pool.page_size, (lo + width) // pool.page_size)
+        # Behind its end a sequence is given its first page: finite content, and masked anyhow.
+        pages = np.where(pages < self.batch.page_table.shape[1], pages, 0)
+        ids = self.batch.page_table[members[:, None], pages] * (pool.num_layers * self._kv_heads)
+        heads = np.arange(self._kv_heads).reshape(2, 1, pool.num_kv_heads, 1)
+        return self._to((ids[:, None, :] + heads).ravel())
+
+    def _void_rows(self, stops: IntArray, lo: int, width: int) -> Tensor | None:
+        page_size, num_kv_heads = self._pool.page_size, self._pool.num_kv_heads
+        positions = np.arange(lo, lo + width)
+        page_ends = -(-stops // page_size) * page_size
+        only_page = stops < page_size  # so the first page is void behind the end, too
+        reach = np.where(only_page, lo + width, page_ends)
+        void = (positions >= stops[:, None]) & (positions < reach[:, None])
+        sequence, column = np.nonzero(void)
+        if not len(sequence):
+            return None
+        head = sequence[:, None] * num_kv_heads + np.arange(num_kv_heads)
+        keys = head * width + column[:, None]
+        values = keys + len(stops) * num_kv_heads * width
+        return self._to(np.concatenate((keys, values)).ravel())
+
+    def _seen(self, positions: Tensor, lo: int, width: int, window: int | None) -> Tensor:
+        keys = torch.arange(lo, lo + width, device=positions.device)
+        queries = positions[:, None, :, None, None]
+        seen = keys <= queries
+        return (seen if window is None else seen & (keys > queries - window)).float()
+
+    def _to(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self._pool.data.device)
+
+
+def _split(batch: RaggedBatch) -> list[IntArray]:
+    """Segments by number of rows, few rows together and chunks by hidden ones very low."""
+    buckets = np.ceil(np.log2(np.maximum(batch.lens, _FEW_ROWS))).astype(np.int64)
+    members = [np.flatnonzero(buckets == b) for b in np.unique(buckets)]
+    return [m[np.argsort(-batch.stops[m], kind="stable")] for m in members]

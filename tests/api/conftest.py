@@ -1,0 +1,222 @@
+"""Tiny tokenizers, the fake engine behind every face of the api package, and a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+
+sys.path.append(str(Path(__file__).parent))  # for fake_engine
+
+from fake_engine import FakeEngine, make_built
+
+from foretoken import LLM, AsyncLLM
+from foretoken.api.app import create_app
+from foretoken.api.service import Settings
+from foretoken.api.tokenizer import Tokenizer
+
+TEXTS = [
+    "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",
+    "The quick brown fox jumps over the lazy dog, 12 times; naïve café, 東京 and 😀.",
+    "Hello world, hello there. Stop here. return the answer to the question.",
+] * 5
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'bad' %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SECONDS = 20.0
+
+
+@pytest.fixture(scope="session")
+def byte_level_folder(tmp_path_factory) -> Path:
+    """A byte-level BPE with special tokens, an added word that is text, and a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens([AddedToken("<think> é", normalized=False)])
+    folder = tmp_path_factory.mktemp("byte-level")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def metaspace_folder(tmp_path_factory) -> Path:
+    """A SentencePiece-like Unigram vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    folder = tmp_path_factory.mktemp("metaspace")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_folder(tmp_path_factory) -> Path:
+    """A Llama-2-like vocabulary: words, and a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
+    names += ["▁", *"abcdefgh", "▁ab", "▁cd", "ef", "▁▁"]
+    merges = [("▁", "a"), ("e", "f")]
+    vocab = {name: index for index, name in enumerate([*names, "▁a"])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    folder = tmp_path_factory.mktemp("byte-fallback")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(byte_level_folder) -> Iterator[Tokenizer]:
+    loaded = Tokenizer.load(byte_level_folder, max_model_len=256)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def built(engine, byte_level_folder, tokenizer) -> SimpleNamespace:
+    eos = tokenizer.vocab["<|im_end|>"]
+    return make_built(engine, byte_level_folder, eos, len(tokenizer.vocab))
+
+
+@pytest.fixture
+def say(engine, tokenizer) -> Callable[[str], None]:
+    """Make the engine answer this text and end with its eos."""
+
+    def tell(text: str) -> None:
+        ids = [*tokenizer.encode_word(text), tokenizer.vocab["<|im_end|>"]]
+        engine.answers = lambda request: ids
+
+    return tell
+
+
+@pytest.fixture
+def run(built) -> Callable[..., Any]:
+    """Run an async test body with an AsyncLLM over the fake engine."""
+
+    def start(body: Callable[[AsyncLLM], Any]) -> Any:
+        async def inner() -> Any:
+            async with AsyncLLM.from_built(built) as llm:
+                return await body(llm)
+
+        return asyncio.run(asyncio.wait_for(inner(), SECONDS))
+
+    return start
+
+
+@pytest.fixture
+def llm(built) -> Iterator[LLM]:
+    with LLM.from_built(built) as llm:
+        yield llm
+
+
+class RunningServer:
+    """uvicorn on a free port of this machine, on a loop in its own thread."""
+
+    def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
+        self.llm = llm
+        self._settings = settings
+        self._ready: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        self.port = self._ready.result(SECONDS)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self.llm.start()
+        config = uvicorn.Config(
+            create_app(self.llm, self._settings), port=0, http="h11", ws="none",
+            lifespan="off", log_level="critical", timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self._server = server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext
+        startup = server.startup
+
+        async def announce(sockets=None) -> None:
+            await startup(sockets)
+            self._ready.set_result(server.servers[0].sockets[0].getsockname()[1])
+
+        server.startup = announce
+        await server.serve()
+        await self.llm.close()
+
+    def do(self, action: Callable[[], Any]) -> Any:
+        """Run something on the server's loop and wait for it."""
+
+        async def inner() -> Any:
+            return action()
+
+        return asyncio.run_coroutine_threadsafe(inner(), self.loop).result(SECONDS)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def serve(built) -> Iterator[Callable[..., RunningServer]]:
+    """Start a server with these settings; it is stopped after the test."""
+    running: list[RunningServer] = []
+
+    def start(**settings: Any) -> RunningServer:
+        running.append(RunningServer(AsyncLLM.from_built(built), Settings(**settings)))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def server(serve) -> RunningServer:
+    return serve()

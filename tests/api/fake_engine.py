@@ -1,0 +1,196 @@
+"""An engine without a model, at the seam that the api package builds on.
+
+It says what it is told to say, as many tokens a step as it is told, and steps by itself or by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong
+from foretoken.core.request import Delta, FinishReason, Request
+from foretoken.core.step import TokenLogprob
+from foretoken.core.stream import TokenStream
+
+MAX_MODEL_LEN = 256
+
+
+def echo(request: Request) -> Iterable[int]:
+    """The prompt, turned by the seed, again and again: siblings differ, and it never ends."""
+    prompt = [i for i in request.tokens[: request.prompt_len] if i not in request.stop_ids]
+    return itertools.islice(itertools.cycle(prompt), request.sampling.seed % len(prompt), None)
+
+
+@dataclass
+class Live:
+    request: Request
+    stream: TokenStream
+    tokens: Iterator[int]
+
+
+class FakeEngine:
+    """Serves requests as `core.engine.Engine` does, seen from outside."""
+
+    def __init__(self, answers: Callable[[Request], Iterable[int]] = echo) -> None:
+        self.answers = answers
+        self.tokens_per_step = 1
+        self.by_hand = False  # no step but by `step`
+        self.refusal: ForetokenError | None = None  # raised by `submit`
+        self.row_error: str | None = None  # ends each request at its second step
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.submitted = threading.Semaphore(0)
+        self.was_aborted = threading.Semaphore(0)
+        self.flushed: list[tuple[str | None, bool]] = []
+        self.failure: BaseException | None = None
+        self.draining = False
+        self.alive = False
+        self.metrics = SimpleNamespace(render=lambda: (b"foretoken:x 1\n", "text/plain"))
+        self._live: dict[str, Live] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.alive = True
+        self._work = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        self.draining = True
+        try:
+            async with asyncio.timeout(drain_seconds):
+                while self._live:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            pass
+        self.alive = False
+        if self._task is not None:
+            self._task.cancel()
+        for live in self._live.values():
+            live.stream.push(Delta(error=EngineDead("the engine was closed")))
+        self._live.clear()
+
+    def die(self) -> None:
+        """As a failed step."""
+        self.alive, self.failure = False, RuntimeError("secret")
+        for live in self._live.values():
+            live.stream.push(Delta(error=EngineDead("a step failed; the engine stopped")))
+        self._live.clear()
+
+    def submit(self, request: Request) -> TokenStream:
+        self._check(request)
+        request.usage.prompt_tokens = request.prompt_len
+        wanted = request.sampling.params.max_tokens or MAX_MODEL_LEN
+        request.max_len = min(request.prompt_len + wanted, MAX_MODEL_LEN)
+        stream = TokenStream(request)
+        tokens = iter(self.answers(request))
+        self._live[request.request_id] = Live(request, stream, tokens)
+        self.requests.append(request)
+        self.submitted.release()
+        self._work.set()
+        return stream
+
+    def _check(self, request: Request) -> None:
+        if self.draining or not self.alive:
+            raise EngineDead("the engine is not running")
+        if self.refusal is not None:
+            raise self.refusal
+        if request.request_id in self._live:
+            raise InvalidRequest("request_id is in use", param="request_id")
+        if not request.tokens:
+            raise InvalidRequest("prompt must have at least one token", param="prompt")
+        if request.prompt_len >= MAX_MODEL_LEN:
+            raise PromptTooLong(request.prompt_len, MAX_MODEL_LEN - 1)
+
+    def abort(self, request_id: str) -> None:
+        """Takes effect between two steps, as the real one's."""
+        if request_id in self._live:
+            asyncio.get_running_loop().call_soon(self._end, request_id)
+
+    def _end(self, request_id: str) -> None:
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            live.stream.push(Delta(finish_reason=FinishReason.ABORT))
+            self.aborted.append(request_id)
+            self.was_aborted.release()
+
+    def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
+        self.flushed.append((namespace, everything))
+        return 3
+
+    def cache_info(self) -> dict[str, object]:
+        return {"total_pages": 10}
+
+    async def _run(self) -> None:
+        while True:
+            if not self._live or self.by_hand:
+                self._work.clear()
+                await self._work.wait()
+            if not self.by_hand:
+                self.step()
+            await asyncio.sleep(0)
+
+    def step(self) -> None:
+        """One step of all requests."""
+        for request_id, live in list(self._live.items()):
+            delta = self._feed(live)
+            if delta.terminal:
+                del self._live[request_id]
+            live.stream.push(delta)
+
+    def _feed(self, live: Live) -> Delta:
+        request, delta = live.request, Delta()
+        params = request.sampling.params
+        if params.prompt_logprobs is not None and request.num_output == 0:
+            ids = request.tokens[1 : request.prompt_len]
+            delta.prompt_logprobs = [_logprob(i, params.prompt_logprobs) for i in ids]
+        if self.row_error is not None and request.num_output:
+            return Delta(error=ForetokenError(self.row_error))
+        for token_id in itertools.islice(live.tokens, self.tokens_per_step):
+            request.tokens.append(token_id)
+            delta.token_ids.append(token_id)
+            if params.logprobs is not None:
+                delta.logprobs.append(_logprob(token_id, params.logprobs))
+            self._end_at(request, token_id, delta)
+            if delta.terminal:
+                break
+        usage = request.usage
+        usage.completion_tokens += len(delta.token_ids)
+        usage.verify_steps += 1
+        usage.proposed_tokens += self.tokens_per_step - 1
+        usage.accepted_tokens += max(0, len(delta.token_ids) - 1)
+        usage.accepted_by_source["fake"] = usage.accepted_tokens
+        return delta
+
+    @staticmethod
+    def _end_at(request: Request, token_id: int, delta: Delta) -> None:
+        if token_id in request.stop_ids:
+            delta.finish_reason = FinishReason.STOP
+            explicit = token_id in request.sampling.params.stop_token_ids
+            delta.stop_reason = token_id if explicit else None
+        elif stop := request.on_token and request.on_token(token_id):
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
+        elif len(request.tokens) >= request.max_len:
+            delta.finish_reason = FinishReason.LENGTH
+
+
+def _logprob(token_id: int, num_top: int) -> TokenLogprob:
+    top = tuple((token_id + k, -0.25 - k) for k in range(num_top))
+    return TokenLogprob(token_id, -0.25, top)
+
+
+def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> SimpleNamespace:
+    """What `api.build.build` gives, without importing torch."""
+    return SimpleNamespace(
+        engine=engine,
+        folder=folder,
+        name="tiny/model",
+        vocab_size=vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=frozenset({eos}),
+    )

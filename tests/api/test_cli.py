@@ -1,0 +1,190 @@
+"""The command line: flags, errors, and what the terminal shows."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import foretoken
+from foretoken.api import cli, terminal
+from foretoken.core.config import EngineConfig
+
+
+@pytest.fixture
+def here(monkeypatch, built):
+    """Commands find the fake engine instead of building a model; gives what they asked for."""
+    asked = []
+
+    def build(model, config):
+        asked.append((model, config))
+        return built
+
+    monkeypatch.setattr("foretoken.api.host._build", build)
+    return asked
+
+
+def parse(*args):
+    return cli._parser().parse_args(args)
+
+
+def test_version_and_help_are_instant_and_torch_free():
+    code = (
+        "import sys\nfrom foretoken.api.cli import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
+        "assert not {'torch', 'transformers', 'uvicorn'} & set(sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "--version"], check=True, capture_output=True, text=True
+    )
+    assert shown.stdout == f"foretoken {foretoken.__version__}\n"
+    for command in ([], ["serve"], ["run"], ["chat"], ["bench"]):
+        args = [sys.executable, "-c", code, *command, "--help"]
+        shown = subprocess.run(args, check=True, capture_output=True, text=True)
+        assert "usage: foretoken" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [], ["sing"], ["serve", "--nonsense"], ["serve", "--port", "x"],
+        ["serve", "--port", "70000"], ["serve", "--port", "-1"], ["serve", "--devic", "cpu"],
+        ["serve", "--device", "tpu"], ["serve", "--speculation", "on"],
+        ["serve", "--speculation", "-1"], ["serve", "--kv-memory", "much"],
+        ["serve", "--kv-tokens", "5", "--kv-memory", "1GiB"], ["serve", "--page-size", "0"],
+        ["serve", "--max-model-len", "1"], ["serve", "--threads", "0"],
+        ["serve", "--api-key", ""], ["serve", "--drain-seconds", "nan"],
+        ["serve", "--quantize", "int4"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
+        ["run"], ["run", "x", "--top-p", "2"], ["run", "x", "--temperature", "warm"],
+        ["run", "x", "--max-tokens", "0"], ["chat", "--min-p", "-1"], ["bench"],
+        ["bench", "nonsense"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
+    try:
+        code = cli.main(args)
+    except SystemExit as exited:
+        code = exited.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("foretoken")
+    assert not here, "nothing was loaded"
+
+
+def test_every_engine_option_is_a_flag_of_every_command():
+    flags = {
+        "draft": "none", "speculation": "5", "verify": "coupled", "exact": "off", "device": "cpu",
+        "dtype": "float32", "quantize": "none", "kv-cache-dtype": "auto", "kv-tokens": "64",
+        "page-size": "1", "max-model-len": "99", "max-batch-tokens": "8", "max-running": "3",
+        "max-queued": "0", "threads": "2", "load-format": "random",
+    }  # fmt: skip
+    given = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
+        parsed = parse(*command, *given)
+        assert parsed.model == "m"
+        config = EngineConfig(**cli.engine_options(parsed))
+        assert (config.speculation, config.kv_tokens, config.max_queued) == (5, 64, 0)
+    assert {name.replace("-", "_") for name in flags} | {"kv_memory"} == set(EngineConfig.names())
+
+
+def test_flags_that_are_not_given_leave_the_defaults_to_the_config():
+    assert cli.engine_options(parse("serve")) == {}
+    assert (
+        EngineConfig(**cli.engine_options(parse("serve", "--kv-memory", "2KiB"))).kv_memory == 2048
+    )
+
+
+def test_keys_come_from_flags_or_else_from_the_environment(monkeypatch):
+    monkeypatch.setenv("FORETOKEN_API_KEY", "env")
+    assert cli._api_keys(parse("serve")) == ("env",)
+    assert cli._api_keys(parse("serve", "--api-key", "a", "--api-key", "b")) == ("a", "b")
+    monkeypatch.delenv("FORETOKEN_API_KEY")
+    assert cli._api_keys(parse("serve")) == ()
+
+
+def test_serve_listens_as_its_flags_say(monkeypatch, here):
+    served = []
+    monkeypatch.setattr("foretoken.api.server.run", lambda llm, listen: served.append(listen) or 0)
+    args = [
+        "serve",
+        "--port",
+        "0",
+        "--host",
+        "127.0.0.2",
+        "--api-key",
+        "k",
+        "--served-model-name",
+        "n",
+    ]
+    assert cli.main([*args, "--drain-seconds", "2", "--log-level", "error"]) == 0
+    [listen] = served
+    assert (listen.host, listen.port, listen.drain_seconds) == ("127.0.0.2", 0, 2.0)
+    assert (listen.settings.api_keys, listen.settings.served_name) == (("k",), "n")
+    served.clear()
+    cli.main(["serve"])
+    assert served[0].host == "127.0.0.1", "not to be reached from outside unless asked"
+
+
+def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
+    say("hello world")
+    engine.tokens_per_step = 2
+    assert cli.main(["run", "The quick", "folder", "--temperature", "0", "--stop", "world"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello \n"
+    assert here[0][0] == "folder"
+    assert engine.requests[0].sampling.params.temperature == 0
+    usage = engine.requests[0].usage
+    assert f"[{usage.completion_tokens} tokens in {usage.verify_steps} steps, " in err
+    assert re.search(r"tokens/step, 0 of \d+ prompt tokens cached, first token \d+ ms", err)
+    assert err.count("\n") == 1
+
+
+def test_chat_remembers_what_was_said_and_ends_with_its_input(
+    here, say, engine, tokenizer, capsys, monkeypatch
+):
+    say("hello")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nagain"))
+    assert cli.main(["chat", "--system", "be brief"]) == 0
+    out, _ = capsys.readouterr()
+    assert out == "hello\nhello\n"
+    first, second = (
+        tokenizer.decode(request.tokens[: request.prompt_len], skip_special_tokens=False)
+        for request in engine.requests
+    )
+    assert first.startswith(
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>"
+    )
+    assert second.startswith(first + "hello<|im_end|>\n<|im_start|>user\nagain<|im_end|>")
+
+
+def test_a_known_failure_is_one_line_and_exit_1(monkeypatch, capsys):
+    def fail(model, config):
+        raise foretoken.ModelLoadError("nowhere: no such folder")
+
+    monkeypatch.setattr("foretoken.api.host._build", fail)
+    assert cli.main(["run", "x", "nowhere"]) == 1
+    assert cli.main(["serve", "nowhere", "--port", "0"]) == 1
+    assert capsys.readouterr().err == "foretoken: nowhere: no such folder\n" * 2
+
+
+def test_bench_runs_the_named_module_with_the_rest_of_the_line(monkeypatch):
+    seen = []
+    module = SimpleNamespace(main=lambda argv: seen.append(argv))
+    monkeypatch.setitem(sys.modules, "foretoken.bench.toy", module)
+    entry = SimpleNamespace(name="toy")
+    monkeypatch.setattr(cli.pkgutil, "iter_modules", lambda path: [entry])
+    assert cli.main(["bench", "toy", "--deep", "5"]) == 0
+    assert seen == [["--deep", "5"]]
+
+
+def test_the_cost_line_is_honest_about_a_draw_of_nothing():
+    usage = foretoken.Usage(prompt_tokens=3)
+    answer = SimpleNamespace(usage=usage, params=foretoken.SamplingParams())
+    assert terminal.cost_line(answer).startswith("[0 tokens in 0 steps, 0.00 tokens/step, 0 of 3")

@@ -1,0 +1,391 @@
+"""The server as a socket sees it: disconnects, limits, keys, odd bodies, other routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import closing
+
+import httpx
+import pytest
+
+import foretoken
+from foretoken.api.sse import EventStream
+
+SECONDS = 10
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PATHS = [
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny/model"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/cache"),
+    ("POST", "/cache/flush"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "//health"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=SECONDS) as client:
+        yield client
+
+
+def raw_request(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), SECONDS)
+
+
+# -- disconnects --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [{**CHAT, "stream": True}, {**CHAT, "n": 2}, CHAT])
+def test_a_client_that_leaves_before_the_first_byte_aborts_its_request(server, engine, body):
+    engine.by_hand = True
+    with closing(connect(server)) as client:
+        client.sendall(raw_request("/v1/chat/completions", json.dumps(body).encode()))
+        for _ in range(body.get("n", 1)):
+            assert engine.submitted.acquire(timeout=SECONDS)
+    for _ in range(body.get("n", 1)):
+        assert engine.was_aborted.acquire(timeout=SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while server.do(lambda: dict(server.llm._answers)):
+        assert time.monotonic() < deadline, "the answer was never forgotten"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_client_that_leaves_in_the_middle_aborts_its_request_while_nothing_is_sent(
+    server, engine, path
+):
+    engine.by_hand = True
+    body = {**CHAT, "prompt": [[5], [6]], "stream": True}
+    count = 1 if "chat" in path else 2
+    with closing(connect(server)) as client:
+        client.sendall(raw_request(path, json.dumps(body).encode()))
+        for _ in range(count):
+            assert engine.submitted.acquire(timeout=SECONDS)
+        server.do(engine.step)
+        seen = b""
+        while b"data: " not in seen:
+            seen += client.recv(4096)
+    for _ in range(count):
+        assert engine.was_aborted.acquire(timeout=SECONDS)
+
+
+def test_a_client_that_never_reads_costs_the_others_nothing(server, engine, http):
+    engine.answers = lambda request: iter(int, 1) if request.prompt_len > 1 else [7]
+    with closing(connect(server)) as stuck:
+        body = json.dumps({"prompt": [5, 6], "stream": True, "max_tokens": 200}).encode()
+        stuck.sendall(raw_request("/v1/completions", body))
+        assert engine.submitted.acquire(timeout=SECONDS)
+        answer = http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})
+        assert answer.status_code == 200
+
+
+def test_a_long_prefill_is_bridged_by_pings(serve, engine):
+    engine.by_hand = True
+    server = serve(ping_seconds=0.01)
+    with closing(connect(server)) as client:
+        body = json.dumps({**CHAT, "stream": True, "max_tokens": 1}).encode()
+        client.sendall(raw_request("/v1/chat/completions", body))
+        seen = b""
+        while seen.count(b": ping\n\n") < 2:
+            seen += client.recv(4096)
+        assert b"data: " not in seen
+        server.do(engine.step)
+        while b"[DONE]" not in seen:
+            seen += client.recv(4096)
+    assert b'"finish_reason":"length"' in seen
+    assert not engine.aborted
+
+
+def test_a_stream_is_sent_step_by_step(server, engine):
+    engine.by_hand = True
+    with closing(connect(server)) as client:
+        client.sendall(
+            raw_request("/v1/completions", b'{"prompt":[5],"stream":true,"max_tokens":3}')
+        )
+        assert engine.submitted.acquire(timeout=SECONDS)
+        seen = b""
+        for count in (1, 2, 3):
+            server.do(engine.step)
+            while seen.count(b"text_completion") < count:
+                seen += client.recv(4096)
+            assert (b"[DONE]" in seen) <= (count == 3)
+
+
+def test_an_event_stream_says_what_it_is(http):
+    answer = http.post("/v1/chat/completions", json={**CHAT, "stream": True, "max_tokens": 1})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert '"error"' not in answer.text
+
+
+# -- bodies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"prompt": "\xff"}',
+        b'{"prompt":"\\ud800"}',
+        b'{"user": "\xff", "prompt": "x"}', b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "tools": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_a_malformed_body_is_a_400_with_openais_error(http, body):
+    answer = http.post("/v1/completions", content=body)
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_a_body_over_the_limit_is_413_with_or_without_its_length(server, http):
+    big = b'{"prompt": "' + b"x" * (4 * 2**20) + b'"}'
+
+    def chunks():
+        for start in range(0, len(big), 2**16):
+            yield big[start : start + 2**16]
+
+    for content in (big, chunks()):
+        answer = http.post("/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_client_that_asks_first_is_told_at_once_that_its_body_is_too_large(server):
+    with closing(connect(server)) as client:
+        headers = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n"
+        client.sendall((headers + "Expect: 100-continue\r\n\r\n").encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(server):
+    with closing(connect(server)) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        )
+        seen = b""
+        while more := client.recv(4096):
+            seen += more
+    assert seen.startswith(b"HTTP/1.1 400")
+
+
+# -- routes and errors --------------------------------------------------------------------------
+
+
+def test_unknown_routes_and_methods_are_json(http):
+    for path in ("/nowhere", "/v1/chat/completions/", "/health/"):
+        answer = http.get(path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "not_found"
+    answer = http.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_every_answer_has_a_request_id_and_a_good_one_of_the_client_is_kept(http):
+    assert (
+        http.get("/version").headers["x-request-id"] != http.get("/version").headers["x-request-id"]
+    )
+    assert (
+        http.get("/nowhere", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    )
+    odd = http.get("/version", headers={"x-request-id": "a b\tc" + "x" * 200})
+    assert odd.headers["x-request-id"].startswith("req_")
+
+
+def test_an_unexpected_exception_tells_nothing(http, engine):
+    engine.cache_info = lambda: 1 / 0
+    answer = http.get("/cache")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "internal error"
+    assert answer.headers["x-request-id"]
+
+
+def test_keys_open_every_route_and_only_health_needs_none(serve):
+    server = serve(api_keys=("k1", "ключ-2"))
+    good = [
+        {"authorization": "Bearer k1"}, {"authorization": "bearer  k1"}, {"x-api-key": "k1"},
+        {"authorization": "BEARER ключ-2".encode()}, {"x-api-key": "ключ-2".encode()},
+        {"authorization": "Bearer wrong", "x-api-key": "k1"},
+    ]  # fmt: skip
+    bad = [
+        {}, {"authorization": "k1"}, {"authorization": "Basic k1"}, {"authorization": "Bearer"},
+        {"authorization": "Bearer k"}, {"authorization": "Bearer k11"}, {"x-api-key": ""},
+        {"x-api-key": b"\xff\xfe"}, {"host": "x/health?", "x-api-key": "no"},
+    ]  # fmt: skip
+    with httpx.Client(base_url=server.url, timeout=SECONDS) as http:
+        assert http.get("/health").status_code == 200
+        for method, path in PATHS:
+            for headers in bad:
+                answer = http.request(method, path, headers=headers)
+                assert answer.status_code == 401, (path, headers)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert "k1" not in answer.text
+            for headers in good:
+                assert http.request(method, path, headers=headers).status_code != 401
+        assert http.get("/version", headers={"x-api-key": "k1"}).status_code == 200
+
+
+def test_health_and_readiness_follow_the_engine(server, http, engine):
+    assert http.get("/health").status_code == 200
+    assert http.get("/ready").status_code == 200
+    server.do(engine.die)
+    assert http.get("/health").status_code == 503
+    answer = http.get("/ready")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    answer = http.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 503
+    assert "secret" not in answer.text
+
+
+def test_while_draining_new_requests_are_503_and_running_ones_finish(server, http, engine):
+    engine.by_hand = True
+    answers = []
+
+    def ask():
+        with httpx.Client(base_url=server.url, timeout=SECONDS) as other:
+            answers.append(other.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}))
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert engine.submitted.acquire(timeout=SECONDS)
+    closing_ = asyncio.run_coroutine_threadsafe(server.llm.close(drain_seconds=10), server.loop)
+    server.do(lambda: None)
+    refused = http.post("/v1/completions", json={"prompt": [5]})
+    assert (refused.status_code, http.get("/ready").status_code) == (503, 503)
+    assert "retry-after" in refused.headers
+    server.do(engine.step)
+    asker.join(SECONDS)
+    closing_.result(SECONDS)
+    assert answers[0].status_code == 200
+    assert answers[0].json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_request_given_up_before_it_began_is_a_503(server, http, engine):
+    engine.by_hand = True
+    answers = []
+    asker = threading.Thread(
+        target=lambda: answers.append(http.post("/v1/chat/completions", json=CHAT))
+    )
+    asker.start()
+    assert engine.submitted.acquire(timeout=SECONDS)
+    server.do(lambda: engine.abort(engine.requests[0].request_id))
+    asker.join(SECONDS)
+    assert answers[0].status_code == 503
+
+
+def test_a_request_whose_deadline_cuts_it_short_ends_by_length(server, http, engine):
+    engine.by_hand = True
+    answers = []
+    asker = threading.Thread(
+        target=lambda: answers.append(http.post("/v1/chat/completions", json={**CHAT, "seed": 0}))
+    )
+    asker.start()
+    assert engine.submitted.acquire(timeout=SECONDS)
+    server.do(engine.step)
+    server.do(lambda: engine.abort(engine.requests[0].request_id))
+    asker.join(SECONDS)
+    assert answers[0].json()["choices"][0]["finish_reason"] == "length"
+
+
+# -- the small routes ---------------------------------------------------------------------------
+
+
+def test_models_serve_both_kinds_of_client(http):
+    page = http.get("/v1/models").json()
+    [entry] = page["data"]
+    assert (page["object"], page["has_more"], page["first_id"]) == ("list", False, "tiny/model")
+    assert (entry["object"], entry["type"], entry["lifecycle"]) == ("model", "model", "active")
+    assert time.strptime(entry["created_at"], "%Y-%m-%dT%H:%M:%SZ")
+
+
+def test_tokenize_and_detokenize_are_inverse(http, tokenizer):
+    answer = http.post("/tokenize", json={"prompt": "hello 東", "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode_word("hello 東")
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 256
+    assert answer["token_strs"][0].startswith("h")
+    back = http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": "hello 東"}
+
+
+def test_tokenize_renders_conversations(http):
+    tokens = http.post("/tokenize", json=CHAT).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", **CHAT}, {"prompt": 5}])
+def test_tokenize_wants_one_of_two(http, body):
+    assert http.post("/tokenize", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("tokens", [[-1], [10**6], ["a"], [10**30]])
+def test_detokenize_checks_its_ids(http, tokens):
+    assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
+
+
+def test_the_cache_is_shown_and_flushed_by_salt_or_whole(http, engine):
+    assert http.get("/cache").json() == {"total_pages": 10}
+    assert http.post("/cache/flush").json() == {"flushed_pages": 3}
+    http.post("/cache/flush", json={})
+    http.post("/cache/flush", json={"cache_salt": "a"})
+    assert engine.flushed == [(None, True), (None, True), ("a", False)]
+    assert http.post("/cache/flush", json={"cache_salt": 5}).status_code == 400
+
+
+def test_version_and_metrics_are_told(http):
+    assert http.get("/version").json() == {"version": foretoken.__version__}
+    assert http.get("/metrics").text == "foretoken:x 1\n"
+
+
+# -- the event stream by itself -----------------------------------------------------------------
+
+
+def test_a_client_that_reads_nothing_for_too_long_is_dropped_and_its_events_are_closed():
+    ended = []
+
+    async def events():
+        try:
+            while True:
+                yield b"data: {}\n\n"
+        finally:
+            ended.append("events")
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    stream = EventStream(events(), close=lambda: ended.append("closed"), write_seconds=0.01)
+    asyncio.run(stream({}, asyncio.Event().wait, send))
+    assert ended == ["events", "closed"]
+
+
+def test_a_stream_that_was_never_begun_is_closed_too():
+    ended = []
+
+    async def gone_at_once():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.Event().wait()
+
+    async def events():
+        yield b""
+
+    stream = EventStream(events(), close=lambda: ended.append("closed"))
+    asyncio.run(stream({}, gone_at_once, send))
+    assert ended == ["closed"]
