@@ -173,6 +173,8 @@ class Driver:
         self.scheduler.audit()
         if plan.rows:
             self._note(self.scheduler.commit(plan, self.runner.step(plan), self.now))
+        else:
+            assert not plan.departed, "nobody reads an empty plan"
         self.scheduler.audit()
         return plan
 
