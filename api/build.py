@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.admission import SchedulerLimits
 from ..core.config import EngineConfig, parse_size
 from ..core.engine import Engine
 from ..core.errors import InvalidRequest, ModelLoadError
@@ -19,7 +20,7 @@ from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
 from ..core.proposer import Proposer
 from ..core.runner import ModelRunner
-from ..core.scheduler import Scheduler, SchedulerLimits
+from ..core.scheduler import Scheduler
 from ..draft.first_of import FirstOf
 from ..draft.lm import LmProposer
 from ..draft.ngram import NgramProposer

@@ -14,8 +14,9 @@ from torch import Tensor
 
 IntArray: TypeAlias = NDArray[np.int64]
 
-# oneDNN takes another path for a single row; from two rows up a row's bits never change.
-MIN_ROWS = 2
+# oneDNN takes another path for a single row; from two rows up a row's bits never change. Four take
+# less time than two: 0.6 times in float32, 0.8 in bfloat16 (measured, prepacked weights).
+MIN_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedBatch:
-    """Segments laid out row after row; a lone row is doubled so that there are always two.
+    """Segments laid out row after row, then copies of the last row up to `MIN_ROWS`.
 
     Host arrays describe the segments, device tensors the rows.
     """
@@ -48,7 +49,7 @@ class RaggedBatch:
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
     slots: Tensor  # [num_rows] int64: page_id * page_size + offset in the page
-    logit_rows: Tensor  # [num_logits], doubled like the rows when it is one
+    logit_rows: Tensor  # [num_logits], or none; fewer than MIN_ROWS are filled up likewise
     num_logits: int
     page_size: int
     starts: IntArray  # [num_segments] position of the first row
@@ -58,7 +59,7 @@ class RaggedBatch:
 
     @property
     def num_rows(self) -> int:
-        """Rows to compute, the doubled one included."""
+        """Rows to compute, the copies included."""
         return len(self.token_ids)
 
     @property
@@ -127,6 +128,6 @@ def _ints(values: Sequence[int], count: int = -1) -> IntArray:
 
 
 def _rows(values: NDArray[Any], device: torch.device | str) -> Tensor:
-    if len(values) == 1:
-        values = np.repeat(values, MIN_ROWS)
+    if 0 < len(values) < MIN_ROWS:
+        values = np.pad(values, (0, MIN_ROWS - len(values)), mode="edge")
     return torch.from_numpy(values).to(device)

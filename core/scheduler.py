@@ -10,34 +10,19 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from sortedcontainers import SortedKeyList
 
 from ..radix_cache import PrefixCache
-from .errors import ForetokenError, InvalidRequest, PromptTooLong, QueueFull
+from .admission import SchedulerLimits, check_fits, check_token_ids
+from .commit import take_output
+from .errors import ForetokenError, InvalidRequest, QueueFull
 from .request import Delta, FinishReason, Request, RequestStatus
-from .step import PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
+from .step import PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
 RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Bounds of a step and of the queue, in tokens and requests.
-
-    ``depth``: draft tokens a step of a request that does not say otherwise; ``depth_cap``: at most.
-    """
-
-    max_batch_tokens: int
-    max_running: int
-    max_queued: int
-    max_model_len: int
-    vocab_size: int
-    depth: int = 0
-    depth_cap: int = 64
 
 
 class Scheduler:
@@ -87,22 +72,10 @@ class Scheduler:
         """
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", param="request_id")
-        if not request.tokens:
-            raise InvalidRequest("prompt must have at least one token", param="prompt")
-        if request.prompt_len >= self.capacity:
-            raise PromptTooLong(request.prompt_len, self.capacity - 1)
-        self._check_ids("prompt", request.tokens)
-        params = request.sampling.params
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        if len(self._by_id) + num_ahead >= self.limits.max_queued + self.limits.max_running:
+        check_fits(request, self.capacity)
+        check_token_ids(request, self.limits.vocab_size)
+        if self.num_requests + num_ahead >= self.limits.max_queued + self.limits.max_running:
             raise QueueFull(f"{len(self.waiting) + num_ahead} requests are waiting already")
-
-    def _check_ids(self, param: str, ids: Iterable[int]) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self.limits.vocab_size):
-            message = f"{param} holds a token id outside 0..{self.limits.vocab_size - 1}"
-            raise InvalidRequest(message, param=param)
 
     def abort(
         self, request_id: str, now: float, error: ForetokenError | None = None
@@ -315,15 +288,12 @@ class Scheduler:
     def _commit_row(self, request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
         if out.error is not None:
             return self._finish(request, Delta(error=ForetokenError(out.error)), now, keep=False)
-        delta = Delta(prompt_logprobs=_new_prompt_logprobs(request, row, out))
         try:
-            self._append(request, out, delta)
+            delta = take_output(request, row, out, now)
         except Exception:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
-        request.num_computed = min(row.stop + out.num_accepted, len(request.tokens))
-        self._count(request, out, delta, now)
         if delta.terminal:
             return self._finish(request, delta, now)
         if request.lease is not None:
@@ -331,46 +301,6 @@ class Scheduler:
                 self.cache.publish(request.lease, request.tokens, request.num_computed)
             self.cache.shrink(request.lease, len(request.tokens))
         return delta
-
-    def _append(self, request: Request, out: RowOutput, delta: Delta) -> None:
-        """Token by token, cut at the first terminal event; stop wins over length."""
-        for index, token_id in enumerate(out.token_ids):
-            request.tokens.append(token_id)
-            delta.token_ids.append(token_id)
-            delta.logprobs += out.logprobs[index : index + 1]
-            self._end_at(request, token_id, delta)
-            if delta.terminal:
-                return
-
-    @staticmethod
-    def _end_at(request: Request, token_id: int, delta: Delta) -> None:
-        if token_id in request.stop_ids:
-            delta.finish_reason = FinishReason.STOP
-            explicit = token_id in request.sampling.params.stop_token_ids
-            delta.stop_reason = token_id if explicit else None
-            return
-        stop = request.on_token(token_id) if request.on_token is not None else None
-        if stop is not None:
-            delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
-        elif len(request.tokens) >= request.max_len:
-            delta.finish_reason = FinishReason.LENGTH
-
-    @staticmethod
-    def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
-        if not delta.token_ids:
-            return
-        usage = request.usage
-        if usage.completion_tokens == 0:
-            usage.time_to_first_token = now - request.arrival_time
-        served = min(out.num_accepted, len(delta.token_ids))
-        usage.completion_tokens += len(delta.token_ids)
-        usage.proposed_tokens += out.num_proposed
-        usage.accepted_tokens += served
-        usage.verify_steps += 1
-        delta.num_proposed = out.num_proposed
-        delta.accepted_sources = list(out.sources[:served])
-        for source in delta.accepted_sources:
-            usage.accepted_by_source[source] = usage.accepted_by_source.get(source, 0) + 1
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
         if request.status is RequestStatus.RUNNING:
@@ -407,13 +337,6 @@ def _cache_limit(request: Request) -> int | None:
     told, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     asks = request.sampling.params.prompt_logprobs is not None
     return told if asks and told < wanted else None
-
-
-def _new_prompt_logprobs(request: Request, row: PlanRow, out: RowOutput) -> list[TokenLogprob]:
-    """Those not told before: a preempted request computes some rows twice."""
-    new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - row.start) :])
-    request.num_prompt_logprobs += len(new)
-    return new
 
 
 def _terminal(error: ForetokenError | None) -> Delta:

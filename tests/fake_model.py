@@ -10,9 +10,10 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 
+from foretoken.core.admission import SchedulerLimits
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import OnToken, Request
-from foretoken.core.scheduler import Scheduler, SchedulerLimits
+from foretoken.core.scheduler import Scheduler
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.radix_cache import PrefixCache
 

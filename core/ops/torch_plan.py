@@ -7,6 +7,7 @@ order whatever rides beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -18,7 +19,9 @@ from ..kv_pool import KVPool
 from .base import HeadLayout
 
 BLOCK = 256  # positions
-_SHORT_WIDTHS = (64, 128)  # of a last block; measured to leave the bits of every sum as they are
+# Of a last block. Cutting off hidden keys leaves the bits of every sum as they are up to 128 of
+# them in steps of 32; between 128 and 256, float32 bmm splits the sum in another place (measured).
+_SHORT_WIDTHS = (32, 64, 96, 128)
 HIDDEN = -1e30  # finite: a block that a row cannot see at all must not yield NaN
 _FEW_ROWS = 8  # decode and verify rows share one group up to here
 _ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7, 9 otherwise (measured)
@@ -120,15 +123,21 @@ class TorchPlan:
             by_row = at.reshape(n, num_kv_heads, num_rows).transpose(0, 2, 1)
             unpack[group.rows] = by_row  # padding repeats a row: any of its copies will do
             base += at.size
-        if self.batch.num_rows > self.batch.lens.sum():
-            unpack[-1] = unpack[0]
+        num_tokens = self.batch.lens.sum()
+        unpack[num_tokens:] = unpack[num_tokens - 1]  # the batch's copies of its last row
         return self._to(unpack.ravel())
 
     def _group_blocks(self, group: Group, window: int | None) -> list[Block]:
-        stop = int(self.batch.stops[group.members].max())
-        size = self._pool.page_size * max(1, BLOCK // self._pool.page_size)
-        blocks = (self._block(group, lo, size, window) for lo in range(0, stop, size))
+        edges = self._edges(int(self.batch.stops[group.members].max()))
+        blocks = (self._block(group, lo, hi - lo, window) for lo, hi in pairwise(edges))
         return [block for block in blocks if block is not None]
+
+    def _edges(self, stop: int) -> list[int]:
+        """Where blocks begin and end, in positions: two halves first, as most chats are short."""
+        page_size = self._pool.page_size
+        size = page_size * max(1, BLOCK // page_size)
+        halves = [size // 2] if size // 2 % page_size == 0 else []
+        return [0, *halves, *range(size, stop + size, size)]
 
     def _block(self, group: Group, lo: int, size: int, window: int | None) -> Block | None:
         starts, stops = self.batch.starts[group.members], self.batch.stops[group.members]

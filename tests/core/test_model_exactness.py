@@ -131,3 +131,17 @@ def test_stale_nan_of_another_owner_never_reaches_a_row(decoder: Decoder, ids: l
     outs = [d.prefill(d.add(ids), 3, 11, 300) for d in (poisoned, plain)]
     assert torch.equal(*outs)
     assert torch.isfinite(outs[0]).all()
+
+
+def test_a_sequence_whose_own_kv_is_nan_harms_nobody_else(
+    decoder: Decoder, ids: list[int], expected: Tensor
+) -> None:
+    driver = ModelDriver(decoder)
+    healthy, sick = driver.add(ids), driver.add(ids)
+    for stream in (healthy, sick):
+        driver.prefill(stream, 300)
+    driver.pool.data[sick.pages[18]] = torch.nan
+    rows = [(s, ids[300 : 300 + n], n) for s, n in ((sick, 1), (healthy, 3))]
+    sick_logits, logits = driver.step(rows)
+    assert torch.isnan(sick_logits).all()
+    assert torch.equal(logits, expected[300:303])

@@ -7,7 +7,7 @@ from array import array
 import pytest
 from torch import Tensor
 
-from foretoken.core.batch import RaggedBatch, Segment, build_batch
+from foretoken.core.batch import MIN_ROWS, RaggedBatch, Segment, build_batch
 
 
 def build(*segments: Segment, page_size: int = 4) -> RaggedBatch:
@@ -25,7 +25,7 @@ def test_segments_are_laid_out_row_after_row() -> None:
     assert ints(batch.token_ids) == [10, 11, 12, 20, 21]
     assert ints(batch.positions) == [3, 4, 5, 0, 1]
     assert ints(batch.slots) == [31, 8, 9, 20, 21]
-    assert ints(batch.logit_rows) == [4, 4]
+    assert ints(batch.logit_rows) == [4] * MIN_ROWS
     assert (batch.num_logits, batch.num_rows) == (1, 5)
     assert batch.first_rows.tolist() == [0, 3]
     assert batch.stops.tolist() == [6, 2]
@@ -36,21 +36,27 @@ def test_logits_are_of_the_last_rows_of_each_segment() -> None:
     assert ints(build(*segments).logit_rows) == [1, 2, 7, 8]
 
 
-def test_a_lone_row_is_doubled() -> None:
-    batch = build(Segment([9], 5, array("q", [1, 3]), 1))
-    assert ints(batch.token_ids) == [9, 9]
-    assert ints(batch.slots) == [13, 13]
-    assert ints(batch.logit_rows) == [0, 0]
-    assert (batch.num_rows, batch.num_logits) == (2, 1)
+def test_few_rows_are_filled_up_with_copies_of_the_last() -> None:
+    batch = build(Segment([8, 9], 4, array("q", [1, 3]), 1))
+    assert ints(batch.token_ids) == [8, 9, 9, 9]
+    assert ints(batch.positions) == [4, 5, 5, 5]
+    assert ints(batch.slots) == [12, 13, 13, 13]
+    assert ints(batch.logit_rows) == [1, 1, 1, 1]
+    assert (batch.num_rows, batch.num_logits) == (MIN_ROWS, 1)
+
+
+def test_a_batch_without_logits_has_no_logit_rows() -> None:
+    batch = build(Segment([8, 9], 4, array("q", [1, 3]), 0))
+    assert (ints(batch.logit_rows), batch.num_logits) == ([], 0)
 
 
 def test_a_batch_does_not_keep_the_requests_arrays_alive() -> None:
     """An array that is still viewed cannot grow (BufferError), and requests grow every step."""
-    tokens, pages = array("q", [1, 2]), array("q", [0])
+    tokens, pages = array("q", [1, 2, 3, 4]), array("q", [0])
     batch = build(Segment(tokens, 0, pages, 1))
-    tokens.append(3)
+    tokens.append(5)
     pages.append(1)
-    assert ints(batch.token_ids) == [1, 2]
+    assert ints(batch.token_ids) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,14 @@ def reference_attention(qkv: Tensor, window: int | None) -> Tensor:
 
 def test_keys_and_values_are_written_to_their_slots_only(ops: TorchOps) -> None:
     pool = make_pool(4)
-    segment = Segment([1, 2, 3], 2, array("q", [9, 4]), 0)
-    qkv = torch.rand(3, 10 * 16) + 1
+    segment = Segment([1, 2, 3, 4], 2, array("q", [9, 4]), 0)
+    qkv = torch.rand(4, 10 * 16) + 1
     ops.rope_write(qkv.clone(), 1, make_plan(pool, [segment], ops), None)
-    kv = qkv.view(3, 10, 16)[:, 6:].view(3, 2, 2, 16)
+    kv = qkv.view(4, 10, 16)[:, 6:].view(4, 2, 2, 16)
     assert torch.equal(pool.data[9, 1, :, :, 2], kv[0])
     assert torch.equal(pool.data[9, 1, :, :, 3], kv[1])
     assert torch.equal(pool.data[4, 1, :, :, 0], kv[2])
+    assert torch.equal(pool.data[4, 1, :, :, 1], kv[3])
     assert pool.data.count_nonzero() == kv.numel()
 
 

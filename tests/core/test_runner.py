@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from fake_model import Driver
+from foretoken.core.admission import SchedulerLimits
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.params import SamplingParams
 from foretoken.core.proposer import Draft, DraftRow
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
-from foretoken.core.scheduler import Scheduler, SchedulerLimits
+from foretoken.core.scheduler import Scheduler
 from foretoken.core.step import RowSampling
 from foretoken.radix_cache import PrefixCache
 from tiny_pair import write_pair

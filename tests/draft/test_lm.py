@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fake_model import Driver
+from foretoken.core.admission import SchedulerLimits
 from foretoken.core.batch import RaggedBatch
 from foretoken.core.kv_pool import KVPool
 from foretoken.core.model.decoder import Decoder
@@ -18,7 +19,7 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.proposer import Draft, DraftRow
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
-from foretoken.core.scheduler import Scheduler, SchedulerLimits
+from foretoken.core.scheduler import Scheduler
 from foretoken.core.step import RowSampling
 from foretoken.draft.lm import LmProposer
 from foretoken.radix_cache import PrefixCache

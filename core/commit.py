@@ -1,0 +1,68 @@
+"""Taking a step's outcome into a request: token by token, cut at the first terminal event.
+
+Only then is the rest set: the cursor, usage, what the reader is told. So ids, log-probabilities,
+text and counts are cut alike, and what was accepted beyond the cut is as if it had never been.
+"""
+
+from __future__ import annotations
+
+from .request import Delta, FinishReason, Request
+from .step import PlanRow, RowOutput, TokenLogprob
+
+
+def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
+    """Grow ``tokens`` and ``num_computed``, and count; returns what the reader is told.
+
+    Raises what the request's own ``on_token`` raises.
+    """
+    delta = Delta(prompt_logprobs=_new_prompt_logprobs(request, row, out))
+    _append(request, out, delta)
+    request.num_computed = min(row.stop + out.num_accepted, len(request.tokens))
+    if delta.token_ids:
+        _count(request, out, delta, now)
+    return delta
+
+
+def _append(request: Request, out: RowOutput, delta: Delta) -> None:
+    for index, token_id in enumerate(out.token_ids):
+        request.tokens.append(token_id)
+        delta.token_ids.append(token_id)
+        delta.logprobs += out.logprobs[index : index + 1]
+        _end_at(request, token_id, delta)
+        if delta.terminal:
+            return
+
+
+def _end_at(request: Request, token_id: int, delta: Delta) -> None:
+    """Mark the end if this token is it; stop wins over length."""
+    if token_id in request.stop_ids:
+        delta.finish_reason = FinishReason.STOP
+        explicit = token_id in request.sampling.params.stop_token_ids
+        delta.stop_reason = token_id if explicit else None
+        return
+    stop = request.on_token(token_id) if request.on_token is not None else None
+    if stop is not None:
+        delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
+    elif len(request.tokens) >= request.max_len:
+        delta.finish_reason = FinishReason.LENGTH
+
+
+def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
+    usage, served = request.usage, min(out.num_accepted, len(delta.token_ids))
+    if usage.completion_tokens == 0:
+        usage.time_to_first_token = now - request.arrival_time
+    usage.completion_tokens += len(delta.token_ids)
+    usage.proposed_tokens += out.num_proposed
+    usage.accepted_tokens += served
+    usage.verify_steps += 1
+    delta.num_proposed = out.num_proposed
+    delta.accepted_sources = list(out.sources[:served])
+    for source in delta.accepted_sources:
+        usage.accepted_by_source[source] = usage.accepted_by_source.get(source, 0) + 1
+
+
+def _new_prompt_logprobs(request: Request, row: PlanRow, out: RowOutput) -> list[TokenLogprob]:
+    """Those not told before: a preempted request computes some rows twice."""
+    new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - row.start) :])
+    request.num_prompt_logprobs += len(new)
+    return new
