@@ -108,6 +108,17 @@ def test_attention_equals_the_formula(page_size: int, window: int | None, ops: T
     torch.testing.assert_close(ops.attention(q, 1, plan, window), expected, atol=1e-5, rtol=0)
 
 
+def test_hidden_values_weigh_exactly_nothing(ops: TorchOps) -> None:
+    """Not e^-80: a row whose own values are 0 must not feel the next row's."""
+    pool = make_pool(4)
+    plan = make_plan(pool, [Segment(range(4), 0, array("q", [3]), 0)], ops)
+    qkv = torch.randn(4, 10 * 16)
+    qkv.view(4, 10, 16)[0, 8:] = 0
+    out = ops.attention(ops.rope_write(qkv, 0, plan, None), 0, plan, None)
+    assert out[0].count_nonzero() == 0
+    assert out[1].count_nonzero() > 0
+
+
 def reference_attention(qkv: Tensor, window: int | None) -> Tensor:
     q, k, v = qkv.view(len(qkv), 10, 16).split((6, 2, 2), dim=1)
     k, v = k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)

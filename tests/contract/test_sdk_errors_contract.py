@@ -1,0 +1,187 @@
+"""What shared/CONTRACT.md promises of the errors and the life of `LLM`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import foretoken
+from foretoken import (
+    LLM,
+    Completion,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    ModelLoadError,
+    PromptTooLong,
+    QueueFull,
+    SamplingParams,
+)
+
+OPTIONS = {"kv_tokens": 4096, "max_model_len": 512, "threads": 1}
+PROMPT = "class Stack:\n    def push("
+NAN = float("nan")
+
+BAD = [
+    ("n", [0, -1, 1.5, "2", True, None]),
+    ("temperature", [-0.1, NAN, float("inf"), "hot", True]),
+    ("top_p", [0, -0.1, 1.1, NAN, "x"]),
+    ("top_k", [-2, 1.5, "x"]),
+    ("min_p", [-0.1, 1.1, NAN]),
+    ("max_tokens", [0, -1, 2.5, "x"]),
+    ("min_tokens", [-1, 0.5]),
+    ("stop", ["", [""], [3], 3]),
+    ("stop_token_ids", [["a"], [-1], [10**9], 5]),
+    ("ignore_eos", ["yes", 2]),
+    ("seed", [1.5, "x"]),
+    ("logprobs", [-1, 10**6, 1.5]),
+    ("prompt_logprobs", [-1, 10**6]),
+    ("presence_penalty", [3, -3, NAN]),
+    ("frequency_penalty", [3, -3, NAN]),
+    ("repetition_penalty", [0, -1, NAN]),
+    ("logit_bias", [{1: NAN}, {-1: 1.0}, {10**9: 1.0}, {"a": 1.0}, [1]]),
+    ("allowed_token_ids", [[], [-1], [10**9], ["a"]]),
+    ("bad_words", [[""], [3]]),
+    ("speculation", ["on", -1, 1.5]),
+    ("cache_salt", [3]),
+    ("priority", [1.5, "high"]),
+    ("deadline", ["soon", NAN]),
+]
+NOT_YET = {"json_schema": {}, "regex": "a+", "grammar": "x", "choice": ["a"], "prediction": "x"}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(**OPTIONS) as llm:
+        yield llm
+
+
+def long(**fields: object) -> SamplingParams:
+    return SamplingParams(**{"seed": 1, "max_tokens": 400, "ignore_eos": True, **fields})
+
+
+def short(**fields: object) -> SamplingParams:
+    return long(max_tokens=12, **fields)
+
+
+def test_the_errors_form_the_tree_of_the_contract() -> None:
+    assert issubclass(InvalidRequest, ValueError)
+    assert issubclass(PromptTooLong, InvalidRequest)
+    for error in (InvalidRequest, QueueFull, EngineDead, ModelLoadError):
+        assert issubclass(error, ForetokenError)
+    assert foretoken.__version__
+
+
+@pytest.mark.parametrize(("field", "values"), BAD, ids=[field for field, _ in BAD])
+def test_a_bad_value_names_its_field(llm: LLM, field: str, values: list[object]) -> None:
+    wrong = {}
+    for value in values:
+        try:
+            llm.generate(PROMPT, SamplingParams(**{"max_tokens": 1, field: value}))
+            wrong[repr(value)] = "accepted"
+        except InvalidRequest as error:
+            if error.param != field or field not in str(error):
+                wrong[repr(value)] = repr(error)
+        except Exception as error:
+            wrong[repr(value)] = repr(error)
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("field", NOT_YET)
+def test_what_is_not_supported_yet_is_refused_by_name(llm: LLM, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        llm.generate(PROMPT, SamplingParams(**{field: NOT_YET[field]}))
+    assert caught.value.param == field
+
+
+def test_sampling_params_take_keywords_only_and_no_unknown_ones() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(1)  # type: ignore[misc]
+    with pytest.raises((TypeError, InvalidRequest)):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [10**9], [-1], 3, None, [True], ["a", 3]], ids=lambda prompt: repr(prompt)
+)
+def test_a_bad_prompt_is_an_invalid_request(llm: LLM, prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate(prompt, short())  # type: ignore[arg-type]
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("conversation", [[{"role": "user"}], [{"content": "x"}], [3]], ids=str)
+def test_a_bad_conversation_is_an_invalid_request(llm: LLM, conversation: object) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.chat(conversation, short())  # type: ignore[arg-type]
+
+
+def test_a_prompt_longer_than_the_context_is_too_long(llm: LLM) -> None:
+    with pytest.raises(PromptTooLong, match=r"maximum context length is 51[12] tokens"):
+        llm.generate([300] * 600, short())
+    assert len(llm.generate(PROMPT, short()).token_ids) == 12
+
+
+def test_one_bad_prompt_of_a_list_fails_the_call_and_not_the_next(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([PROMPT, [-1], PROMPT], short())
+    assert len(llm.generate(PROMPT, short()).token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kv_token", 1),
+        ("device", "tpu"),
+        ("dtype", "int3"),
+        ("speculation", "x"),
+        ("kv_tokens", -1),
+        ("page_size", 0),
+        ("max_running", 0),
+        ("threads", "x"),
+        ("exact", "yes"),
+        ("kv_memory", "4 apples"),
+        ("device", "cuda"),
+        ("quantize", "int8"),
+        ("verify", "rejection"),
+        ("kv_cache_dtype", "int8"),
+    ],
+)
+def test_a_bad_option_names_itself(option: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=option) as caught:
+        LLM(**{option: value})
+    assert caught.value.param == option
+
+
+@pytest.mark.parametrize("options", [{"model": "/no/such/model"}, {"draft": "/no/such/draft"}])
+def test_a_missing_folder_is_a_model_load_error(options: dict[str, str]) -> None:
+    with pytest.raises(ModelLoadError, match="/no/such"):
+        LLM(**options)
+
+
+def test_a_closed_llm_refuses_and_closing_twice_is_harmless() -> None:
+    with LLM(**OPTIONS) as llm:
+        assert llm.generate(PROMPT, short()).token_ids
+    llm.close()
+    with pytest.raises(ForetokenError):
+        llm.generate(PROMPT, short())
+
+
+def test_threads_share_an_llm_and_abort_ends_a_request_of_another_thread(llm: LLM) -> None:
+    outs: list[Completion] = []
+    thread = threading.Thread(
+        target=lambda: outs.append(llm.generate(PROMPT, long(), request_id="victim"))
+    )
+    thread.start()
+    while thread.is_alive():
+        assert len(llm.generate(PROMPT, short()).token_ids) == 12
+        llm.abort("victim")
+    thread.join()
+    assert outs[0].finish_reason == "abort"
+    assert len(outs[0].token_ids) < 400
+
+
+def test_aborting_an_unknown_request_is_harmless(llm: LLM) -> None:
+    llm.abort("nobody")
