@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from ..api.build import BUILTIN, Built, build
@@ -128,6 +129,7 @@ def _measure_transformers(
     folder: Path, prompts: Sequence[Sequence[int]], work: Workload, repeats: int
 ) -> list[Outcome]:
     """``generate`` in batches of the same concurrency; it has no cache across requests."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(folder)
     return [_generate(model, prompts, work) for _ in range(repeats + 1)][1:]
 
@@ -215,7 +217,7 @@ def _text(work: Workload, vocab_size: int) -> list[int]:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(BUILTIN / "target")
-        source = Path(argparse.__file__).read_text(encoding="utf-8")
+        source = Path(argparse.__file__).read_text(encoding="utf-8")[: 8 * needed]
         ids: list[int] = tokenizer(source).input_ids
         return ids[:needed]
     torch.manual_seed(1)

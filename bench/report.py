@@ -51,7 +51,9 @@ def _cpu_model() -> str:
 
 def command() -> str:
     """The command line as typed."""
-    return " ".join(["foretoken bench", Path(sys.argv[0]).stem, *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    by_name = program.name == "foretoken"
+    return " ".join(["foretoken" if by_name else f"foretoken bench {program.stem}", *sys.argv[1:]])
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -156,7 +156,7 @@ class Engine:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._end_everything(None)  # a task that was never entered ended nothing
-        await asyncio.to_thread(self._thread.shutdown)
+        self._thread.shutdown(wait=False)  # it is idle; at the interpreter's exit none may wait
 
     async def _run(self) -> None:
         """Every way out of here ends every stream: nobody waits for an engine that is gone."""

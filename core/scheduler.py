@@ -97,7 +97,10 @@ class Scheduler:
             for request in self._by_id.values()
             if request.deadline is not None and now - request.arrival_time >= request.deadline
         ]
-        return [event for request_id in late for event in self.abort(request_id, now)]
+        events = [event for request_id in late for event in self.abort(request_id, now)]
+        for _, delta in events:
+            delta.stop_reason = "deadline"
+        return events
 
     @property
     def num_requests(self) -> int:

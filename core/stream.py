@@ -47,6 +47,10 @@ class TokenStream:
             self._arrived.clear()
             await self._arrived.wait()
         delta, self._slot = self._slot, None
-        if delta.error is not None:
-            raise delta.error
-        return delta
+        if delta.error is None:
+            return delta
+        if delta.token_ids:  # a slow reader is told as much as a fast one
+            self._slot = Delta(error=delta.error)
+            delta.error = None
+            return delta
+        raise delta.error.with_traceback(None)  # streams may share it: it would grow with each

@@ -138,7 +138,8 @@ def test_a_malformed_body_is_400(url: str, path: str, body: bytes) -> None:
 
 def test_bad_tokens_cannot_be_detokenized(url: str) -> None:
     for tokens in ([10**9], [-1], ["a"], None, 3):
-        assert post(url, "/detokenize", {"tokens": tokens}, AUTH).error["param"] == "tokens"
+        answer = post(url, "/detokenize", {"tokens": tokens}, AUTH)
+        assert (answer.status, answer.error["param"][:6]) == (400, "tokens")
 
 
 def test_a_prompt_beyond_the_context_says_so_in_the_words_that_clients_know(url: str) -> None:
@@ -150,6 +151,28 @@ def test_a_prompt_beyond_the_context_says_so_in_the_words_that_clients_know(url:
             assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
             assert "This model's maximum context length is 51" in answer.error["message"]
             assert "prompt is too long: " in answer.error["message"]
+
+
+def test_an_answer_that_its_deadline_cuts_says_so(url: str) -> None:
+    for path, body in VALID.items():
+        late = {"max_tokens": 400, "ignore_eos": True, "deadline_ms": 50}
+        answer = post(url, path, {**body, **late}, AUTH)
+        if answer.status == 200:
+            assert answer.json["usage"]["completion_tokens"] < 400
+            assert answer.json["choices"][0]["stop_reason"] == "deadline"
+        else:
+            assert (answer.status, bool(answer.error)) == (503, True)
+
+
+def test_flushing_a_misspelt_salt_does_not_flush_all(url: str) -> None:
+    def cached() -> int:
+        body = {"prompt": "x = 1\n" * 30, "max_tokens": 1}
+        usage = post(url, TEXT, body, AUTH).json["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    post(url, "/cache/flush", {"salt": "tenant"}, AUTH)
+    assert cached() > 0
 
 
 def test_a_key_is_asked_for_and_never_shown(url: str) -> None:
@@ -218,31 +241,25 @@ def test_the_official_client_raises_its_own_errors(url: str) -> None:
             client.with_options(api_key="wr0ng").models.list()
 
 
-def gauge(url: str, name: str) -> float:
+def metric(url: str, name: str) -> float:
     lines = get(url, "/metrics", AUTH).content.decode().splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"foretoken:{name} "))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"foretoken:{name} "))
 
 
 def test_a_full_queue_is_429_and_leaving_frees_the_places(url: str) -> None:
+    before = metric(url, "generation_tokens_total")
     endless = {"prompt": "x", "max_tokens": 480, "ignore_eos": True, "stream": True}
     with opened(url, "POST", TEXT, endless, AUTH) as first:
         events = payloads(first)
         while not json.loads(next(events))["choices"][0]["text"]:
             pass
         with opened(url, "POST", TEXT, {**endless, "prompt": "y"}, AUTH):
-            while gauge(url, "num_requests_waiting") < 1:
-                assert gauge(url, "num_requests_running") == 1
+            while metric(url, "num_requests_waiting") < 1:
+                assert metric(url, "num_requests_running") == 1
             answer = post(url, TEXT, VALID[TEXT], AUTH)
-            assert answer.status == 429
+            assert (answer.status, bool(answer.error)) == (429, True)
             assert float(answer.headers["retry-after"]) > 0
-            assert answer.error
-    while gauge(url, "num_requests_running") + gauge(url, "num_requests_waiting"):
+    while metric(url, "num_requests_running") + metric(url, "num_requests_waiting"):
         pass
+    assert metric(url, "generation_tokens_total") - before < 480
     assert post(url, TEXT, VALID[TEXT], AUTH).status == 200
-    text = get(url, "/metrics", AUTH).content.decode()
-    total = sum(
-        float(line.split()[-1])
-        for line in text.splitlines()
-        if line.startswith("foretoken:generation_tokens_total")
-    )
-    assert total < 480

@@ -176,7 +176,8 @@ def test_logprobs_have_a_row_for_every_token(llm: LLM, base: Completion) -> None
     assert [row.token_id for row in out.logprobs] == out.token_ids
     for row in out.logprobs:
         assert len(row.top) == 3
-        assert row.top[0] == (row.token_id, row.logprob)
+        assert (row.token_id, row.logprob) in row.top
+        assert row.top[0][1] == row.logprob
         assert [lp for _, lp in row.top] == sorted((lp for _, lp in row.top), reverse=True)
         assert row.logprob <= 0
 
@@ -234,8 +235,23 @@ def test_processors_change_what_they_name(llm: LLM, base: Completion) -> None:
     assert biased.token_ids[0] != base.token_ids[0]
     allowed = llm.generate(PROMPT, greedy(allowed_token_ids=[300, 301]))
     assert set(allowed.token_ids) <= {300, 301}
-    word = base.text.split()[0]
-    assert llm.generate(PROMPT, greedy(bad_words=[word])).token_ids != base.token_ids
+
+
+def test_a_bad_word_is_not_said_where_it_would_be(llm: LLM) -> None:
+    def text(token: int) -> str:
+        return llm.generate(PROMPT, greedy(max_tokens=1, allowed_token_ids=[token])).text
+
+    def is_word(token: int) -> bool:
+        word = text(token)
+        return word.isalpha() and llm.generate(word, greedy(max_tokens=1)).prompt_token_ids == [
+            token
+        ]
+
+    word, other = next(token for token in range(300, 340) if is_word(token)), 299
+    liked = {"allowed_token_ids": [word, other], "logit_bias": {word: 50.0}}
+    assert set(llm.generate(PROMPT, greedy(**liked)).token_ids) == {word}
+    banned = llm.generate(PROMPT, greedy(**liked, bad_words=[text(word)]))
+    assert set(banned.token_ids) == {other}
 
 
 def test_no_max_tokens_means_up_to_the_context(llm: LLM) -> None:

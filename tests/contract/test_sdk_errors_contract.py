@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from foretoken import (
 
 OPTIONS = {"kv_tokens": 4096, "max_model_len": 512, "threads": 1}
 PROMPT = "class Stack:\n    def push("
+BUILTIN = Path(foretoken.__file__).parent / "draft" / "builtin" / "target"
 NAN = float("nan")
 
 BAD = [
@@ -63,7 +65,7 @@ def long(**fields: object) -> SamplingParams:
 
 
 def short(**fields: object) -> SamplingParams:
-    return long(max_tokens=12, **fields)
+    return long(**{"max_tokens": 12, **fields})
 
 
 def test_the_errors_form_the_tree_of_the_contract() -> None:
@@ -159,6 +161,18 @@ def test_a_bad_option_names_itself(option: str, value: object) -> None:
 def test_a_missing_folder_is_a_model_load_error(options: dict[str, str]) -> None:
     with pytest.raises(ModelLoadError, match="/no/such"):
         LLM(**options)
+
+
+def test_random_weights_need_a_config_only_and_real_ones_need_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((BUILTIN / "config.json").read_bytes())
+    first, second = ([], [])
+    for ids in (first, second):
+        with LLM(tmp_path, load_format="random", **OPTIONS) as llm:
+            ids += llm.generate([1, 2, 3], short(max_tokens=4)).token_ids
+    assert len(first) == 4
+    assert first == second
+    with pytest.raises(ModelLoadError):
+        LLM(tmp_path, **OPTIONS)
 
 
 def test_a_closed_llm_refuses_and_closing_twice_is_harmless() -> None:

@@ -100,6 +100,24 @@ def test_a_slow_reader_costs_one_slot_and_misses_nothing() -> None:
     run(scenario())
 
 
+def test_a_slow_reader_of_a_failed_request_is_told_its_tokens_first() -> None:
+    async def scenario() -> None:
+        engine = make_engine(BrokenRunner(fails_at=4))
+        await engine.start()
+        streams = [engine.submit(make_request(name, [1, 2], max_tokens=20)) for name in "ab"]
+        with pytest.raises(EngineDead):
+            await collect(streams[0])
+        delta = await anext(streams[1])
+        assert delta.token_ids == answer([1, 2], len(delta.token_ids))
+        assert delta.token_ids
+        with pytest.raises(EngineDead) as caught:
+            await anext(streams[1])
+        assert len(caught.traceback) < 5, "the other reader's frames are not in it"
+        await engine.close()
+
+    run(scenario())
+
+
 def test_abort_during_a_step_takes_effect_after_it_and_frees_the_pages() -> None:
     async def scenario() -> None:
         runner = GatedRunner()
