@@ -1,4 +1,4 @@
-"""What the radix tree costs: `python -m foretoken.bench.radix_cache`.
+"""What the radix tree costs: `foretoken bench radix_cache`.
 
 Match, insert, touch and evict at 1k, 10k and 100k leaves, on one thread. The baseline, in the same
 run on the same tree, is the eviction that SGLang uses: a heap of all leaves, built at each call.
@@ -10,13 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import heapq
-import json
 import math
-import os
-import platform
 import random
 import statistics
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -27,13 +23,14 @@ from pathlib import Path
 
 from ..radix_cache import Match, Node, RadixTree
 from ..radix_cache.eviction import EvictionIndex
+from .report import command, machine, write_json
 
 NUM_LEAVES = (1_000, 10_000, 100_000)
 PAGE_SIZES = (1, 16)
 PREFIX_LEN = 2_000  # tokens
 VOCABULARY = 50_000
 BATCH = 100  # operations timed together; the same for all trees, or caches would favour some
-SGLANG_PUBLISHED_US = 136_000.0  # one eviction at 100k leaves, as shared/PERFORMANCE.md quotes it
+SGLANG_PUBLISHED_US = 136_000.0  # one eviction at 100k leaves, SGLang's own figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,26 +189,6 @@ def curves(figures: Sequence[Figure]) -> list[Curve]:
     ]
 
 
-def cpu_model() -> str:
-    """As the kernel names it, else what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
-
-
-def machine() -> dict[str, object]:
-    """What a figure depends on."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
-
-
 def print_figures(figures: Sequence[Figure]) -> None:
     print(f"\n{'operation':20} {'page':>4} {'leaves':>8} {'median us':>10}   spread")
     for f in sorted(figures, key=lambda f: (f.operation, f.page_size, f.num_leaves)):
@@ -229,7 +206,7 @@ def print_curves(growth: Sequence[Curve]) -> None:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m foretoken.bench.radix_cache")
+    parser = argparse.ArgumentParser(prog="foretoken bench radix_cache")
     parser.add_argument("--out", type=Path, default=Path("bench/results/radix_cache.json"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--leaves", type=int, nargs="+", default=list(NUM_LEAVES))
@@ -239,9 +216,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints and writes JSON to ``--out``."""
     options = parsed(argv)
-    command = f"python -m foretoken.bench.radix_cache {' '.join(argv or sys.argv[1:])}".strip()
     host = machine()
-    print(command, *(f"{key}: {value}" for key, value in host.items()), sep="\n")
+    print(command(), *(f"{key}: {value}" for key, value in host.items()), sep="\n")
     gc.disable()  # a collection over 100k nodes would land in some figure at random
     figures = [
         figure
@@ -254,15 +230,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_figures(figures)
     print_curves(growth)
     report = {
-        "command": command,
+        "command": command(),
         "machine": host,
         "prefix_len": PREFIX_LEN,
         "figures": [asdict(figure) for figure in figures],
         "growth": [asdict(curve) for curve in growth],
         "published": {"sglang_evict_100k_us": SGLANG_PUBLISHED_US},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.out, report)
 
 
 if __name__ == "__main__":
