@@ -72,18 +72,19 @@ class Answer:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
         params: SamplingParams,
     ) -> None:
         self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.generations: list[Generation] = []
+        self.prompt_token_ids: Sequence[int] = ()  # until it is tokenised
+        self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
+        self.generations: list[Generation] = []  # until the engine has room
+        self.aborted = False  # maybe before there is anything to abort
 
     @property
     def ended(self) -> bool:
-        """Whether the engine is done with all of them."""
-        return all(generation.ended for generation in self.generations)
+        """Whether the engine was given them and is done with all."""
+        return bool(self.generations) and all(each.ended for each in self.generations)
 
     @property
     def usage(self) -> Usage:

@@ -33,6 +33,7 @@ from .service import Service, Settings, read_body
 from .shapes import Body
 
 OPEN_PATHS = frozenset({"/health"})
+MAX_HEADER_FIELDS = 100
 CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 decode_tokenize = decoder(TokenizeRequest)
@@ -70,6 +71,8 @@ class Gate:
         await answer(scope, receive, send_with_id)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if len(headers) > MAX_HEADER_FIELDS:
+            return ApiError(431, f"more than {MAX_HEADER_FIELDS} header fields")
         if "content-length" in headers and "transfer-encoding" in headers:
             close = {"connection": "close"}
             return ApiError(400, "Content-Length and Transfer-Encoding together", headers=close)

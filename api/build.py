@@ -29,7 +29,7 @@ from ..radix_cache import PrefixCache
 logger = logging.getLogger(__name__)
 BUILTIN = Path(__file__).resolve().parent.parent / "draft" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
-AUTO_DEPTH = 4  # draft tokens a step
+AUTO_DEPTH = 2  # draft tokens a step: more lose at temperature 1 in batches of 8 (measured)
 DEFAULT_KV_BYTES = 2 * 2**30
 
 
@@ -122,11 +122,11 @@ def _load(folder: Path, config: EngineConfig) -> Decoder:
 
 
 def _sources(config: EngineConfig, *, is_builtin: bool) -> list[str]:
-    """The comma list, with auto resolved: the pair's own draft, else look-up in the request."""
+    """The comma list, with auto resolved: look-up, then the built-in pair's own draft model."""
     if config.draft == "none" or config.speculation in ("off", 0):
         return []
     if config.draft == "auto":
-        return [str(BUILTIN / "draft")] if is_builtin else ["ngram"]
+        return ["ngram", str(BUILTIN / "draft")] if is_builtin else ["ngram"]
     sources = [source.strip() for source in config.draft.split(",")]
     for source in sources:
         if source in ("radix", "suffix", "auto", "none", "") or source.startswith("oracle:"):

@@ -23,10 +23,12 @@ from .schema import (
     sampling_params,
 )
 from .service import Service
-from .shapes import Body, Head, chat_logprobs, reason_body, refuse_aborted, usage_body
-from .sse import DONE, EventStream, event, unless_gone
+from .shapes import Body, Head, chat_logprobs, reason_body
+from .sse import EventStream, unless_gone
+from .writer import Writer
 
 decode = decoder(ChatRequest)
+OPENING: Body = {"delta": {"role": "assistant", "content": ""}}
 
 
 class ChatRoute:
@@ -41,10 +43,11 @@ class ChatRoute:
         self.service.check_model(body.model)
         refuse_unsupported_chat(body)
         params = chat_params(body)
+        self.service.check_room(1, params.n)
         head = Head(prefix="chatcmpl", model=self.service.model)
         llm = self.service.llm
         try:
-            prompt_ids = await llm.render(plain_messages(body.messages), **template_options(body))
+            prompt_ids = await llm.render(plain_messages(body.messages), template_options(body))
             answer = await llm.open(prompt_ids, params, request_id=head.id)
         except InvalidRequest as error:
             if error.param == "prompt":  # which this body calls otherwise
@@ -81,24 +84,20 @@ def template_options(body: ChatRequest) -> dict[str, object]:
     return options
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes one answer."""
 
-    def __init__(self, service: Service, head: Head, body: ChatRequest) -> None:
-        self._service = service
-        self._head = head
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     # -- whole ----------------------------------------------------------------------------------
 
     def whole(self, completion: Completion) -> Body:
         """The answer in one body."""
-        choices = [self._choice(choice) for choice in completion.choices]
-        usage = usage_body(completion.usage)
-        return {**self._head.body("chat.completion", choices), "usage": usage}
+        return self.answer([self._choice(each) for each in completion.choices], completion.usage)
 
     def _choice(self, choice: Choice) -> Body:
-        self._refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -110,9 +109,6 @@ class ChatWriter:
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Body | None:
         return None if logprobs is None else chat_logprobs(self._service.llm.tokenizer, logprobs)
 
-    def _refuse_aborted(self, reason: str, num_tokens: int) -> None:
-        refuse_aborted(reason, num_tokens, draining=self._service.llm.draining)
-
     # -- streamed -------------------------------------------------------------------------------
 
     async def events(self, answer: Answer) -> AsyncGenerator[bytes]:
@@ -122,51 +118,26 @@ class ChatWriter:
             async for delta in deltas:
                 if delta.finish_reason is not None:
                     num_tokens = answer.generations[delta.index].usage.completion_tokens
-                    self._refuse_aborted(delta.finish_reason, num_tokens)
+                    self.refuse_aborted(delta.finish_reason, num_tokens)
                 if not opened:
                     # Clients number the choices by the order in which they first see them.
                     opened = True
                     for index in range(answer.params.n):
-                        yield self._chunk(index, {"role": "assistant", "content": ""})
+                        yield self.chunk(index, OPENING)
                 for chunk in self._chunks(delta):
                     yield chunk
-        if self._include_usage:
-            yield self._event([], usage_body(answer.usage))
-        yield DONE
+        for last in self.end(answer.usage):
+            yield last
 
     def _chunks(self, delta: TextDelta) -> Iterator[bytes]:
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         if delta.text or logprobs:
-            yield self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
+            content: Body = {"delta": {"content": delta.text}}
+            yield self.chunk(delta.index, content, logprobs=logprobs)
         if delta.finish_reason is not None:
-            yield self._chunk(
+            yield self.chunk(
                 delta.index,
-                {},
+                {"delta": {}},
                 finish_reason=reason_body(delta.finish_reason),
                 stop_reason=delta.stop_reason,
             )
-
-    def _chunk(
-        self,
-        index: int,
-        delta: Body,
-        *,
-        logprobs: Body | None = None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> bytes:
-        choice: Body = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        if stop_reason is not None:
-            choice["stop_reason"] = stop_reason
-        return self._event([choice], None)
-
-    def _event(self, choices: list[Body], usage: Body | None) -> bytes:
-        chunk = self._head.body("chat.completion.chunk", choices)
-        if self._include_usage:
-            chunk["usage"] = usage
-        return event(chunk)

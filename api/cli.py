@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from .._version import __version__
@@ -55,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        _drop_output()
+        return 141
+
+
+def _drop_output() -> None:
+    """What is still buffered would raise again at exit."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def _parser() -> Parser:

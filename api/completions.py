@@ -10,7 +10,7 @@ from ..core.params import SamplingParams
 from .answer import Answer
 from .errors import JsonResponse
 from .intake import Prompt
-from .legacy import CompletionWriter
+from .legacy import CompletionWriter, echo_ids
 from .results import Completion
 from .schema import (
     COMPLETION_TOKENS,
@@ -40,9 +40,11 @@ class CompletionsRoute:
         refuse(body)
         params = completion_params(body)
         prompts = read_prompts(body.prompt)
+        self.service.check_room(len(prompts), params.n)
         head = Head(prefix="cmpl", model=self.service.model)
+        echoed = await self._echoed(prompts) if body.echo else None
         answers = await self._open(head, prompts, params, body)
-        writer = CompletionWriter(self.service, head, body, prompts)
+        writer = CompletionWriter(self.service, head, body, echoed)
         if body.stream:
             return EventStream(
                 writer.events(answers),
@@ -51,6 +53,17 @@ class CompletionsRoute:
             )
         completions = await unless_gone(request.receive, self._finish(answers))
         return JsonResponse(writer.whole(completions))
+
+    async def _echoed(self, prompts: list[Prompt]) -> list[str]:
+        tokenizer = self.service.llm.tokenizer
+        added_ids = await tokenizer.encode("")
+        texts: list[str] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                tokenizer.check_ids(prompt, self.service.llm.built.vocab_size)
+                prompt = echo_ids(tokenizer, prompt, added_ids)
+            texts.append(prompt)
+        return texts
 
     async def _open(
         self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
 from ..core.params import SamplingParams
+from ..core.request import Delta, FinishReason, Request
+from ..core.stream import TokenStream
 from .answer import Answer, Generation
 from .intake import Conversation, Prompt, bad_words_ids, children, make_config, make_request
 from .results import Completion
@@ -20,8 +22,6 @@ from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
-    from ..core.request import Request
-    from ..core.stream import TokenStream
     from .build import Built
 
 
@@ -39,6 +39,7 @@ class Host:
         self._tokenizer: Tokenizer | None = None
         self._starting = asyncio.Lock()
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
 
@@ -54,6 +55,7 @@ class Host:
     async def start(self) -> None:
         """Load the model, off the event loop, and start the engine; may be called twice."""
         self._check_open()
+        self._loop = asyncio.get_running_loop()
         async with self._starting:
             self._check_open()
             if self._tokenizer is not None:
@@ -90,6 +92,8 @@ class Host:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("this LLM is closed")
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise EngineDead("this LLM belongs to another event loop")
 
     @property
     def built(self) -> Built:
@@ -129,34 +133,35 @@ class Host:
 
         Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
         """
-        prompt_ids = await self._token_ids(prompt)
-        unwanted = bad_words_ids(self.tokenizer, params)
-        self._check_open()
-        request_id = request_id or f"req-{uuid.uuid4().hex}"
-        known = self._answers.get(request_id)
-        if known is not None and not known.ended:
-            raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
-        answer = Answer(request_id, prompt_ids, params)
+        answer = self._register(params, request_id)
         try:
-            for child, seed in children(params):
-                self._add_choice(answer, child, seed, unwanted)
+            await self._prepare(answer, prompt)
+            self._submit_choices(answer)
         except BaseException:
-            answer.close()
+            self.forget(answer)
             raise
-        self._answers[request_id] = answer
         return answer
 
     def abort(self, request_id: str) -> None:
         """End a request and all its choices; unknown ids are ignored."""
         answer = self._answers.pop(request_id, None)
         if answer is not None:
+            answer.aborted = True
             answer.close()
+            self._room.set()  # it may wait for room
 
-    async def render(self, messages: Conversation, **options: Any) -> list[int]:  # noqa: ANN401 - the template's own
-        """Token ids of a conversation in the model's own format."""
+    async def render(
+        self,
+        messages: Conversation,
+        options: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format; ``options`` are its template's."""
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        return await self.tokenizer.encode_chat(messages, **options)
+        settings = {"add_generation_prompt": add_generation_prompt, **(options or {})}
+        return await self.tokenizer.encode_chat(messages, settings)
 
     async def finish(self, answer: Answer) -> Completion:
         """Read all of an answer."""
@@ -172,19 +177,37 @@ class Host:
             del self._answers[answer.request_id]
         self._room.set()
 
-    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return await self.tokenizer.encode(prompt)
-        self.tokenizer.check_ids(prompt, self.built.vocab_size)
-        return prompt
+    def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
+        """Take the id before anything is awaited, so that `abort` finds it from the start."""
+        self._check_open()
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        known = self._answers.get(request_id)
+        if known is not None and not known.ended:
+            raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
+        answer = self._answers[request_id] = Answer(request_id, params)
+        return answer
 
-    def _add_choice(
-        self,
-        answer: Answer,
-        params: SamplingParams,
-        seed: int,
-        unwanted: tuple[tuple[int, ...], ...],
-    ) -> None:
+    async def _prepare(self, answer: Answer, prompt: Prompt) -> None:
+        """Tokenise."""
+        if isinstance(prompt, str):
+            answer.prompt_token_ids = await self.tokenizer.encode(prompt)
+        else:
+            self.tokenizer.check_ids(prompt, self.built.vocab_size)
+            answer.prompt_token_ids = prompt
+        answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
+
+    def _submit_choices(self, answer: Answer) -> None:
+        """Give all of them to the engine or none."""
+        self._check_open()
+        try:
+            for params, seed in children(answer.params):
+                self._add_choice(answer, params, seed)
+        except BaseException:
+            answer.close()
+            answer.generations.clear()
+            raise
+
+    def _add_choice(self, answer: Answer, params: SamplingParams, seed: int) -> None:
         index = len(answer.generations)
         text = AnswerText(
             self.tokenizer.detokenizer(answer.prompt_token_ids),
@@ -197,10 +220,10 @@ class Host:
             params,
             seed=seed,
             eos_token_ids=self.built.eos_token_ids,
-            bad_words_ids=unwanted,
+            bad_words_ids=answer.bad_words_ids,
             on_token=text.push,
         )
-        stream = self._submit(request)
+        stream = _ended_stream(request) if answer.aborted else self._submit(request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 
     def _submit(self, request: Request) -> TokenStream:
@@ -212,6 +235,14 @@ class Host:
         # Our own ids are checked already: an aborted namesake is still on its way out.
         request.request_id = f"{request.request_id}~{uuid.uuid4().hex[:8]}"
         return self.engine.submit(request)
+
+
+def _ended_stream(request: Request) -> TokenStream:
+    """What the engine gives for a request that is aborted before its first token."""
+    request.usage.prompt_tokens = request.prompt_len
+    stream = TokenStream(request)
+    stream.push(Delta(finish_reason=FinishReason.ABORT))
+    return stream
 
 
 def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:

@@ -40,6 +40,13 @@ def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
     return len(prompt) > 0 and isinstance(prompt[0], int)
 
 
+def is_one_conversation(messages: object) -> TypeGuard[Conversation]:
+    """Whether this is a list of messages, not a list of conversations."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidRequest("messages must be a list of objects", param="messages")
+    return len(messages) == 0 or isinstance(messages[0], Mapping)
+
+
 def one_params(params: object) -> SamplingParams:
     """The parameters of a single prompt."""
     if params is None:
@@ -90,10 +97,14 @@ def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
         yield others if index else first, sibling_seed(seed, index)
 
 
-def bad_words_ids(tokenizer: Tokenizer, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+async def bad_words_ids(
+    tokenizer: Tokenizer, params: SamplingParams
+) -> tuple[tuple[int, ...], ...]:
     """Each bad word as it stands at the beginning of a text and behind a space."""
-    forms = [form for word in params.bad_words for form in (word, f" {word.lstrip()}")]
-    ids = (tuple(tokenizer.encode_word(form)) for form in forms)
+    if not params.bad_words:
+        return ()
+    forms = (form for word in params.bad_words for form in (word, f" {word.lstrip()}"))
+    ids = await tokenizer.encode_words(tuple(forms))
     return tuple(dict.fromkeys(each for each in ids if each))
 
 

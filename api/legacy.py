@@ -8,31 +8,63 @@ from dataclasses import replace
 
 from ..core.step import TokenLogprob
 from .answer import Answer, merge
-from .intake import Prompt
 from .results import Choice, Completion, TextDelta, batch_usage
 from .schema import CompletionRequest
 from .service import Service
-from .shapes import Body, Head, finite, reason_body, refuse_aborted, token_name, usage_body
-from .sse import DONE, event
+from .shapes import Body, Head, finite, reason_body, token_name
+from .tokenizer import Tokenizer
+from .writer import Writer
+
+
+def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
+    """The text that a prompt of token ids stands for; what encoding adds by itself is no text."""
+    count = len(added_ids)
+    start = count if list(token_ids[:count]) == list(added_ids) else 0
+    return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
+
+
+def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) -> Iterator[int]:
+    """Where each prompt token begins in the echoed text.
+
+    A special token takes room where its name was written, and none where encoding added it.
+    """
+    detokenizer = tokenizer.detokenizer()
+    offset = 0
+    for token_id in token_ids:
+        yield min(offset, len(echoed))
+        piece = detokenizer.push(token_id)
+        if token_id in tokenizer.special_ids:
+            name = token_name(tokenizer, token_id)
+            piece += name if echoed.startswith(name, offset + len(piece)) else ""
+        elif not echoed.startswith(piece, offset):
+            piece = piece.lstrip()  # SentencePiece gives a text a space that was not there
+        offset += len(piece)
 
 
 class LegacyLogprobs:
-    """Four parallel lists; offsets are characters into the text of the choice."""
+    """Four parallel lists; offsets are characters into the text of the choice.
 
-    def __init__(self, service: Service, context_ids: Sequence[int]) -> None:
-        self._tokenizer = service.llm.tokenizer
-        self._detokenizer = self._tokenizer.detokenizer(context_ids)
-        self._offset = 0
+    With ``echoed`` that text begins with the prompt, whose tokens then are the first ones.
+    """
 
-    def body(self, entries: Sequence[TokenLogprob | None], first_id: int | None = None) -> Body:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echoed: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(prompt_ids)
+        self._first_id = prompt_ids[0]
+        echoed_ids = () if echoed is None else prompt_ids
+        self._prompt_offsets = echo_offsets(tokenizer, echoed_ids, echoed or "")
+        self._offset = len(echoed or "")
+
+    def body(self, entries: Sequence[TokenLogprob | None]) -> Body:
         """The lists for the next tokens; an entry without a value is the prompt's first token."""
-        ids = [first_id if each is None else each.token_id for each in entries]
-        known = [token_id or 0 for token_id in ids]
+        ids = [self._first_id if each is None else each.token_id for each in entries]
         return {
-            "tokens": [token_name(self._tokenizer, token_id) for token_id in known],
+            "tokens": [token_name(self._tokenizer, token_id) for token_id in ids],
             "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
             "top_logprobs": [None if each is None else self._top(each) for each in entries],
-            "text_offset": [self._step(token_id) for token_id in known],
+            "text_offset": [self._step(token_id) for token_id in ids],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
@@ -40,38 +72,33 @@ class LegacyLogprobs:
         return {token_name(self._tokenizer, token_id): finite(value) for token_id, value in pairs}
 
     def _step(self, token_id: int) -> int:
+        in_prompt = next(self._prompt_offsets, None)
+        if in_prompt is not None:
+            return in_prompt
         offset = self._offset
         self._offset += len(self._detokenizer.push(token_id))
         return offset
 
 
-class CompletionWriter:
-    """Writes the answers to all prompts of one body."""
+class CompletionWriter(Writer):
+    """Writes the answers to all prompts of one body; ``echoed`` are their texts, if asked for."""
+
+    whole_kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, service: Service, head: Head, body: CompletionRequest, prompts: list[Prompt]
+        self, service: Service, head: Head, body: CompletionRequest, echoed: list[str] | None
     ) -> None:
-        self._service = service
-        self._head = head
-        self._prompts = prompts
+        super().__init__(service, head, body)
+        self._echoed = echoed
         self._n = body.n or 1
-        self._echo = bool(body.echo)
         self._wants_logprobs = body.logprobs is not None
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
-    def _echoed(self, prompt_index: int) -> str:
-        prompt = self._prompts[prompt_index]
-        if not self._echo:
-            return ""
-        return prompt if isinstance(prompt, str) else self._service.llm.tokenizer.decode(prompt)
+    def _lead(self, prompt_index: int) -> str | None:
+        return None if self._echoed is None else self._echoed[prompt_index]
 
-    def legacy_logprobs(self, context_ids: Sequence[int]) -> LegacyLogprobs:
-        """For one choice that follows these tokens."""
-        return LegacyLogprobs(self._service, context_ids)
-
-    def refuse_aborted(self, reason: str, num_tokens: int) -> None:
-        """Raise for an answer that is none."""
-        refuse_aborted(reason, num_tokens, draining=self._service.llm.draining)
+    def legacy_logprobs(self, prompt_ids: Sequence[int], echoed: str | None) -> LegacyLogprobs:
+        """For one choice."""
+        return LegacyLogprobs(self._service.llm.tokenizer, prompt_ids, echoed)
 
     # -- whole ----------------------------------------------------------------------------------
 
@@ -82,35 +109,33 @@ class CompletionWriter:
             for prompt_index, completion in enumerate(completions)
             for choice in completion.choices
         ]
-        usage = usage_body(batch_usage([completion.usage for completion in completions]))
-        return {**self._head.body("text_completion", choices), "usage": usage}
+        return self.answer(choices, batch_usage([each.usage for each in completions]))
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> Body:
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        echoed = self._lead(prompt_index)
         return {
             "index": prompt_index * self._n + choice.index,
-            "text": self._echoed(prompt_index) + choice.text,
-            "logprobs": self._whole_logprobs(completion, choice),
+            "text": (echoed or "") + choice.text,
+            "logprobs": self._whole_logprobs(completion, choice, echoed),
             "finish_reason": reason_body(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
 
-    def _whole_logprobs(self, completion: Completion, choice: Choice) -> Body | None:
+    def _whole_logprobs(
+        self, completion: Completion, choice: Choice, echoed: str | None
+    ) -> Body | None:
         if choice.logprobs is None:
             return None
-        prompt_ids = completion.prompt_token_ids
-        if not self._echo:
-            return self.legacy_logprobs(prompt_ids).body(choice.logprobs)
         entries = [*(completion.prompt_logprobs or ()), *choice.logprobs]
-        return self.legacy_logprobs(()).body(entries, prompt_ids[0])
+        return self.legacy_logprobs(completion.prompt_token_ids, echoed).body(entries)
 
     # -- streamed -------------------------------------------------------------------------------
 
     async def events(self, answers: list[Answer]) -> AsyncGenerator[bytes]:
         """All answers as events."""
-        lead = self._echo and self._wants_logprobs
         states = [
-            _ChoiceWriter(self, answer, self._echoed(prompt_index), lead=lead)
+            _ChoiceWriter(self, answer, self._lead(prompt_index) if self._wants_logprobs else None)
             for prompt_index, answer in enumerate(answers)
             for _ in range(self._n)
         ]
@@ -124,58 +149,26 @@ class CompletionWriter:
                         yield chunk
                 for chunk in states[delta.index].chunks(delta):
                     yield chunk
-        if self._include_usage:
-            usage = batch_usage([answer.usage for answer in answers])
-            yield self._event([], usage_body(usage))
-        yield DONE
+        for last in self.end(batch_usage([answer.usage for answer in answers])):
+            yield last
 
     def _opening(self, count: int) -> Iterator[bytes]:
         """First chunks in order of the choices, where there are several or a prompt to echo."""
-        if count == 1 and not self._echo:
+        if count == 1 and self._echoed is None:
             return
         for index in range(count):
-            text = "" if self._wants_logprobs else self._echoed(index // self._n)
-            yield self.chunk(index, text)
-
-    def chunk(
-        self,
-        index: int,
-        text: str,
-        *,
-        logprobs: Body | None = None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> bytes:
-        """One chunk of one choice."""
-        choice: Body = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        if stop_reason is not None:
-            choice["stop_reason"] = stop_reason
-        return self._event([choice], None)
-
-    def _event(self, choices: list[Body], usage: Body | None) -> bytes:
-        chunk = self._head.body("text_completion", choices)
-        if self._include_usage:
-            chunk["usage"] = usage
-        return event(chunk)
+            text = None if self._wants_logprobs else self._lead(index // self._n)
+            yield self.chunk(index, {"text": text or ""})
 
 
 class _ChoiceWriter:
     """One streamed choice; with ``echo`` the prompt's log-probabilities lead its first ones."""
 
-    def __init__(
-        self, writer: CompletionWriter, answer: Answer, echoed: str, *, lead: bool
-    ) -> None:
-        prompt_ids = answer.prompt_token_ids
+    def __init__(self, writer: CompletionWriter, answer: Answer, echoed: str | None) -> None:
         self._writer = writer
-        self._first_id = prompt_ids[0]
-        self._legacy = writer.legacy_logprobs(() if lead else prompt_ids)
-        self._lead: list[TokenLogprob | None] = [None] if lead else []
-        self._echoed = echoed if lead else ""
+        self._legacy = writer.legacy_logprobs(answer.prompt_token_ids, echoed)
+        self._lead: list[TokenLogprob | None] = [] if echoed is None else [None]
+        self._echoed = echoed or ""
         self._num_tokens = 0
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
@@ -193,7 +186,7 @@ class _ChoiceWriter:
         if text or logprobs or reason is not None:
             yield self._writer.chunk(
                 delta.index,
-                text,
+                {"text": text},
                 logprobs=logprobs,
                 finish_reason=None if reason is None else reason_body(reason),
                 stop_reason=delta.stop_reason,
@@ -202,7 +195,7 @@ class _ChoiceWriter:
     def _logprobs(self, delta: TextDelta) -> Body | None:
         entries = [*self._lead, *(delta.logprobs or ())]
         self._lead = []
-        return self._legacy.body(entries, self._first_id) if entries else None
+        return self._legacy.body(entries) if entries else None
 
 
 async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta]:

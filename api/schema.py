@@ -151,8 +151,8 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
-class FlushRequest(Struct, kw_only=True):
-    """Body of /cache/flush: without a salt everything goes."""
+class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /cache/flush: without a salt everything goes, so a misspelt one is refused."""
 
     cache_salt: str | None = None
 
@@ -238,7 +238,7 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
     if message.tool_calls:
-        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = [_tool_call(call, path) for call in message.tool_calls]
     return plain
 
 
@@ -252,13 +252,16 @@ def _content(content: str | list[ContentPart] | None, path: str) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Templates want arguments as an object, clients send them as a JSON text."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
     try:
         arguments = msgspec.json.decode(function["arguments"])
-    except msgspec.DecodeError:
+    except RecursionError:
+        where = f"{path}.tool_calls"
+        raise InvalidRequest(f"{where}: arguments are nested too deeply", param=where) from None
+    except (msgspec.DecodeError, ValueError):
         return dict(call)  # a model may have written anything: it is shown as it is
     return {**call, "function": {**function, "arguments": arguments}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import overload
 
@@ -14,6 +14,7 @@ from .host import Host
 from .intake import (
     Conversation,
     Prompt,
+    is_one_conversation,
     is_one_prompt,
     many_ids,
     many_params,
@@ -90,8 +91,8 @@ class AsyncLLM(Host):
     ) -> Completion | list[Completion]:
         """The next message of one conversation or of a list of them."""
         await self.start()
-        if not messages or isinstance(messages[0], Mapping):
-            prompt = await self.render(messages)  # type: ignore[arg-type]
+        if is_one_conversation(messages):
+            prompt = await self.render(messages)
             return await self._generate_one(prompt, params, request_id)
         prompts = [await self.render(conversation) for conversation in messages]  # type: ignore[arg-type]
         return await self._generate_all(prompts, params, request_id)
@@ -128,31 +129,36 @@ class AsyncLLM(Host):
         each_params = many_params(params, len(prompts))
         each_id = many_ids(request_id, len(prompts))
         answers: list[Answer] = []
-        tasks: list[asyncio.Task[Completion]] = []
         try:
-            for one in zip(prompts, each_params, each_id, strict=True):
-                answers.append(await self._open_patiently(*one))
-                tasks.append(asyncio.create_task(self.finish(answers[-1])))
-            return await asyncio.gather(*tasks)
+            for own_params, own_id in zip(each_params, each_id, strict=True):
+                answers.append(self._register(own_params, own_id))
+            return await self._finish_all(answers, prompts)
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             for answer in answers:  # a task that never began has not done it
                 self.forget(answer)
 
-    async def _open_patiently(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
-    ) -> Answer:
-        """As `open`, but wait for room as long as something of ours is on its way."""
-        prompt_ids = await self._token_ids(prompt)
+    async def _finish_all(
+        self, answers: Sequence[Answer], prompts: Sequence[Prompt]
+    ) -> list[Completion]:
+        tasks: list[asyncio.Task[Completion]] = []
+        async with asyncio.TaskGroup() as group:
+            for answer, prompt in zip(answers, prompts, strict=True):
+                await self._prepare(answer, prompt)
+                await self._submit_patiently(answer)
+                tasks.append(group.create_task(self.finish(answer)))
+        return [task.result() for task in tasks]
+
+    async def _submit_patiently(self, answer: Answer) -> None:
+        """Wait for room as long as something of ours is on its way."""
         refused = False
         while True:
             self._room.clear()
             try:
-                return await self.open(prompt_ids, params, request_id=request_id)
+                return self._submit_choices(answer)
             except QueueFull as full:
-                if refused and not self._answers:
+                if refused and not any(each.generations for each in self._answers.values()):
                     raise
                 refused = True
                 await _wait(self._room, full.retry_after)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from .._version import __version__
 from .app import create_app
+from .connection import connection_class
 from .host import Host
 from .service import Settings
 
@@ -27,6 +31,7 @@ MAX_CONNECTIONS = 1024
 KEEP_ALIVE_SECONDS = 75
 FLUSH_SECONDS = 5  # for answers that are complete but not all sent
 WATCH_SECONDS = 1.0
+SOCKET_MODE = 0o600  # other users of the machine have no business here
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -59,14 +64,41 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(llm: Host, listen: Listen) -> int:
-    config = _uvicorn_config(llm, listen)
+    config = uvicorn_config(llm, listen)
     try:
-        sock = config.bind_socket()  # a port that is taken shows before the model is loaded
+        sock = _bind(config)  # a port that is taken shows before the model is loaded
     except SystemExit:  # uvicorn's way to say so; it has logged why
         return 1
-    with contextlib.closing(sock):
+    try:
         await llm.start()
         return await _serve_on(sock, llm, listen, config)
+    finally:
+        _unbind(sock, listen.uds)
+
+
+def _bind(config: uvicorn.Config) -> socket.socket:
+    if config.uds is None:
+        return config.bind_socket()
+    if _is_stale(Path(config.uds)):
+        Path(config.uds).unlink(missing_ok=True)
+    sock = config.bind_socket()
+    Path(config.uds).chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
+    return sock
+
+
+def _unbind(sock: socket.socket, uds: str | None) -> None:
+    sock.close()
+    if uds is not None:
+        Path(uds).unlink(missing_ok=True)
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether a server that was killed left this socket; another kind of file is nobody's."""
+    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server that is busy would keep us waiting
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
 
 
 async def _serve_on(sock: socket.socket, llm: Host, listen: Listen, config: uvicorn.Config) -> int:
@@ -81,13 +113,18 @@ async def _serve_on(sock: socket.socket, llm: Host, listen: Listen, config: uvic
     return keeper.exit_code
 
 
-def _uvicorn_config(llm: Host, listen: Listen) -> uvicorn.Config:
+def uvicorn_config(llm: Host, listen: Listen) -> uvicorn.Config:
+    """The app behind uvicorn, with every limit on what a client may hold."""
+    settings = listen.settings
+    protocol = connection_class(
+        header_seconds=settings.header_seconds, write_seconds=settings.write_seconds
+    )
     return uvicorn.Config(
-        create_app(llm, listen.settings),
+        create_app(llm, settings),
         host=listen.host,
         port=listen.port,
         uds=listen.uds,
-        http="h11",  # the other parser has no limit on headers
+        http=protocol,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",

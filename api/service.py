@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from ..core.errors import InvalidRequest
+from .connection import HEADER_SECONDS, WRITE_SECONDS
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .host import Host
 
@@ -16,6 +18,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 4 * 2**20
 MAX_DRAIN_BYTES = 64 * 2**20
 BODY_SECONDS = 30.0
+SHUTTING_DOWN = "the server is shutting down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class Settings:
     served_name: str | None = None  # None: the model's own
     max_body_bytes: int = MAX_BODY_BYTES
     ping_seconds: float = 10.0  # between signs of life of a stream that has nothing to say
+    header_seconds: float = HEADER_SECONDS  # for a header to arrive
+    write_seconds: float = WRITE_SECONDS  # for a client that reads nothing of what it is sent
 
 
 class Service:
@@ -46,12 +51,30 @@ class Service:
         if name is not None and name not in {self.model, built.name, built.folder.name}:
             raise unknown_model(name)
 
+    @property
+    def draining(self) -> bool:
+        """Whether the server was told to end."""
+        return self.llm.draining or self.llm.engine.draining
+
+    @property
+    def outage(self) -> str | None:
+        """Why nothing new is served, if so."""
+        if self.draining:
+            return SHUTTING_DOWN
+        return None if self.llm.ready else "the engine is not running"
+
     def check_ready(self) -> None:
         """Raise 503 before any work is done for a request that cannot be served."""
-        if self.llm.draining or self.llm.engine.draining:
-            raise unavailable("the server is shutting down")
-        if not self.llm.ready:
-            raise unavailable("the engine is not running")
+        if self.outage is not None:
+            raise unavailable(self.outage)
+
+    def check_room(self, num_prompts: int, n: int) -> None:
+        """Raise `InvalidRequest` for more requests in one body than even an idle engine takes."""
+        limits = self.llm.engine.scheduler.limits
+        room = limits.max_queued + limits.max_running
+        if num_prompts * n > room:
+            message = f"{num_prompts} prompts with n = {n} exceed the {room} requests that fit"
+            raise InvalidRequest(message, param="prompt" if num_prompts > 1 else "n")
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
         """The body, whole and checked."""

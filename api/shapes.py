@@ -10,7 +10,6 @@ from uuid import uuid4
 from .._version import __version__
 from ..core.request import Usage
 from ..core.step import TokenLogprob
-from .errors import unavailable
 from .tokenizer import Tokenizer
 
 Body = dict[str, object]
@@ -61,15 +60,11 @@ def usage_body(usage: Usage) -> Body:
 
 
 def reason_body(reason: str) -> str:
-    """OpenAI knows no "abort"; an answer cut short by its deadline is one of limited length."""
+    """OpenAI knows no "abort": an answer that its deadline cut short is one of limited length.
+
+    Its ``stop_reason`` says "deadline". Clients check ``finish_reason`` against a closed list.
+    """
     return "length" if reason == "abort" else reason
-
-
-def refuse_aborted(reason: str, num_tokens: int, *, draining: bool) -> None:
-    """An answer that was given up before it began, or because of a shutdown, is an error."""
-    if reason == "abort" and (draining or num_tokens == 0):
-        message = "the server is shutting down" if draining else "the request's deadline passed"
-        raise unavailable(message)
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Body:
@@ -104,4 +99,5 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can carry."""
-    return max(logprob, LOWEST_LOGPROB)
+    # Not max(): it gives a NaN back.
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB

@@ -19,16 +19,11 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 PING_SECONDS = 10.0
-WRITE_SECONDS = 30.0  # for a client that does not read
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-
-
-class WriteStalled(Exception):  # noqa: N818
-    """The client does not read."""
 
 
 def event(payload: object) -> bytes:
@@ -49,14 +44,12 @@ class EventStream(Response):
         *,
         close: Callable[[], None],
         ping_seconds: float = PING_SECONDS,
-        write_seconds: float = WRITE_SECONDS,
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._events = events
         self._close = close
         self._ping_seconds = ping_seconds
-        self._write_seconds = write_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Serve until the events end or the client leaves, whichever is first."""
@@ -79,32 +72,26 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for body in events:
-                    await self._write(send, body)
-        except WriteStalled:
-            logger.warning("a client read nothing for %s s and was dropped", self._write_seconds)
-            return
+                    await _write(send, body)
         except Exception as error:
             # The status line is gone: what remains is an event that clients raise as an error.
             answer = to_api_error(error)
             if answer.status == 500:
                 logger.error("a stream failed", exc_info=error)
-            await self._write(send, event(answer.body))
+            await _write(send, event(answer.body))
         finally:
             await _end([pings])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, send: Send, body: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._write_seconds):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except TimeoutError:
-            raise WriteStalled from None
 
     async def _ping(self, send: Send) -> None:
         """Keep the connection warm while nothing comes, as in a long prefill."""
         while True:
             await asyncio.sleep(self._ping_seconds)
-            await self._write(send, PING)
+            await _write(send, PING)
+
+
+async def _write(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def gone(receive: Receive) -> None:

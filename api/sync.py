@@ -6,12 +6,13 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from ..core.errors import EngineDead
+from ..core.errors import EngineDead, ForetokenError
 from ..core.params import SamplingParams
 from .intake import Conversation, Prompt
 from .results import Completion, TextDelta
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .build import Built
 
 T = TypeVar("T")
+OURS = "foretoken-"  # how the names of our threads begin, whatever they do
 
 
 class _LoopThread:
@@ -28,25 +30,25 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._pid = os.getpid()  # the thread does not follow into a fork
         self._closed = False
-        self._lock = threading.Lock()  # guards _closed: nothing is handed over after it is set
-        self._thread = threading.Thread(
-            target=self.loop.run_forever, name="foretoken-loop", daemon=True
-        )
+        # Guards _closed: nothing is handed over after it is set. The garbage collector may close
+        # a stream in the middle of a hand-over, on the same thread.
+        self._lock = threading.RLock()
+        self._left: set[Future[Any]] = set()  # nobody waits for these
+        self._thread = threading.Thread(target=self._serve, name=f"{OURS}loop", daemon=True)
         self._thread.start()
 
-    @property
-    def closed(self) -> bool:
-        """Whether `end` was called."""
-        return self._closed
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it on the loop and wait; leaving the wait, by Ctrl-C say, cancels it."""
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise EngineDead("this LLM is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise ForetokenError("an LLM cannot be called on its own event loop; use AsyncLLM")
+        future = self._hand_over(work)
         try:
             return future.result()
         except CancelledError:
@@ -55,18 +57,71 @@ class _LoopThread:
             future.cancel()
             raise
 
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it on the loop, if there still is one; wait for it unless this thread must not."""
+        with suppress(EngineDead):
+            if _may_wait():
+                self.run(work)
+            else:
+                self._left.add(future := self._hand_over(work))
+                future.add_done_callback(self._left.discard)
+
+    def soon(self, call: Callable[[str], None], argument: str) -> None:
+        """Call it on the loop, if there still is one; does not wait."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                if not self._closed:
+                    self.loop.call_soon_threadsafe(call, argument)
+
+    def _hand_over(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if os.getpid() != self._pid:
+            work.close()
+            raise EngineDead("this LLM was made before a fork")
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise EngineDead("this LLM is closed")
+
     def end(self, llm: AsyncLLM) -> None:
-        """Close the LLM and stop the thread; only the first call does."""
+        """Close the LLM and stop the thread; only the first call does, and none in a fork."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        if threading.current_thread() is self._thread:
-            return  # the garbage collector came by on the very thread that would have to wait
-        asyncio.run_coroutine_threadsafe(_close(llm), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        closing = asyncio.run_coroutine_threadsafe(_close(llm), self.loop)
+        closing.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
+        if _may_wait():
+            self._thread.join()
+            closing.result()
+
+
+def _may_wait() -> bool:
+    """False on a thread of ours, where the collector came by: closing would wait for it."""
+    return not threading.current_thread().name.startswith(OURS)
+
+
+class _Reader:
+    """The deltas of one answer, asked for from another thread; lives on the loop."""
+
+    def __init__(self, deltas: AsyncGenerator[TextDelta]) -> None:
+        self._deltas = deltas
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def next(self) -> TextDelta | None:
+        """The next one; None at the end."""
+        self._reading = asyncio.current_task()
+        return await anext(self._deltas, None)
+
+    async def close(self) -> None:
+        """End a read that was left by Ctrl-C, then the answer, which cannot end during a read."""
+        if self._reading is not None:
+            if not self._reading.cancelling():
+                self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._deltas.aclose()
 
 
 class LLM:
@@ -178,22 +233,16 @@ class LLM:
         request_id: str | None = None,
     ) -> Iterator[TextDelta]:
         """One delta per step, with all its tokens. Leaving early aborts the request."""
-        deltas = self._llm.stream(prompt, params, request_id=request_id)
+        reader = _Reader(self._llm.stream(prompt, params, request_id=request_id))
         try:
-            while (delta := self._run(_next(deltas))) is not None:
+            while (delta := self._run(reader.next())) is not None:
                 yield delta
         finally:
-            if not self._thread.closed:
-                self._run(deltas.aclose())
+            self._thread.finish(reader.close())
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored."""
-        if not self._thread.closed:
-            self._thread.loop.call_soon_threadsafe(self._llm.abort, request_id)
-
-
-async def _next(deltas: Any) -> TextDelta | None:  # noqa: ANN401 - anext's own type
-    return await anext(deltas, None)
+        self._thread.soon(self._llm.abort, request_id)
 
 
 async def _close(llm: AsyncLLM) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
 
+from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from .answer import Answer
 from .intake import Prompt
@@ -40,38 +43,58 @@ async def _chat(llm: AsyncLLM, params: SamplingParams, system: str | None) -> in
     async with llm:
         while (line := await _read_line()) is not None:
             messages.append({"role": "user", "content": line})
-            text = await _show(llm, await llm.render(messages), params)
-            messages.append({"role": "assistant", "content": text})
+            try:
+                text = await _show(llm, await llm.render(messages), params)
+            except InvalidRequest as error:  # too long, say
+                print(f"foretoken: {error}", file=sys.stderr)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": text})
     return 0
 
 
 async def _read_line() -> str | None:
     """The next line that says something; None at the end of stdin."""
-    while True:
+    while sys.stdin is not None:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-        line: str = await asyncio.to_thread(sys.stdin.readline)
+        line = await _in_daemon(sys.stdin.readline)
         if not line:
             return None
         if line.strip():
             return line.rstrip("\n")
+    return None
+
+
+async def _in_daemon(read: Callable[[], str]) -> str:
+    """Wait for it in a thread that may be left behind; an executor's is waited for at exit."""
+    future: Future[str] = Future()
+    future.set_running_or_notify_cancel()  # or leaving the wait would make the answer an error
+
+    def work() -> None:
+        try:
+            future.set_result(read())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="foretoken-stdin", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def _show(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> str:
-    """Print an answer as it comes; the choices of n > 1 one after the other."""
+    """Print an answer as it comes."""
     answer = await llm.open(prompt, params)
-    texts = [""] * params.n
+    texts = []
     try:
         async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
-                texts[delta.index] += delta.text
-                if params.n == 1:
-                    print(delta.text, end="", flush=True)
+                texts.append(delta.text)
+                print(delta.text, end="", flush=True)
     finally:
         llm.forget(answer)
-    print("" if params.n == 1 else "\n---\n".join(texts))
+    print()
     print(cost_line(answer), file=sys.stderr)
-    return texts[0]
+    return "".join(texts)
 
 
 def cost_line(answer: Answer) -> str:
@@ -83,7 +106,7 @@ def cost_line(answer: Answer) -> str:
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached",
         f"first token {usage.time_to_first_token * 1e3:.0f} ms",
     ]
-    if answer.params.n == 1 and usage.completion_tokens > 1:
+    if usage.completion_tokens > 1:
         between = (usage.total_time - usage.time_to_first_token) / (usage.completion_tokens - 1)
         parts.append(f"ITL {between * 1e3:.1f} ms")
     return f"[{', '.join(parts)}]"

@@ -145,3 +145,16 @@ class AnswerText:
         shown = len(whole) - held
         self._parts = [whole[shown:]] if held else []
         return whole[:shown]
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: itself if it can be printed, else the next one above 255."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in printable]
+    return {
+        **{chr(value): value for value in sorted(printable)},
+        **{chr(256 + index): value for index, value in enumerate(others)},
+    }
+
+
+BYTE_OF_CHAR = _alphabet()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.errors import InvalidRequest, ModelLoadError, PromptTooLong
-from .text import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from ..core.errors import EngineDead, InvalidRequest, ModelLoadError, PromptTooLong
+from .text import BYTE_OF_CHAR, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 T = TypeVar("T")
-INLINE_CHARS = 16_384  # longer texts are tokenised in a thread
+logger = logging.getLogger(__name__)
+INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
+MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
+NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a request share one
 SECONDS = 30.0  # for one text in that thread
 NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
 LOSSY = 4  # characters that a normaliser may fold into one
@@ -38,7 +42,9 @@ class Tokenizer:
         self._hf, self._backend = hf, backend
         self.max_model_len = max_model_len
         self._thread = ThreadPoolExecutor(1, "foretoken-tokenizer")
+        self._closed = False
         self._pieces: dict[int, bytes] = {}
+        self._word_ids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     @classmethod
     def load(cls, folder: Path, *, max_model_len: int) -> Tokenizer:
@@ -54,7 +60,8 @@ class Tokenizer:
         return cls(hf, max_model_len=max_model_len)
 
     def close(self) -> None:
-        """Stop the thread; what it works on is finished first."""
+        """Stop the thread; what it works on is finished first, what waits for it is refused."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # -- text to ids ----------------------------------------------------------------------------
@@ -68,7 +75,21 @@ class Tokenizer:
 
     def encode_word(self, word: str) -> list[int]:
         """Token ids of a short text, as it stands inside a longer one."""
-        return self._guard(lambda: self._encode(word, add_special_tokens=False))
+        return self._encode(word, add_special_tokens=False)
+
+    async def encode_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Token ids of short texts, as they stand inside longer ones."""
+        if words not in self._word_ids:
+            num_chars = sum(map(len, words)) + len(words)
+            ids = await self._work(num_chars, lambda: self._encode_words(words))
+            if len(self._word_ids) >= NUM_WORD_LISTS:
+                del self._word_ids[next(iter(self._word_ids))]
+            self._word_ids[words] = ids
+        return self._word_ids[words]
+
+    def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        batch = self._backend.encode_batch_fast(list(words), add_special_tokens=False)
+        return [tuple(each.ids) for each in batch]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # The batch call gives the interpreter lock back while it works; `encode` keeps it.
@@ -100,58 +121,76 @@ class Tokenizer:
                 raise InvalidRequest(message, param=param)
 
     async def _work(self, num_chars: int, job: Callable[[], T]) -> T:
-        """Short jobs at once, long ones in the thread, so that streams go on."""
+        """Short jobs at once, long ones in the thread, so that streams go on.
+
+        Raises `EngineDead` if it is closed meanwhile.
+        """
         if num_chars <= INLINE_CHARS:
-            return self._guard(job)
+            done = self._guard(job)
+            await asyncio.sleep(0)  # many short ones are long
+            return done
+        self._check_open()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SECONDS):
                 return await loop.run_in_executor(self._thread, self._guard, job)
         except TimeoutError:
             raise InvalidRequest("the prompt took too long to tokenise", param="prompt") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # the job was cancelled, not its caller
+                self._check_open()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed") from None
 
     @staticmethod
     def _guard(job: Callable[[], T]) -> T:
-        """Whatever a tokenizer or a template raises fails this request alone."""
+        """Whatever a tokenizer raises fails this request alone; what it says may tell too much."""
         try:
             return job()
         except InvalidRequest:
             raise
         except Exception as error:
-            message = f"the prompt cannot be tokenised: {error}"
-            raise InvalidRequest(message, param="prompt") from error
+            logger.warning("a prompt could not be tokenised", exc_info=error)
+            raise InvalidRequest("the prompt cannot be tokenised", param="prompt") from error
 
     # -- conversations --------------------------------------------------------------------------
 
     async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        **options: Any,  # noqa: ANN401 - the template's own
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format."""
+        """Token ids of a conversation in the model's own format; ``options`` are the template's."""
         if not getattr(self._hf, "chat_template", None):
             raise InvalidRequest("the model has no chat template", param="messages")
-        num_chars = sum(len(str(message.get("content"))) for message in messages)
+        _check_messages(messages)
+        self._check_options(options)
+        num_chars = _num_chars(messages, options)
         text = await self._work(num_chars, lambda: self._render(messages, options))
         return await self.encode(text, add_special_tokens=False)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        settings = {"add_generation_prompt": True, **options, "tokenize": False}
+    def _check_options(self, options: Mapping[str, Any]) -> None:
         for name in options:
             # A template, or an output format, is not for a request to choose.
             if name in self._reserved_options:
                 message = f"chat_template_kwargs must not hold {name}"
                 raise InvalidRequest(message, param="chat_template_kwargs")
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        settings = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             return str(self._hf.apply_chat_template(list(messages), **settings))
         except Exception as error:
-            message = f"the chat template refuses these messages: {error}"
-            raise InvalidRequest(message, param="messages") from error
+            logger.warning("the chat template failed", exc_info=error)
+            raise InvalidRequest(_template_error(error), param="messages") from error
 
     @cached_property
     def _reserved_options(self) -> set[str]:
         names = set(inspect.signature(self._hf.apply_chat_template).parameters)
-        return names - {"add_generation_prompt", "continue_final_message"}
+        free = {"add_generation_prompt", "continue_final_message"}
+        return names - free | {"self", "messages", "conversations"}  # what names end up as inside
 
     # -- ids to text ----------------------------------------------------------------------------
 
@@ -209,7 +248,7 @@ class Tokenizer:
     def is_byte_level(self) -> bool:
         """Whether every token is a run of bytes, written in GPT-2's alphabet."""
         decoder = self._backend.decoder
-        return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+        return decoder is not None and _is_byte_level(json.loads(decoder.__getstate__()))
 
     @cached_property
     def _byte_values(self) -> dict[int, int]:
@@ -217,14 +256,40 @@ class Tokenizer:
         return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
 
 
-def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: itself if it can be printed, else the next one above 255."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [value for value in range(256) if value not in printable]
-    return {
-        **{chr(value): value for value in sorted(printable)},
-        **{chr(256 + index): value for index, value in enumerate(others)},
-    }
+def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    members = decoder.get("decoders", ())
+    if decoder["type"] == "Sequence" and len(members) == 1:
+        return _is_byte_level(members[0])
+    return bool(decoder["type"] == "ByteLevel")
 
 
-BYTE_OF_CHAR = _alphabet()
+def _check_messages(messages: object) -> None:
+    if (
+        not isinstance(messages, Sequence)
+        or isinstance(messages, str | bytes)
+        or not all(isinstance(message, Mapping) for message in messages)
+    ):
+        raise InvalidRequest("messages must be objects with role and content", param="messages")
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int:
+    """About how long a conversation is, counted no further than matters for where it is done."""
+    total = MESSAGE_CHARS * len(messages)
+    left: list[object] = [*messages, options]
+    while left and total <= INLINE_CHARS:
+        value = left.pop()
+        total += len(value) if isinstance(value, str) else 1
+        if isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            left += value
+    return total
+
+
+def _template_error(error: Exception) -> str:
+    """What a caller may read: what the template's author wrote, and which field is missing."""
+    from jinja2 import TemplateError, UndefinedError
+
+    if type(error) in (TemplateError, UndefinedError, ValueError):
+        return f"the chat template refuses these messages: {error}"
+    return "the chat template cannot render these messages"

@@ -1,9 +1,9 @@
-"""The recipe: four stages, in the order in which they run.
+"""The recipe: five stages, in the order in which they run.
 
 `target` learns the text. `draft` learns the text, then the target. `copy` teaches the draft to copy
 from its context, which so small a model hardly finds by itself, then goes on with text and target.
 `match` goes back to the target with the text and the draft's habits in its loss: it gives up a
-little of what so small a draft cannot follow.
+little of what so small a draft cannot follow. `refine` follows the target there.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Literal
 from .distill import Mix
 from .models import Role
 
-StageName = Literal["target", "draft", "copy", "match"]
+StageName = Literal["target", "draft", "copy", "match", "refine"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ STAGES: dict[StageName, Stage] = {
             repeat_rows=4,
             repeat_until=0.14,
         ),
-        Stage("match", "target", ((0.0, Mix(ce=1, tv=2)),), fresh=False, rate=0.3),
+        Stage("match", "target", ((0.0, Mix(ce=1, tv=4)),), fresh=False, rate=0.4),
+        Stage("refine", "draft", ((0.0, Mix(kl=0.3, tv=1)),), fresh=False, rate=0.3),
     )
 }

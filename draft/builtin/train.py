@@ -27,7 +27,13 @@ from .trainer import Loss, Settings, Trainer
 log = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
-MINUTES: dict[StageName, float] = {"target": 60, "draft": 20, "copy": 15, "match": 6}
+MINUTES: dict[StageName, float] = {
+    "target": 60,
+    "draft": 20,
+    "copy": 15,
+    "match": 5,
+    "refine": 5,
+}
 
 
 def use_attention(model: Qwen3ForCausalLM, implementation: str) -> None:

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent))  # for fake_engine
 from fake_engine import FakeEngine, make_built
 
 from foretoken import LLM, AsyncLLM
-from foretoken.api.app import create_app
+from foretoken.api.server import Listen, uvicorn_config
 from foretoken.api.service import Settings
 from foretoken.api.tokenizer import Tokenizer
 
@@ -173,10 +173,9 @@ class RunningServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         await self.llm.start()
-        config = uvicorn.Config(
-            create_app(self.llm, self._settings), port=0, http="h11", ws="none",
-            lifespan="off", log_level="critical", timeout_graceful_shutdown=1,
-        )  # fmt: skip
+        listen = Listen(port=0, log_level="critical", settings=self._settings)
+        config = uvicorn_config(self.llm, listen)
+        config.timeout_graceful_shutdown = 1
         self._server = server = uvicorn.Server(config)
         server.capture_signals = contextlib.nullcontext
         startup = server.startup

@@ -52,6 +52,8 @@ class FakeEngine:
         self.draining = False
         self.alive = False
         self.metrics = SimpleNamespace(render=lambda: (b"foretoken:x 1\n", "text/plain"))
+        limits = SimpleNamespace(max_running=8, max_queued=32)
+        self.scheduler = SimpleNamespace(limits=limits)
         self._live: dict[str, Live] = {}
         self._task: asyncio.Task[None] | None = None
 

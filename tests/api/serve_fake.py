@@ -1,4 +1,4 @@
-"""A server process over the fake engine: python serve_fake.py FOLDER EOS VOCAB_SIZE PORT DRAIN."""
+"""A server over the fake engine: python serve_fake.py FOLDER EOS VOCAB_SIZE PORT DRAIN [UDS]."""
 
 import sys
 import threading
@@ -22,7 +22,7 @@ def load(folder: Path, *, max_model_len: int) -> Tokenizer:
 
 
 Tokenizer.load = load
-folder, eos, vocab_size, port, drain = sys.argv[1:]
+folder, eos, vocab_size, port, drain, *uds = sys.argv[1:]
 engine = FakeEngine()
 engine.by_hand = True
 
@@ -44,5 +44,5 @@ def tell() -> None:
 for target in (obey, tell):
     threading.Thread(target=target, daemon=True).start()
 built = make_built(engine, Path(folder), int(eos), int(vocab_size))
-listen = Listen(port=int(port), drain_seconds=float(drain))
+listen = Listen(port=int(port), uds=uds[0] if uds else None, drain_seconds=float(drain))
 sys.exit(run(AsyncLLM.from_built(built), listen))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -188,3 +191,52 @@ def test_the_cost_line_is_honest_about_a_draw_of_nothing():
     usage = foretoken.Usage(prompt_tokens=3)
     answer = SimpleNamespace(usage=usage, params=foretoken.SamplingParams())
     assert terminal.cost_line(answer).startswith("[0 tokens in 0 steps, 0.00 tokens/step, 0 of 3")
+
+
+def test_chat_without_a_stdin_ends_at_once(here, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["chat"]) == 0
+
+
+def test_ctrl_c_ends_a_chat_that_waits_for_a_line(here, monkeypatch):
+    typed = threading.Event()  # never, as long as chat runs
+
+    class Terminal(io.StringIO):
+        def readline(self, *args):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            typed.wait(10)
+            return ""
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    try:
+        assert cli.main(["chat"]) == 130
+        [reader] = [t for t in threading.enumerate() if t.name == "foretoken-stdin"]
+        assert reader.daemon
+    finally:
+        typed.set()
+    reader.join(10)
+
+
+def test_chat_says_in_one_line_that_a_message_is_refused_and_goes_on(
+    here, say, engine, capsys, monkeypatch
+):
+    say("hello")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 100_000 + "\nhi\n"))
+    assert cli.main(["chat"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    refusal, cost = err.splitlines()
+    assert refusal.startswith("foretoken: prompt is too long")
+    assert cost.startswith("[")
+    assert engine.requests[0].prompt_len < 100, "the refused message is forgotten"
+
+
+def test_run_ends_quietly_when_the_reader_of_its_output_leaves(here, say, monkeypatch, capfd):
+    say("hello world")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(["run", "The quick"]) == 141
+        print("what is left in the buffer does not raise at exit", file=out, flush=True)
+    assert capfd.readouterr().err == ""

@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 import foretoken
+from foretoken.api.connection import Connection
 from foretoken.api.sse import EventStream
 
 SECONDS = 10
@@ -126,6 +128,130 @@ def test_an_event_stream_says_what_it_is(http):
     assert '"error"' not in answer.text
 
 
+# -- clients that owe something ------------------------------------------------------------------
+
+
+def connections(server):
+    return server.do(lambda: list(server._server.server_state.connections))
+
+
+def wait_until_dropped(server):
+    deadline = time.monotonic() + SECONDS
+    while connections(server):
+        assert time.monotonic() < deadline, "the connection is still held"
+
+
+def ended(client) -> bool:
+    try:
+        return client.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def stuck():
+    """A client that reads nothing, and whose kernel takes in little."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(SECONDS)
+        yield client
+
+
+def send_unread(stuck, server, request: bytes):
+    """Connect, let the server's kernel take in little too, and send."""
+    stuck.connect(("127.0.0.1", server.port))
+    deadline = time.monotonic() + SECONDS
+    while not (found := connections(server)):
+        assert time.monotonic() < deadline
+    sock = found[0].transport.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    stuck.sendall(request)
+
+
+def test_a_stream_that_nobody_reads_is_aborted_and_its_connection_dropped(serve, engine, stuck):
+    server = serve(write_seconds=0.05)
+    engine.by_hand = True
+    body = {"prompt": [5], "stream": True, "max_tokens": 250, "logprobs": 20}
+    send_unread(stuck, server, raw_request("/v1/completions", json.dumps(body).encode()))
+    assert engine.submitted.acquire(timeout=SECONDS)
+    for _ in range(240):  # more than the kernels hold
+        server.do(engine.step)
+        if engine.was_aborted.acquire(timeout=0.02):
+            break
+    else:
+        pytest.fail("the request was never aborted")
+    wait_until_dropped(server)
+
+
+@pytest.mark.parametrize("header", ["Connection: close", "Connection: keep-alive"])
+@pytest.mark.parametrize("n", [1, 8])  # less and more than what uvicorn calls a full buffer
+def test_a_whole_answer_that_nobody_reads_does_not_keep_its_connection(serve, stuck, header, n):
+    server = serve(write_seconds=0.05)
+    body = json.dumps({"prompt": [5], "n": n, "max_tokens": 100, "logprobs": 20}).encode()
+    send_unread(stuck, server, raw_request("/v1/completions", body, header))
+    wait_until_dropped(server)
+
+
+def test_a_slow_reader_is_not_dropped_while_it_reads():
+    timers, size = [], 100
+    loop = SimpleNamespace(call_later=lambda *args: timers.append(args) or SimpleNamespace())
+    transport = SimpleNamespace(
+        get_write_buffer_size=lambda: size, abort=lambda: timers.append("abort")
+    )
+    connection = Connection.__new__(Connection)
+    connection.loop, connection.transport = loop, transport
+    connection._expect_reading()
+    size = 50
+    for _ in range(2):
+        _seconds, check, *args = timers.pop()
+        check(*args)
+        if "abort" not in timers:
+            assert len(timers) == 1
+    assert timers == ["abort"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /version HTTP/1.1\r\nHost: x\r\n"])
+def test_a_header_that_does_not_come_ends_the_connection(serve, sent):
+    with closing(connect(serve(header_seconds=0.05))) as client:
+        client.sendall(sent)
+        assert ended(client)
+
+
+def test_half_a_second_header_ends_the_connection_and_silence_may_last_longer(serve):
+    with closing(connect(serve(header_seconds=0.05))) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        while b"}" not in client.recv(4096):
+            pass
+        client.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        client.settimeout(SECONDS)
+        client.sendall(b"GET")
+        assert ended(client)
+
+
+def test_a_request_that_has_come_may_take_longer_than_its_header(serve, engine):
+    engine.by_hand = True
+    server = serve(header_seconds=0.05, ping_seconds=0.02)
+    with closing(connect(server)) as client:
+        body = json.dumps({**CHAT, "stream": True, "max_tokens": 1}).encode()
+        client.sendall(raw_request("/v1/chat/completions", body))
+        seen = b""
+        while seen.count(b": ping") < 6:
+            seen += client.recv(4096)
+        server.do(engine.step)
+        while b"[DONE]" not in seen:
+            seen += client.recv(4096)
+
+
+def test_more_than_a_hundred_header_fields_are_refused(http):
+    few = {f"x-{index}": "1" for index in range(80)}
+    assert http.get("/version", headers=few).status_code == 200
+    many = http.get("/version", headers=few | {f"y-{index}": "1" for index in range(30)})
+    assert many.status_code == 431
+    assert set(many.json()["error"]) == {"message", "type", "param", "code"}
+
+
 # -- bodies -------------------------------------------------------------------------------------
 
 
@@ -147,6 +273,15 @@ def test_a_malformed_body_is_a_400_with_openais_error(http, body):
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert answer.headers["content-type"] == "application/json"
+
+
+def test_arguments_of_a_tool_call_that_are_nested_deep_are_a_400(http):
+    function = {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000}
+    call = {"id": "c", "type": "function", "function": function}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = http.post("/v1/chat/completions", json={"messages": [*CHAT["messages"], turn]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[1].tool_calls"
 
 
 def test_a_body_over_the_limit_is_413_with_or_without_its_length(server, http):
@@ -249,6 +384,46 @@ def test_health_and_readiness_follow_the_engine(server, http, engine):
     answer = http.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == 503
     assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [[5]] * 11, "n": 4}, "prompt"),
+        ("/v1/completions", {"prompt": [[5]] * 41}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "n": 5}, "n"),
+        ("/v1/chat/completions", {**CHAT, "n": 5}, "n"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_of_more_requests_than_an_idle_engine_takes_is_a_400(
+    http, engine, path, body, param, stream
+):
+    limits = engine.scheduler.limits
+    limits.max_running, limits.max_queued = (8, 32) if param == "prompt" else (4, 0)
+    answer = http.post(path, json={**body, "stream": stream, "max_tokens": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert not engine.requests
+    most = {"prompt": [[5]] * (limits.max_running + limits.max_queued), "max_tokens": 1}
+    assert http.post("/v1/completions", json=most).status_code == 200
+
+
+def test_an_engine_that_drains_is_not_ready_and_says_so_everywhere(server, http, engine):
+    engine.by_hand = True
+    answers = []
+    asker = threading.Thread(
+        target=lambda: answers.append(http.post("/v1/chat/completions", json={**CHAT, "seed": 0}))
+    )
+    asker.start()
+    assert engine.submitted.acquire(timeout=SECONDS)
+    engine.draining = True
+    server.do(engine.step)
+    server.do(lambda: engine.abort(engine.requests[0].request_id))
+    asker.join(SECONDS)
+    for answer in (answers[0], httpx.get(f"{server.url}/ready")):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the server is shutting down"
 
 
 def test_while_draining_new_requests_are_503_and_running_ones_finish(server, http, engine):
@@ -355,7 +530,7 @@ def test_version_and_metrics_are_told(http):
 # -- the event stream by itself -----------------------------------------------------------------
 
 
-def test_a_client_that_reads_nothing_for_too_long_is_dropped_and_its_events_are_closed():
+def test_a_client_that_leaves_during_a_send_has_its_events_closed():
     ended = []
 
     async def events():
@@ -365,12 +540,21 @@ def test_a_client_that_reads_nothing_for_too_long_is_dropped_and_its_events_are_
         finally:
             ended.append("events")
 
-    async def send(message):
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
+    async def body():
+        sending = asyncio.Event()
 
-    stream = EventStream(events(), close=lambda: ended.append("closed"), write_seconds=0.01)
-    asyncio.run(stream({}, asyncio.Event().wait, send))
+        async def send(message):
+            if message["type"] == "http.response.body":
+                sending.set()
+                await asyncio.Event().wait()
+
+        async def receive():
+            await sending.wait()
+            return {"type": "http.disconnect"}
+
+        await EventStream(events(), close=lambda: ended.append("closed"))({}, receive, send)
+
+    asyncio.run(body())
     assert ended == ["events", "closed"]
 
 

@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from foretoken import EngineDead, InvalidRequest, PromptTooLong, QueueFull
+from foretoken.api.legacy import echo_ids, echo_offsets
+from foretoken.api.shapes import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
 SPECULATION = {"proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source"}
@@ -270,6 +272,40 @@ def test_echoed_logprobs_cover_prompt_and_answer(client, say, tokenizer, stream)
     tops = [top for each in lists for top in each.top_logprobs]
     assert tops[0] is None
     assert all(token in top for token, top in zip(tokens[1:], tops[1:], strict=True))
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a<|im_end|>b 東", "<|im_start|>a", "é<|im_start|>"])
+def test_offsets_point_into_the_echoed_text_behind_special_tokens_too(
+    client, say, tokenizer, prompt, as_ids, stream
+):
+    say("ok")
+    given = tokenizer.encode_word(prompt) if as_ids else prompt
+    answer = complete(client, given, echo=True, logprobs=0, stream=stream)
+    chunks = list(answer) if stream else [answer]
+    text = "".join(c.choices[0].text for c in chunks)
+    lists = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    places = [pair for each in lists for pair in zip(each.tokens, each.text_offset, strict=True)]
+    assert text == f"{prompt}ok"
+    whole = [pair for pair in places[:-1] if not pair[0].startswith("bytes:")]
+    assert all(text.startswith(token, offset) for token, offset in whole)
+    assert places[-1] == ("<|im_end|>", len(text))
+
+
+def test_a_token_that_encoding_adds_takes_no_room_in_the_echoed_text(tokenizer):
+    bos = tokenizer.vocab["<|im_start|>"]
+    ids = [bos, *tokenizer.encode_word("a<|im_start|>b")]
+    text = echo_ids(tokenizer, ids, [bos])
+    assert text == "a<|im_start|>b"
+    assert list(echo_offsets(tokenizer, ids, text)) == [0, 0, 1, 13]
+    assert echo_ids(tokenizer, ids[1:], [bos]) == text
+
+
+def test_a_logprob_is_always_a_number_that_json_has():
+    for odd in (math.nan, -math.inf, -1e30):
+        assert finite(odd) == LOWEST_LOGPROB
+    assert finite(-0.5) == -0.5
 
 
 def test_legacy_logprobs_name_pieces_of_characters_by_their_bytes(client, say):

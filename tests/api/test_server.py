@@ -13,6 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from foretoken import AsyncLLM, ModelLoadError
+from foretoken.api.server import Listen, run
+
 SECONDS = 30
 SCRIPT = Path(__file__).with_name("serve_fake.py")
 
@@ -20,9 +23,9 @@ SCRIPT = Path(__file__).with_name("serve_fake.py")
 class Process:
     """serve_fake.py, with its ready line read."""
 
-    def __init__(self, built, drain=20.0, port=0):
+    def __init__(self, built, drain=20.0, port=0, uds=()):
         eos = next(iter(built.eos_token_ids))
-        args = [built.folder, eos, built.vocab_size, port, drain]
+        args = [built.folder, eos, built.vocab_size, port, drain, *uds]
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), *map(str, args)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -132,3 +135,55 @@ def test_a_port_that_is_taken_is_an_error_and_not_a_traceback(start):
     assert second.end() == 1
     assert "Address already in use" in second.line
     assert "Traceback" not in second.process.stderr.read()
+
+
+# -- a Unix socket ------------------------------------------------------------------------------
+
+
+def get_version(path):
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=SECONDS) as http:
+        return http.get("http://x/version").status_code
+
+
+def test_a_unix_socket_is_its_owners_alone_and_goes_with_the_server(start, tmp_path):
+    path = tmp_path / "s"
+    for _ in range(2):
+        server = start(uds=[path])
+        assert f"unix:{path}" in server.line
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert get_version(path) == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+        assert not path.exists()
+
+
+def test_the_socket_that_a_killed_server_left_is_in_nobodys_way(start, tmp_path):
+    path = tmp_path / "s"
+    killed = start(uds=[path])
+    killed.process.kill()
+    killed.end()
+    assert path.is_socket()
+    start(uds=[path])
+    assert get_version(path) == 200
+
+
+def test_a_socket_that_is_served_and_a_file_that_is_none_are_left_alone(start, tmp_path):
+    path, file = tmp_path / "s", tmp_path / "f"
+    start(uds=[path])
+    file.write_text("mine")
+    for taken in (path, file):
+        second = start(uds=[taken])
+        assert second.end() == 1
+        assert "Address already in use" in second.line
+    assert get_version(path) == 200
+    assert file.read_text() == "mine"
+
+
+def test_a_model_that_does_not_load_leaves_no_socket(built, monkeypatch, tmp_path):
+    async def fail(self):
+        raise ModelLoadError("no weights")
+
+    monkeypatch.setattr(AsyncLLM, "start", fail)
+    with pytest.raises(ModelLoadError):
+        run(AsyncLLM.from_built(built), Listen(uds=str(tmp_path / "s")))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,115 @@
+"""What a tokenizer tells of its failures, what it does in its thread, which decoder it finds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+from jinja2 import TemplateError, UndefinedError
+
+from foretoken import InvalidRequest
+from foretoken.api.text import BYTE_OF_CHAR, ByteDetokenizer
+from foretoken.api.tokenizer import INLINE_CHARS, Tokenizer
+
+TALK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def own(byte_level_folder):
+    """A tokenizer that a test may bend."""
+    loaded = Tokenizer.load(byte_level_folder, max_model_len=10**9)
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (TemplateError("roles must alternate"), True),
+        (UndefinedError("'dict object' has no attribute 'function'"), True),
+        (ValueError("the final message is not in the chat"), True),
+        (FileNotFoundError("/srv/secret"), False),
+        (TypeError("/srv/secret"), False),
+        (UnicodeError("/srv/secret"), False),
+    ],
+    ids=repr,
+)
+def test_only_what_a_template_says_on_purpose_is_shown(own, caplog, error, shown):
+    def fail(messages, **settings):
+        raise error
+
+    own._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
+    own._reserved_options = frozenset()
+    with pytest.raises(InvalidRequest) as info:
+        asyncio.run(own.encode_chat(TALK, {}))
+    assert info.value.param == "messages"
+    assert (str(error) in str(info.value)) == shown
+    assert caplog.records[0].exc_info[1] is error, "it is in the log"
+
+
+def test_what_a_broken_tokenizer_says_is_logged_and_not_shown(own, caplog):
+    def fail(text, **options):
+        raise RuntimeError("/srv/secret")
+
+    own._encode = fail
+    with pytest.raises(InvalidRequest, match=r"^the prompt cannot be tokenised$"):
+        asyncio.run(own.encode("hi"))
+    assert str(caplog.records[0].exc_info[1]) == "/srv/secret"
+
+
+def test_the_loop_turns_between_short_prompts(own):
+    turns = []
+
+    async def body():
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        await own.encode("hi")
+        assert turns == [1]
+
+    asyncio.run(body())
+
+
+CALL = {"id": "a", "function": {"name": "f", "arguments": {"k": ["x" * INLINE_CHARS]}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "in_thread"),
+    [
+        (TALK, {}, False),
+        ([{"role": "user", "content": "x" * INLINE_CHARS}], {}, True),
+        ([{"role": "user", "content": ""}] * 1000, {}, True),
+        ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], {}, True),
+        ([{"role": "user", "content": "", "parts": list(range(INLINE_CHARS))}], {}, True),
+        (TALK, {"hint": "x" * INLINE_CHARS}, True),
+    ],
+    ids=["short", "long", "many", "calls", "numbers", "options"],
+)
+def test_a_conversation_that_is_long_in_any_way_is_rendered_in_the_thread(
+    own, messages, options, in_thread
+):
+    seen = []
+
+    def render(messages, options):
+        seen.append(threading.current_thread().name)
+        return "x"
+
+    own._render = render
+    asyncio.run(own.encode_chat(messages, options))
+    assert seen[0].startswith("foretoken-tokenizer") == in_thread
+
+
+def test_a_byte_level_decoder_alone_in_a_sequence_is_byte_level():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    vocab = dict(BYTE_OF_CHAR)
+    backend = Backend(models.BPE(vocab, []))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    loaded = Tokenizer(SimpleNamespace(backend_tokenizer=backend), max_model_len=99)
+    detokenizer = loaded.detokenizer()
+    assert isinstance(detokenizer, ByteDetokenizer)
+    text = "👩‍👩‍👧 東京 é"
+    assert "".join(map(detokenizer.push, text.encode())) == text
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    assert not Tokenizer(SimpleNamespace(backend_tokenizer=backend), max_model_len=9).is_byte_level
