@@ -1,8 +1,8 @@
 """Checkpoints made on the spot: real shapes, random weights, acceptance under control.
 
 Random weights make acceptance meaningless, so the pair is built to agree: every layer of the
-target but the first writes only ``eps`` times its output, and the draft is the first layer. At
-``eps`` = 0.06 greedy choices agree about 8 times in 10. Benchmarks label it as simulated.
+target but the first writes only ``eps`` times its output, and the draft is the first layer. The
+smaller ``eps``, the more they agree. Acceptance of such a pair is simulated, not real.
 """
 
 from __future__ import annotations
