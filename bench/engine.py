@@ -196,7 +196,15 @@ def _compare(folder: Path, built: Built, work: Workload, repeats: int) -> list[d
         name = f"foretoken, cache {_on(cache)}, speculation {_on(spec)}"
         rows.append(_figures(name, outcomes, baseline))
     _check_equal(measured)
-    return rows
+    return [*rows, _roofline(folder, rows[0], baseline)]
+
+
+def _roofline(folder: Path, columns: dict[str, object], baseline: float) -> dict[str, object]:
+    """Plain decoding at batch 1 cannot be faster than reading every weight once a token."""
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    rate = read_bandwidth() / num_bytes
+    found = {"setting": "roofline, batch 1", "tok/s": rate, "x transformers": rate / baseline}
+    return {column: found.get(column, "-") for column in columns}
 
 
 def _on(flag: bool) -> str:
