@@ -28,6 +28,7 @@ class _Levels(Collector):
         self._scheduler = scheduler
 
     def collect(self) -> Iterable[Metric]:
+        """Gauges and counters as they stand now; called by the registry."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         yield from _gauge("num_requests_running", "Requests that take part in steps",
                           len(scheduler.running))  # fmt: skip
