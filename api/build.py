@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +51,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     Raises `ModelLoadError`, or `InvalidRequest` for an option that does not suit the model.
     """
     folder = BUILTIN / "target" if model is None else find_folder(model)
-    with _one_thread():
-        target = _load(folder, config)
-        drafts = _load_drafts(config, folder, target, is_builtin=model is None)
+    target = _load(folder, config)
+    drafts = _load_drafts(config, folder, target, is_builtin=model is None)
     num_pages = _num_pages(config, [target, *drafts.values()])
     pools = [
         decoder.make_pool(num_pages, page_size=config.page_size)
@@ -109,19 +107,6 @@ def _thread_setter(threads: int | None) -> Callable[[], None]:
     """
     count = threads or max(1, len(os.sched_getaffinity(0)) - 1)
     return lambda: torch.set_num_threads(count)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Load with one thread. More would leave an idle OpenMP team in this thread, and with more
-    threads about than cores OpenMP stops spinning: a decode step took 19 ms instead of 8.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _load(folder: Path, config: EngineConfig) -> Decoder:
