@@ -6,6 +6,8 @@ text and counts are cut alike, and what was accepted beyond the cut is as if it 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .request import Delta, FinishReason, Request
 from .step import PlanRow, RowOutput, TokenLogprob
 
@@ -55,10 +57,19 @@ def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
     usage.proposed_tokens += out.num_proposed
     usage.accepted_tokens += served
     usage.verify_steps += 1
+    usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
     delta.num_proposed = out.num_proposed
+    delta.proposed_sources = list(out.sources)
     delta.accepted_sources = list(out.sources[:served])
-    for source in delta.accepted_sources:
-        usage.accepted_by_source[source] = usage.accepted_by_source.get(source, 0) + 1
+    own = len(delta.token_ids) - served
+    delta.token_sources = [*delta.accepted_sources, *[""] * own]
+    _tally(usage.proposed_by_source, delta.proposed_sources)
+    _tally(usage.accepted_by_source, delta.accepted_sources)
+
+
+def _tally(counts: dict[str, int], sources: Iterable[str]) -> None:
+    for source in sources:
+        counts[source] = counts.get(source, 0) + 1
 
 
 def _new_prompt_logprobs(request: Request, row: PlanRow, out: RowOutput) -> list[TokenLogprob]:

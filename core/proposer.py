@@ -1,34 +1,21 @@
-"""The protocol of everything that guesses.
+"""The protocol of what guesses with a model of its own.
 
 A proposer runs in the model thread, just before the target's forward pass. What it proposes can
 never change the output (see verify.py), only how many tokens a step yields, so it may fail,
-guess wildly or return nothing.
+guess wildly or return nothing. What guesses from token ids alone is a source of the `Speculator`
+on the event loop's side (see speculation.py).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from .step import PlanRow
+from .step import Draft, PlanRow
 
 DraftRow = PlanRow
 """A row as a proposer sees it: it may propose at most ``max_draft`` tokens after ``tokens``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens guessed to follow a request's ``tokens``, and the source of each."""
-
-    token_ids: Sequence[int] = ()
-    sources: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, token_ids: Sequence[int], source: str) -> Draft:
-        """A draft whose tokens all come from one source."""
-        return cls(token_ids, (source,) * len(token_ids))
 
 
 class Proposer(Protocol):

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Literal
 
 from ..radix_cache import KVLease
 from .errors import ForetokenError
@@ -42,6 +43,8 @@ class Usage:
     accepted_tokens: int = 0  # draft tokens that were served
     verify_steps: int = 0  # steps that yielded tokens: completion = accepted + one a step
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    proposed_by_source: dict[str, int] = field(default_factory=dict)
+    steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
     total_time: float = 0.0
@@ -55,7 +58,9 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_proposed: int = 0  # draft tokens that were verified
+    proposed_sources: list[str] = field(default_factory=list)  # [num_proposed]
     accepted_sources: list[str] = field(default_factory=list)  # of each draft token served
+    token_sources: list[str] = field(default_factory=list)  # [token_ids] "" for the target's own
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string, if any
     error: ForetokenError | None = None  # terminal, as finish_reason is
@@ -71,7 +76,9 @@ class Delta:
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
         self.num_proposed += later.num_proposed
+        self.proposed_sources += later.proposed_sources
         self.accepted_sources += later.accepted_sources
+        self.token_sources += later.token_sources
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.error = later.error
@@ -89,7 +96,8 @@ class Request:
     tokens: array[int]  # the prompt, then the output; grows in Scheduler.commit only
     sampling: RowSampling
     stop_ids: frozenset[int] = frozenset()  # end the answer: eos and stop_token_ids
-    depth: int | None = None  # draft tokens a step; None: as the engine sees fit
+    depth: int | Literal["auto"] | None = None  # draft tokens a step; None: as the engine is set
+    prediction: array[int] | None = None  # the caller's own guess at the answer
     namespace: str | None = None  # cache_salt: shares KV and drafts with its like alone
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival

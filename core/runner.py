@@ -13,8 +13,8 @@ import torch
 from .batch import RaggedBatch, Segment, build_batch
 from .kv_pool import KVPool
 from .model.decoder import Decoder
-from .proposer import Draft, Proposer
-from .step import PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
+from .proposer import Proposer
+from .step import Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs, verify
 
 logger = logging.getLogger(__name__)

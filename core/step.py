@@ -28,12 +28,38 @@ class RowSampling:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens guessed to follow a request's ``tokens``, and the source of each."""
+
+    token_ids: Sequence[int] = ()
+    sources: Sequence[str] = ()  # [len(token_ids)]
+    backlog: int = 0  # tokens whose KV the model that guesses still lacks
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], source: str) -> Draft:
+        """A draft whose tokens all come from one source."""
+        return cls(token_ids, (source,) * len(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Another guess for the positions after a request's ``tokens``, verified beside the first.
+
+    Its page table is the row's up to the page of the last token of ``tokens``; from that page on
+    the pages are its own and void: the step fills them.
+    """
+
+    draft: Draft
+    page_ids: array[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
-    to ``stop + max_draft``.
+    to ``stop`` and the longest of its drafts.
     """
 
     request_id: str
@@ -42,7 +68,9 @@ class PlanRow:
     stop: int
     page_ids: array[int]  # page table; lent, read only
     sampling: RowSampling
-    max_draft: int = 0  # draft tokens that fit the budget, the pages and the request's end
+    draft: Draft = Draft()  # what is guessed already, or:
+    max_draft: int = 0  # how many tokens the proposer may guess
+    branches: Sequence[Branch] = ()  # only where a single token is pending
 
     @property
     def samples(self) -> bool:
@@ -78,8 +106,8 @@ class RowOutput:
     """What a step yields for one plan row.
 
     ``token_ids`` is the accepted run followed by the recovered or bonus token; empty for a chunk
-    that does not reach the end. ``num_accepted`` of the ``num_proposed`` draft tokens were equal
-    to the target's own choice.
+    that does not reach the end. The path that got furthest leads ``sources``: the first
+    ``num_accepted`` of its tokens were equal to the target's own choice.
     """
 
     request_id: str
@@ -87,6 +115,8 @@ class RowOutput:
     num_proposed: int = 0
     num_accepted: int = 0
     sources: Sequence[str] = ()  # [num_proposed] who proposed each draft token
+    draft_len: int = 0  # tokens of the path that leads; the rest are of other branches
+    backlog: int = 0  # tokens whose KV the draft model lacks; 0 too when it was not asked
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] when asked for
     prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
     error: str | None = None  # this row alone failed (for example NaN logits)

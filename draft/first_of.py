@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ..core.proposer import Draft, DraftRow, Proposer
+from ..core.proposer import DraftRow, Proposer
+from ..core.step import Draft
 
 
 class FirstOf:

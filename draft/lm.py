@@ -19,8 +19,9 @@ import torch
 from ..core.batch import Segment, build_batch
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
-from ..core.proposer import Draft, DraftRow
+from ..core.proposer import DraftRow
 from ..core.sampling import SampleRow
+from ..core.step import Draft
 from ..core.verify import sample
 
 SOURCE = "lm"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ..core.proposer import Draft, DraftRow
+from ..core.proposer import DraftRow
+from ..core.step import Draft
 
 SOURCE = "ngram"
 

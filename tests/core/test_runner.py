@@ -13,11 +13,11 @@ from foretoken.core.admission import SchedulerLimits
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.params import SamplingParams
-from foretoken.core.proposer import Draft, DraftRow
+from foretoken.core.proposer import DraftRow
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.step import RowSampling
+from foretoken.core.step import Draft, RowSampling
 from foretoken.radix_cache import PrefixCache
 from tiny_pair import write_pair
 

@@ -1,0 +1,116 @@
+"""The protocol of what decides how much to guess, on the event loop's side.
+
+Before each step the scheduler asks its speculator what every decoding request shall draft, and
+afterwards tells it what came of it. A speculator reads requests and never writes them; nothing
+that it does can change the output, only how many tokens a step yields and what the step costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .request import Request
+from .step import Draft, PlanRow, RowOutput, StepOutput, StepPlan
+
+NO_DRAFT = Draft()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What one request drafts in a step: a draft that is known already, or one by the proposer.
+
+    ``branches`` are other guesses for the same positions. Each is verified on pages of its own, so
+    it costs one row more than it has tokens. The first path to be dropped for want of pages is
+    the last branch.
+    """
+
+    draft: Draft = NO_DRAFT
+    max_draft: int = 0  # draft tokens that the proposer of the model thread may guess instead
+    branches: Sequence[Draft] = ()
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on the request's own pages."""
+        return max(len(self.draft.token_ids), self.max_draft)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass that it adds to a plain decode."""
+        return self.depth + sum(1 + len(branch.token_ids) for branch in self.branches)
+
+
+NOTHING = DraftPlan()
+
+
+class Speculator(Protocol):
+    """Decides what each decoding request drafts."""
+
+    def plan(
+        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+    ) -> Sequence[DraftPlan]:
+        """One plan for each request, in order.
+
+        ``limits`` [num_requests]: tokens that a draft of each may have at most, 0 included.
+        ``budget``: rows that all drafts together may add to the step. ``num_prefill``: pending
+        prompt tokens that share the step (about; at most what is left of the token budget).
+        """
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        """A row was committed: the last ``num_served`` of ``request.tokens`` are new.
+
+        Called for rows that yield tokens, also of requests that have just ended.
+        """
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """A step was committed; ``seconds`` since the one before it, or since it was planned."""
+
+    def leave(self, request: Request) -> None:
+        """A request ended."""
+
+    def work(self) -> None:
+        """Upkeep while the model thread runs the step planned last; a millisecond or so."""
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Forget the tokens seen in these namespaces, in all when none is named."""
+
+
+class FixedDepth:
+    """Lets the proposer guess ``depth`` tokens for every request that does not say otherwise."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        *,
+        budget: int,
+        num_prefill: int,  # noqa: ARG002
+    ) -> Sequence[DraftPlan]:
+        """The same depth for all, within an equal share of the budget."""
+        share = budget // max(1, len(requests))
+        return [
+            DraftPlan(max_draft=min(limit, share, self._depth(request)))
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+
+    def _depth(self, request: Request) -> int:
+        return request.depth if isinstance(request.depth, int) else self.depth
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        """Nothing is learnt."""
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """Nothing is learnt."""
+
+    def leave(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    def work(self) -> None:
+        """Nothing is to be done."""
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Nothing is remembered."""
