@@ -21,6 +21,7 @@ from ..core.model.loader import load_decoder
 from ..core.proposer import Proposer
 from ..core.runner import ModelRunner
 from ..core.scheduler import Scheduler
+from ..core.speculation import FixedDepth
 from ..draft.first_of import FirstOf
 from ..draft.lm import LmProposer
 from ..draft.ngram import NgramProposer
@@ -60,7 +61,9 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     ]
     proposer = _proposer(config, drafts, pools[1:], is_builtin=model is None)
     scheduler = Scheduler(
-        PrefixCache(num_pages, config.page_size), _limits(config, target, proposer)
+        PrefixCache(num_pages, config.page_size),
+        _limits(config, target, proposer),
+        FixedDepth(_depth(config) if proposer is not None else 0),
     )
     runner = ModelRunner(target, pools[0], proposer)
     return Built(
@@ -180,17 +183,18 @@ def _proposer(
 
 
 def _limits(config: EngineConfig, target: Decoder, proposer: Proposer | None) -> SchedulerLimits:
-    depth = AUTO_DEPTH if config.speculation == "auto" else config.speculation
-    drafts = proposer is not None and isinstance(depth, int)
     return SchedulerLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         max_queued=config.max_queued,
         max_model_len=_model_len(config, target),
         vocab_size=target.config.vocab_size,
-        depth=int(depth) if drafts else 0,
         depth_cap=64 if proposer is not None else 0,
     )
+
+
+def _depth(config: EngineConfig) -> int:
+    return config.speculation if isinstance(config.speculation, int) else AUTO_DEPTH
 
 
 def _model_len(config: EngineConfig, target: Decoder) -> int:

@@ -13,7 +13,7 @@ from .request import Request
 class SchedulerLimits:
     """Bounds of a step and of the queue, in tokens and requests.
 
-    ``depth``: draft tokens a step of a request that does not say otherwise; ``depth_cap``: at most.
+    ``depth_cap``: draft tokens that one request may have in a step, at most.
     """
 
     max_batch_tokens: int
@@ -21,7 +21,6 @@ class SchedulerLimits:
     max_queued: int
     max_model_len: int
     vocab_size: int
-    depth: int = 0
     depth_cap: int = 64
 
 
@@ -38,6 +37,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     params = request.sampling.params
     fields: dict[str, Collection[int]] = {
         "prompt": request.tokens,
+        "prediction": request.prediction or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "stop_token_ids": params.stop_token_ids,

@@ -43,6 +43,7 @@ class Engine:
         runner: StepRunner,
         *,
         on_thread_start: Callable[[], None] = lambda: None,
+        warm_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -51,6 +52,7 @@ class Engine:
         self.draining = False
         self._runner = runner
         self._clock = clock
+        self._warm_up = warm_up
         self._thread = ThreadPoolExecutor(1, "foretoken-model", initializer=on_thread_start)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -59,6 +61,7 @@ class Engine:
         self._streams: dict[str, TokenStream] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
+        self._round_began = 0.0
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- callers --------------------------------------------------------------------------------
@@ -95,9 +98,13 @@ class Engine:
             self._stir()
 
     def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
-        """Drop cached prefixes that no request uses; returns how many pages that freed."""
-        cache = self.scheduler.cache
-        return cache.flush() if everything else cache.flush(namespace)
+        """Drop cached prefixes that no request uses, and what drafts would draw on.
+
+        Returns how many pages that freed.
+        """
+        namespaces = () if everything else (namespace,)
+        self.scheduler.speculator.flush(*namespaces)
+        return self.scheduler.cache.flush(*namespaces)
 
     def cache_info(self) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache, in pages and tokens."""
@@ -131,12 +138,21 @@ class Engine:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to serve on the running event loop. Raises `EngineDead` after `close`."""
-        if self.draining:
-            raise EngineDead("the engine was closed")
+        """Begin to serve on the running event loop, once the model thread is warm.
+
+        Raises `EngineDead` after `close`, and what the warm-up raises.
+        """
+        self._require_open()
+        if self._task is None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._warm_up)
+            self._require_open()  # it may have been closed meanwhile
         if self._task is None:
             self._idle.set()
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
+
+    def _require_open(self) -> None:
+        if self.draining:
+            raise EngineDead("the engine was closed")
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
         """Stop: refuse new requests, let those here finish for a while, abort the rest.
@@ -187,12 +203,20 @@ class Engine:
         events = self.scheduler.commit(plan, output, now)
         self.metrics.observe_step(output, now - began)
         self._deliver(events)
+        self._tell_speculator(plan, output)
+
+    def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
+        """The whole round counts, from commit to commit: the host's share is a cost as well."""
+        now = self._clock()
+        self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
+        self._round_began = now
 
     async def _step(self, plan: StepPlan) -> StepOutput:
         """Run a step to its end even when cancelled: requests must not change under it."""
         loop = asyncio.get_running_loop()
         step = loop.run_in_executor(self._thread, self._runner.step, plan)
         try:
+            self.scheduler.speculator.work()
             return await asyncio.shield(step)
         except asyncio.CancelledError:
             await asyncio.wait([step])
@@ -204,6 +228,7 @@ class Engine:
             self._finish_times.clear()  # a rate measured over idle time would be too low
         self._wake.clear()
         await self._wake.wait()
+        self._round_began = self._clock()
 
     def _read_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []

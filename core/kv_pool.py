@@ -37,6 +37,10 @@ class KVPool:
             device=device,
         )
 
+    def copy_page(self, source: int, target: int) -> None:
+        """One page's content, over all layers, into another."""
+        self.data[target].copy_(self.data[source])
+
     @property
     def num_bytes(self) -> int:
         """Size of the pool in bytes."""

@@ -19,6 +19,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _ODD_1 = 0xBF58476D1CE4E5B9
 _ODD_2 = 0x94D049BB133111EB
 _SIBLING = 0xD1B54A32D192ED03
+_PURPOSE = 0xA0761D6478BD642F
 
 
 def sibling_seed(seed: int, index: int) -> int:
@@ -26,6 +27,16 @@ def sibling_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed & _MASK
     return _mix(_mix(seed ^ _SIBLING) + _GOLDEN * index)
+
+
+def purpose_seed(seed: int, purpose: int) -> int:
+    """A seed, unsigned 64 bits, whose noise is independent of that of ``seed`` itself."""
+    return _mix(_mix(seed ^ _PURPOSE) + _GOLDEN * (purpose + 1))
+
+
+def uniform(seed: int, position: int) -> float:
+    """One number in (0, 1) for an output position."""
+    return ((_stream_key(seed, position) & _MASK) >> 11) * 2.0**-53 + 2.0**-54
 
 
 def gumbel(seed: int, position: int, ids: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ MAX_BIASED_TOKENS = 1024
 MAX_LISTED = 1024  # stop_token_ids, bad_words
 MAX_ALLOWED = 2**14
 MAX_DEPTH = 64  # draft tokens of one request in one step
+MAX_PREDICTION_CHARS = 2**17
+MAX_PREDICTION_IDS = 2**16
 MAX_INT = 2**31 - 1
-UNSUPPORTED = ("json_schema", "regex", "grammar", "choice", "prediction")
+UNSUPPORTED = ("json_schema", "regex", "grammar", "choice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class SamplingParams:
     and ``top_p=1`` are off. With a ``seed`` the output is a function of the model, the prompt and
     these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
     wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
+    ``prediction``: the caller's own guess at the answer, as text or token ids; it is drafted from,
+    so it can make the answer faster and never another one.
     ``priority``: lower runs first. ``deadline``: seconds after which the request is given up.
     """
 
@@ -66,6 +70,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_token_ids()
         self._check_strings()
+        self._check_prediction()
         self._check_speculation()
         for name in UNSUPPORTED:
             _require(getattr(self, name) is None, name, "is not supported yet")
@@ -80,6 +85,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", ids)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            object.__setattr__(self, "prediction", _tuple("prediction", self.prediction))
 
     def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -128,6 +135,19 @@ class SamplingParams:
         salt = self.cache_salt
         _require(salt is None or isinstance(salt, str), "cache_salt", "must be a string")
         _require(salt is None or 0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
+
+    def _check_prediction(self) -> None:
+        prediction = self.prediction
+        if isinstance(prediction, str):
+            fits = len(prediction) <= MAX_PREDICTION_CHARS
+            _require(fits, "prediction", f"takes at most {MAX_PREDICTION_CHARS} characters")
+        elif prediction:
+            fits = len(prediction) <= MAX_PREDICTION_IDS
+            _require(fits, "prediction", f"takes at most {MAX_PREDICTION_IDS} token ids")
+            # By type and by extremes: a loop would hold the event loop for tens of milliseconds.
+            _require({*map(type, prediction)} == {int}, "prediction", "must be text or token ids")
+            _integer("prediction", min(prediction), 0, MAX_INT)
+            _integer("prediction", max(prediction), 0, MAX_INT)
 
     def _check_speculation(self) -> None:
         depth = self.speculation

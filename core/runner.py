@@ -6,7 +6,8 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
-from itertools import takewhile
+from dataclasses import replace
+from itertools import accumulate, takewhile
 
 import torch
 
@@ -14,11 +15,10 @@ from .batch import RaggedBatch, Segment, build_batch
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .proposer import Proposer
-from .step import Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
+from .step import Branch, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs, verify
 
 logger = logging.getLogger(__name__)
-NO_DRAFT = Draft()
 
 
 class ModelRunner:
@@ -36,13 +36,14 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> StepOutput:
         """Compute one ragged batch. Raises what the forward pass raises: then no row is valid."""
         began = time.perf_counter()
-        drafts = self._propose(plan)
+        paths = self._paths(plan)
         drafted = time.perf_counter()
-        batch = self._batch(plan.rows, drafts)
+        self._open_branches(plan.rows)
+        batch = self._batch(plan.rows, paths)
         hidden = self.decoder.hidden_states(batch, self.pool)
         logits = self.decoder.logits(hidden, batch)
         forwarded = time.perf_counter()
-        rows = self._verify(plan.rows, drafts, logits)
+        rows = self._verify(plan.rows, paths, logits)
         for index in _unsound_chunks(plan.rows, batch, hidden):
             rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
         times = {
@@ -50,74 +51,133 @@ class ModelRunner:
             "forward": forwarded - drafted,
             "verify": time.perf_counter() - forwarded,
         }
-        return StepOutput(rows=rows, times=times)
+        return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))
 
-    def _propose(self, plan: StepPlan) -> list[Draft]:
-        """A draft for each row. A proposer that fails costs its drafts, never the step."""
-        drafts = [NO_DRAFT] * len(plan.rows)
+    # -- drafts ---------------------------------------------------------------------------------
+
+    def _paths(self, plan: StepPlan) -> list[list[Draft]]:
+        """What to verify for each row: the draft on its own pages, then its branches."""
+        drafts = [self._sound(row.draft, len(row.draft.token_ids)) for row in plan.rows]
+        for index, draft in self._propose(plan).items():
+            drafts[index] = draft
+        return [
+            [draft, *(self._sound(b.draft, len(b.draft.token_ids)) for b in row.branches)]
+            for row, draft in zip(plan.rows, drafts, strict=True)
+        ]
+
+    def _propose(self, plan: StepPlan) -> dict[int, Draft]:
+        """The proposer's drafts by row. One that fails costs its drafts, never the step."""
         if self.proposer is None:
-            return drafts
+            return {}
         try:
             self.proposer.forget(plan.departed, plan.fresh_pages)
             wanted = [index for index, row in enumerate(plan.rows) if row.max_draft > 0]
+            if not wanted:
+                return {}
             proposed = self.proposer.propose([plan.rows[index] for index in wanted])
-            for index, draft in zip(wanted, proposed, strict=True):
-                drafts[index] = self._sound(draft, plan.rows[index].max_draft)
+            return {
+                index: self._sound(draft, plan.rows[index].max_draft)
+                for index, draft in zip(wanted, proposed, strict=True)
+            }
         except Exception:
             logger.exception("the proposer failed; this step goes on without drafts")
-            return [NO_DRAFT] * len(plan.rows)
-        return drafts
+            return {}
 
     def _sound(self, draft: Draft, max_draft: int) -> Draft:
         """The draft up to its first token that the model does not have."""
+        if not draft.token_ids:
+            return draft
         vocab_size = self.decoder.config.vocab_size
         sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
         token_ids = array("q", sound)
-        return Draft(token_ids, tuple(draft.sources[: len(token_ids)]))
+        return replace(draft, token_ids=token_ids, sources=tuple(draft.sources[: len(token_ids)]))
 
-    def _batch(self, rows: Sequence[PlanRow], drafts: Sequence[Draft]) -> RaggedBatch:
-        """Each row's pending tokens and its draft, one segment after the other."""
-        segments = [
-            Segment(
-                token_ids=row.tokens[row.start : row.stop] + array("q", draft.token_ids),
-                start=row.start,
-                page_ids=row.page_ids,
-                num_logits=_num_logits(row, draft),
-            )
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
+    def _open_branches(self, rows: Sequence[PlanRow]) -> None:
+        """Each branch begins with a copy of the page that it shares with its row."""
+        for row in rows:
+            shared = (row.stop - 1) // self.pool.page_size
+            for branch in row.branches:
+                self.pool.copy_page(row.page_ids[shared], branch.page_ids[shared])
+
+    def _adopt(self, row: PlanRow, branch: Branch, num_accepted: int) -> None:
+        """A branch won: its KV moves to the row's own pages."""
+        page_size = self.pool.page_size
+        for page in range(
+            (row.stop - 1) // page_size, (row.stop + num_accepted - 1) // page_size + 1
+        ):
+            self.pool.copy_page(branch.page_ids[page], row.page_ids[page])
+
+    # -- forward and verify ---------------------------------------------------------------------
+
+    def _batch(self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]]) -> RaggedBatch:
+        """Each row's pending tokens and its draft, then its branches, one segment after another."""
+        segments = []
+        for row, (draft, *others) in zip(rows, paths, strict=True):
+            tokens = row.tokens[row.start : row.stop] + array("q", draft.token_ids)
+            segments.append(Segment(tokens, row.start, row.page_ids, _num_logits(row, draft)))
+            for branch, other in zip(row.branches, others, strict=True):
+                tokens = row.tokens[row.stop - 1 : row.stop] + array("q", other.token_ids)
+                segments.append(Segment(tokens, row.stop - 1, branch.page_ids, len(tokens)))
         return build_batch(segments, page_size=self.pool.page_size, device=self.decoder.device)
 
     def _verify(
-        self, rows: Sequence[PlanRow], drafts: Sequence[Draft], logits: torch.Tensor
+        self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
     ) -> list[RowOutput]:
-        prompts = self._prompt_logprobs(rows, drafts, logits)
+        prompts = self._prompt_logprobs(rows, paths, logits)
         verify_rows: list[VerifyRow] = []
         keep: list[int] = []
         at = 0
-        for row, draft in zip(rows, drafts, strict=True):
-            num_logits = _num_logits(row, draft)
-            if row.samples:
-                verify_rows.append(VerifyRow(row.tokens, draft.token_ids, row.sampling))
-                last = at + num_logits
-                keep += range(last - len(draft.token_ids) - 1, last)
-            at += num_logits
+        for row, drafts in zip(rows, paths, strict=True):
+            for index, draft in enumerate(drafts):
+                num_logits = _num_logits(row, draft) if index == 0 else len(draft.token_ids) + 1
+                at += num_logits
+                if row.samples:
+                    verify_rows.append(VerifyRow(row.tokens, draft.token_ids, row.sampling))
+                    keep += range(at - len(draft.token_ids) - 1, at)
         if len(keep) < len(logits):
             logits = logits[keep]
         verified = iter(verify(logits, verify_rows))
         return [
-            _output(row, draft, next(verified) if row.samples else None, prompt)
-            for row, draft, prompt in zip(rows, drafts, prompts, strict=True)
+            self._output(row, drafts, [next(verified) for _ in drafts if row.samples], prompt)
+            for row, drafts, prompt in zip(rows, paths, prompts, strict=True)
         ]
+
+    def _output(
+        self,
+        row: PlanRow,
+        drafts: Sequence[Draft],
+        verified: Sequence[Verified],
+        prompt: Sequence[TokenLogprob],
+    ) -> RowOutput:
+        """The path that got furthest is what the row yields."""
+        if not verified:
+            return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
+        best = max(range(len(drafts)), key=lambda index: (verified[index].num_accepted, -index))
+        draft, outcome = drafts[best], verified[best]
+        if best:
+            self._adopt(row, row.branches[best - 1], outcome.num_accepted)
+        others = [path for index, path in enumerate(drafts) if index != best]
+        return RowOutput(
+            request_id=row.request_id,
+            token_ids=outcome.token_ids,
+            num_proposed=sum(len(path.token_ids) for path in drafts),
+            num_accepted=outcome.num_accepted,
+            sources=[source for path in (draft, *others) for source in path.sources],
+            draft_len=len(draft.token_ids),
+            backlog=drafts[0].backlog,
+            logprobs=outcome.logprobs,
+            prompt_logprobs=prompt,
+            error=outcome.error,
+        )
 
     @staticmethod
     def _prompt_logprobs(
-        rows: Sequence[PlanRow], drafts: Sequence[Draft], logits: torch.Tensor
+        rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
     ) -> list[Sequence[TokenLogprob]]:
         """For rows that ask: log-probabilities of the prompt tokens that follow the chunk's."""
         found: list[Sequence[TokenLogprob]] = []
         at = 0
-        for row, draft in zip(rows, drafts, strict=True):
+        for row, (draft, *others) in zip(rows, paths, strict=True):
             num_top = row.sampling.params.prompt_logprobs
             following = row.tokens[row.start + 1 : min(row.stop + 1, row.sampling.prompt_len)]
             if num_top is None or not following:
@@ -125,7 +185,7 @@ class ModelRunner:
             else:
                 chunk = logits[at : at + len(following)]
                 found.append(prompt_logprobs(chunk, following, num_top))
-            at += _num_logits(row, draft)
+            at += _num_logits(row, draft) + sum(len(other.token_ids) + 1 for other in others)
         return found
 
 
@@ -139,7 +199,9 @@ def _unsound_chunks(rows: Sequence[PlanRow], batch: RaggedBatch, hidden: torch.T
     if not chunks:
         return []
     finite = torch.isfinite(hidden).all(dim=-1)
-    spans = [(int(batch.first_rows[i]), rows[i].stop - rows[i].start) for i in chunks]
+    firsts = accumulate((1 + len(row.branches) for row in rows), initial=0)  # segment of each row
+    first_rows = batch.first_rows[list(firsts)[:-1]]
+    spans = [(int(first_rows[i]), rows[i].stop - rows[i].start) for i in chunks]
     sound = [bool(finite[first : first + count].all()) for first, count in spans]
     return [index for index, is_sound in zip(chunks, sound, strict=True) if not is_sound]
 
@@ -150,20 +212,3 @@ def _num_logits(row: PlanRow, draft: Draft) -> int:
     if wants_prompt and row.start + 1 < row.sampling.prompt_len:
         return row.stop - row.start + len(draft.token_ids)
     return len(draft.token_ids) + 1 if row.samples else 0
-
-
-def _output(
-    row: PlanRow, draft: Draft, verified: Verified | None, prompt: Sequence[TokenLogprob]
-) -> RowOutput:
-    if verified is None:
-        return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
-    return RowOutput(
-        request_id=row.request_id,
-        token_ids=verified.token_ids,
-        num_proposed=len(draft.token_ids),
-        num_accepted=verified.num_accepted,
-        sources=draft.sources,
-        logprobs=verified.logprobs,
-        prompt_logprobs=prompt,
-        error=verified.error,
-    )

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from sortedcontainers import SortedKeyList
 
 from ..radix_cache import PrefixCache
 from .admission import SchedulerLimits, check_fits, check_token_ids
 from .commit import take_output
+from .drafting import fit_pages, pending_upto, share_of
 from .errors import ForetokenError, InvalidRequest, QueueFull
 from .request import Delta, FinishReason, Request, RequestStatus
-from .step import PlanRow, RowOutput, StepOutput, StepPlan
+from .speculation import NO_SPECULATION, NOTHING, Careful, DraftPlan, Speculator
+from .step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
@@ -33,9 +35,12 @@ class Scheduler:
     request that comes last (by priority, then arrival) is preempted: released and queued again.
     """
 
-    def __init__(self, cache: PrefixCache, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, cache: PrefixCache, limits: SchedulerLimits, speculator: Speculator = NO_SPECULATION
+    ) -> None:
         self.cache = cache
         self.limits = limits
+        self.speculator = Careful(speculator)
         self.running: dict[str, Request] = {}
         self.waiting: SortedKeyList[Request] = SortedKeyList(key=lambda request: request.order)
         self.num_preemptions = 0
@@ -112,18 +117,13 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """The next step. Empty when nothing is to be done; never empty while a request runs."""
         budget = self.limits.max_batch_tokens
-        rows = self._plan_decodes(budget)
-        budget -= sum(1 + row.max_draft for row in rows)
-        planned = {row.request_id for row in rows}
-        for request in self._prefills(now):
-            if budget <= 0:
-                break
-            row = self._plan_chunk(request, budget, planned)
-            if row is not None:
-                rows.append(row)
-                planned.add(row.request_id)
-                budget -= row.stop - row.start
-        return self._make_plan(rows)
+        decodes = self._plan_decodes(budget)
+        drafts = self._plan_drafts(decodes, budget - len(decodes))
+        budget -= len(decodes) + sum(plan.num_rows for plan in drafts)
+        chunks = self._plan_chunks(budget, {each.request_id for each in decodes}, now)
+        # Drafts take what pages are left: a chunk that had to evict for them would cost hits.
+        rows = [self._draft_row(*pair) for pair in zip(decodes, drafts, strict=True)]
+        return self._make_plan([*rows, *chunks])
 
     def _make_plan(self, rows: list[PlanRow]) -> StepPlan:
         if not rows:  # nobody will read it: what has to be told waits for the next plan
@@ -131,34 +131,51 @@ class Scheduler:
         departed, self._departed = self._departed, []
         return StepPlan(rows=rows, fresh_pages=self.cache.take_fresh_pages(), departed=departed)
 
-    def _plan_decodes(self, budget: int) -> list[PlanRow]:
+    def _plan_decodes(self, budget: int) -> list[Request]:
+        """Requests that lack one token, with a page for it, in order."""
         ready = sorted((r for r in self.running.values() if r.num_pending == 1), key=_order)
         planned: dict[str, Request] = {}
         for request in ready[:budget]:
             if request.lease is not None and self._reserve(request, len(request.tokens), planned):
                 planned[request.request_id] = request
-        share = self._draft_share(budget - len(planned), len(planned))
-        return [
-            self._row(request, len(request.tokens), self._fit_draft(request, share))
-            for request in planned.values()
-        ]
+        return list(planned.values())
 
-    def _draft_share(self, spare: int, num_decodes: int) -> int:
-        """Draft tokens that each may have; half of the spare budget is others' while any wait."""
-        others_wait = self.waiting or any(r.num_pending > 1 for r in self.running.values())
-        return (spare // 2 if others_wait else spare) // max(1, num_decodes)
+    def _plan_drafts(self, decodes: list[Request], spare: int) -> Sequence[DraftPlan]:
+        """What each shall draft within the ``spare`` rows; nothing delays a first token."""
+        if not decodes:
+            return ()
+        limits = [self._draft_limit(request) if request.num_output else 0 for request in decodes]
+        if not any(limits):
+            return [NOTHING] * len(decodes)
+        others = [r.num_pending for r in self.running.values() if r.num_pending > 1]
+        others += [len(r.tokens) for r in self.waiting[: self.limits.max_running]]
+        budget = share_of(spare, others_wait=bool(others))
+        num_prefill = pending_upto(others, spare)
+        return self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_prefill)
 
-    def _fit_draft(self, request: Request, share: int) -> int:
-        """Draft tokens that fit depth, budget, the request's end, and pages without eviction."""
-        lease, cache, stop = request.lease, self.cache, len(request.tokens)
-        if lease is None or request.num_output == 0:  # nothing may delay the first token
-            return 0
-        depth = self.limits.depth if request.depth is None else request.depth
-        pages = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - stop
-        end = request.max_len - stop - 1
-        wanted = max(0, min(depth, self.limits.depth_cap, share, end, pages))
-        cache.extend(lease, stop + wanted, evict=False)
-        return wanted
+    def _draft_limit(self, request: Request) -> int:
+        """Draft tokens that may still be served: the last token of an answer is never a draft."""
+        return max(0, min(self.limits.depth_cap, request.max_len - len(request.tokens) - 1))
+
+    def _draft_row(self, request: Request, plan: DraftPlan) -> PlanRow:
+        stop = len(request.tokens)
+        if request.lease is None or plan is NOTHING:
+            return self._row(request, stop)
+        plan, branches = fit_pages(self.cache, request.lease, stop, plan)
+        return self._row(request, stop, plan, branches)
+
+    def _plan_chunks(self, budget: int, planned: set[str], now: float) -> list[PlanRow]:
+        """Prefill chunks, with pages, for what is left of the token budget."""
+        rows = []
+        for request in self._prefills(now) if budget > 0 else ():
+            row = self._plan_chunk(request, budget, planned)
+            if row is not None:
+                rows.append(row)
+                planned.add(row.request_id)
+                budget -= row.stop - row.start
+            if budget <= 0:
+                break
+        return rows
 
     def _prefills(self, now: float) -> Iterator[Request]:
         """Running requests that lack more than one token, then admitted ones, in order.
@@ -192,6 +209,7 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.usage.cached_tokens = request.num_computed
             request.usage.queue_time = now - request.arrival_time
+        self.speculator.join(request)
 
     def _shares_running_prefill(self, request: Request) -> bool:
         """Whether a running request is about to compute this one's next page: then wait for it."""
@@ -228,7 +246,10 @@ class Scheduler:
         reserved = self._reserve(request, stop, planned, preempt_self=False)
         return self._row(request, stop) if reserved else None
 
-    def _row(self, request: Request, stop: int, max_draft: int = 0) -> PlanRow:
+    @staticmethod
+    def _row(
+        request: Request, stop: int, plan: DraftPlan = NOTHING, branches: Sequence[Branch] = ()
+    ) -> PlanRow:
         return PlanRow(
             request_id=request.request_id,
             tokens=request.tokens,
@@ -236,7 +257,9 @@ class Scheduler:
             stop=stop,
             page_ids=request.lease.page_ids if request.lease is not None else array("q"),
             sampling=request.sampling,
-            max_draft=max_draft,
+            draft=plan.draft,
+            max_draft=plan.max_draft,
+            branches=branches,
         )
 
     # -- pages ----------------------------------------------------------------------------------
@@ -297,6 +320,8 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
+        if delta.token_ids:
+            self.speculator.observe(request, row, out, len(delta.token_ids))
         if delta.terminal:
             return self._finish(request, delta, now)
         if request.lease is not None:
@@ -312,6 +337,7 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self._by_id[request.request_id]
+        self.speculator.leave(request)
         request.usage.total_time = now - request.arrival_time
         return delta
 

@@ -7,14 +7,16 @@ that it does can change the output, only how many tokens a step yields and what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 from .request import Request
-from .step import Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
 
-NO_DRAFT = Draft()
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ class Speculator(Protocol):
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """A step was committed; ``seconds`` since the one before it, or since it was planned."""
 
+    def join(self, request: Request) -> None:
+        """A request begins to run, for the first time or after a preemption."""
+
     def leave(self, request: Request) -> None:
         """A request ended."""
 
@@ -106,6 +111,9 @@ class FixedDepth:
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Nothing is learnt."""
 
+    def join(self, request: Request) -> None:
+        """Nothing is kept."""
+
     def leave(self, request: Request) -> None:
         """Nothing is kept."""
 
@@ -114,3 +122,53 @@ class FixedDepth:
 
     def flush(self, *namespaces: str | None) -> None:
         """Nothing is remembered."""
+
+
+NO_SPECULATION = FixedDepth(0)
+
+
+class Careful:
+    """A speculator that may fail: then the step goes on without drafts, and the log says why."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.inner = speculator
+
+    def plan(
+        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+    ) -> Sequence[DraftPlan]:
+        """What the speculator plans, or nothing for everybody."""
+        try:
+            return self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
+        except Exception:
+            logger.exception("the speculator failed; this step goes on without drafts")
+            return [NOTHING] * len(requests)
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        """Passed on."""
+        self._try(self.inner.observe, request, row, output, num_served)
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """Passed on."""
+        self._try(self.inner.observe_step, plan, output, seconds)
+
+    def join(self, request: Request) -> None:
+        """Passed on."""
+        self._try(self.inner.join, request)
+
+    def leave(self, request: Request) -> None:
+        """Passed on."""
+        self._try(self.inner.leave, request)
+
+    def work(self) -> None:
+        """Passed on."""
+        self._try(self.inner.work)
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Passed on; a failure reaches the caller, who wants the tokens gone."""
+        self.inner.flush(*namespaces)
+
+    def _try(self, tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            logger.exception("the speculator failed in its upkeep")

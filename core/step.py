@@ -42,6 +42,9 @@ class Draft:
         return cls(token_ids, (source,) * len(token_ids))
 
 
+NO_DRAFT = Draft()
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """Another guess for the positions after a request's ``tokens``, verified beside the first.
@@ -68,7 +71,7 @@ class PlanRow:
     stop: int
     page_ids: array[int]  # page table; lent, read only
     sampling: RowSampling
-    draft: Draft = Draft()  # what is guessed already, or:
+    draft: Draft = NO_DRAFT  # what is guessed already, or:
     max_draft: int = 0  # how many tokens the proposer may guess
     branches: Sequence[Branch] = ()  # only where a single token is pending
 
@@ -128,3 +131,4 @@ class StepOutput:
 
     rows: Sequence[RowOutput]
     times: Mapping[str, float] = field(default_factory=dict)  # "draft", "forward", "verify"
+    num_rows: int = 0  # that the target's forward pass computed

@@ -84,12 +84,19 @@ def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
     vocabulary is never accepted. Logits that decide and are not finite are an error of that
     request alone.
     """
+    return walk_drafts(logits, rows, lambda places: _sample(logits, places, 1.0))
+
+
+def walk_drafts(
+    logits: Tensor, rows: Sequence[VerifyRow], choose: Callable[[Sequence[Place]], Sequence[Choice]]
+) -> list[Verified]:
+    """Follow each draft for as long as ``choose`` decides for its tokens; `verify`'s skeleton."""
     starts = list(accumulate((len(row.draft) + 1 for row in rows), initial=0))
     if starts.pop() != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(rows)} drafts")
     walks = [_Walk(row, start) for row, start in zip(rows, starts, strict=True)]
     for wave in _waves(walks, logits.device):
-        choices = _sample(logits, [walk.place(depth) for walk, depth in wave], 1.0)
+        choices = choose([walk.place(depth) for walk, depth in wave])
         for (walk, _), choice in zip(wave, choices, strict=True):
             walk.take(choice)
     return [walk.verified(logits) for walk in walks]
@@ -145,7 +152,7 @@ class _Walk:
         """Rows of logits that may decide."""
         return len(self._draft) + 1
 
-    def place(self, depth: int) -> _Place:
+    def place(self, depth: int) -> Place:
         tail = self._draft[:depth]
         return self._start + depth, SampleRow(self._row.tokens, self._row.sampling, tail)
 
@@ -183,19 +190,19 @@ def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[
         yield [(walk, depth) for walk, depth in wave if not walk.is_done]
 
 
-def _sample(logits: Tensor, places: Sequence[_Place], tau: float) -> list[Choice]:
+def _sample(logits: Tensor, places: Sequence[Place], tau: float) -> list[Choice]:
     choices = [Choice(-1)] * len(places)
     for indices, edited, draw in _blocks(places, logits):
         block = [places[i][1] for i in indices]
         values = _take(logits, [places[i][0] for i in indices])
-        values, errors = _processed(values, block, edited)
+        values, errors = processed(values, block, edited)
         drawn = _draw_sound(draw, values, block, errors, tau)
         for i, token_id, error in zip(indices, drawn, errors, strict=True):
             choices[i] = Choice(token_id, error)
     return choices
 
 
-def _blocks(places: Sequence[_Place], logits: Tensor) -> Iterator[tuple[list[int], bool, _Draw]]:
+def _blocks(places: Sequence[Place], logits: Tensor) -> Iterator[tuple[list[int], bool, _Draw]]:
     """Indices of places that the same operations serve: (indices, whether edited, draw)."""
     vocab_size = logits.shape[-1]
     kinds = [(is_edited(row), _kind(row, vocab_size)) for _, row in places]
@@ -215,10 +222,13 @@ def _take(logits: Tensor, indices: list[int]) -> Tensor:
     return (logits[first:after] if adjacent else logits[indices]).to(torch.float32)
 
 
-def _processed(
+def processed(
     values: Tensor, rows: Sequence[SampleRow], edited: bool
 ) -> tuple[Tensor, list[str | None]]:
-    """Logits ready for the temperature (a copy where edited), and what is wrong with each row."""
+    """Logits ready for the temperature (a copy where edited), and what is wrong with each row.
+
+    ``values`` [num_rows, vocab] are float32 and only read.
+    """
     errors = _unfit(values, NOT_FINITE)
     if not edited:
         return values, errors
@@ -275,6 +285,6 @@ def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
     return gumbel_rows([(row.sampling.seed, row.position) for row in rows], hashes)
 
 
-_Place = tuple[int, SampleRow]  # (row of the logits, what it decides)
+Place = tuple[int, SampleRow]  # (row of the logits, what it decides)
 _Draw = Callable[[Tensor, Sequence[SampleRow], float], Tensor]
 _DRAWS: tuple[_Draw, ...] = (_draw_best, _draw_race, _draw_cut)  # in the order of `_kind`

@@ -14,6 +14,7 @@ from foretoken.core.admission import SchedulerLimits
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import OnToken, Request
 from foretoken.core.scheduler import Scheduler
+from foretoken.core.speculation import FixedDepth, Speculator
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.radix_cache import PrefixCache
 
@@ -91,6 +92,7 @@ class FakeRunner:
             num_proposed=len(draft),
             num_accepted=num_accepted,
             sources=["fake"] * len(draft),
+            draft_len=len(draft),
         )
 
     def _slot(self, row: PlanRow, position: int) -> tuple[int, int]:
@@ -106,6 +108,7 @@ def make_scheduler(
     max_queued: int = 100,
     max_model_len: int = 1000,
     depth: int = 0,
+    speculator: Speculator | None = None,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens,
@@ -113,9 +116,8 @@ def make_scheduler(
         max_queued=max_queued,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
-        depth=depth,
     )
-    return Scheduler(PrefixCache(num_pages, page_size), limits)
+    return Scheduler(PrefixCache(num_pages, page_size), limits, speculator or FixedDepth(depth))
 
 
 def make_request(

@@ -17,6 +17,7 @@ from foretoken.core.proposer import DraftRow
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
+from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import Draft, RowSampling
 from foretoken.radix_cache import PrefixCache
 from tiny_pair import write_pair
@@ -49,10 +50,10 @@ class Fixed:
 def drive(decoder: Decoder, proposer: Fixed | None = None) -> Driver:
     limits = SchedulerLimits(
         max_batch_tokens=8, max_running=4, max_queued=9, max_model_len=70,
-        vocab_size=VOCAB_SIZE, depth=3,
+        vocab_size=VOCAB_SIZE,
     )  # fmt: skip
     pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
-    scheduler = Scheduler(PrefixCache(NUM_PAGES, PAGE_SIZE), limits)
+    scheduler = Scheduler(PrefixCache(NUM_PAGES, PAGE_SIZE), limits, FixedDepth(3))
     return Driver(scheduler, ModelRunner(decoder, pool, proposer))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,86 @@
+"""Several guesses for the same positions: the one that gets furthest wins, and no token changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from house import REQUESTS, House, shuffled
+
+from foretoken.core.request import Request
+from foretoken.core.speculation import DraftPlan, FixedDepth
+from foretoken.core.step import Draft
+from tiny_pair import write_pair
+
+
+class Trie(FixedDepth):
+    """Guesses a wrong path and others beside it, of which one is right up to a random point."""
+
+    def __init__(self, answers: dict[str, list[int]], *, right: int = 1) -> None:
+        super().__init__(4)
+        self._answers = answers
+        self._right = right
+        self._rng = random.Random(3)
+
+    def plan(
+        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+    ) -> Sequence[DraftPlan]:
+        share = budget // max(1, len(requests))
+        return [self._plan(*pair, share) for pair in zip(requests, limits, strict=True)]
+
+    def _plan(self, request: Request, limit: int, share: int) -> DraftPlan:
+        known = self._answers[request.request_id][request.num_output :]
+        length = min(limit, 6, (share - 3) // 3)
+        if length < 1:
+            return DraftPlan()
+        paths = [self._path(known[:length], index) for index in range(3)]
+        main, *others = (Draft.of(path, f"path {index}") for index, path in enumerate(paths))
+        return DraftPlan(draft=main, branches=others)
+
+    def _path(self, known: list[int], index: int) -> list[int]:
+        cut = self._rng.randrange(len(known) + 1) if index == self._right else 0
+        cut = len(known) if index == self._right and self._rng.random() < 0.5 else cut
+        return [*known[:cut], *((token + 1 + index) % 256 for token in known[cut:])]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
+    torch.set_num_threads(1)
+    return House.load(write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256), request.param)
+
+
+@pytest.mark.parametrize("right", [0, 1, 2])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_branch_that_wins_changes_no_token(house: House, right: int, page_size: int) -> None:
+    trie = Trie(house.solo, right=right)
+    order = shuffled(right)[:20]
+    served = house.run(
+        order, None, speculator=trie, page_size=page_size, max_batch_tokens=96, poison=True
+    )
+    for index in order:
+        assert served[str(index)] == house.solo[str(index)], REQUESTS[index][1].params
+    won = sum(r.usage.accepted_by_source.get(f"path {right}", 0) for r in house.requests)
+    assert won > 30
+    assert won == sum(r.usage.accepted_tokens for r in house.requests)
+
+
+def test_branches_are_dropped_when_pages_are_short(house: House) -> None:
+    served = house.run(
+        shuffled(5)[:12], None, speculator=Trie(house.solo), num_pages=40, max_batch_tokens=96
+    )
+    for request_id, tokens in served.items():
+        assert tokens == house.solo[request_id]
+
+
+def test_the_usage_counts_every_path(house: House) -> None:
+    house.run([0, 2, 4], None, speculator=Trie(house.solo), max_batch_tokens=96)
+    for request in house.requests:
+        usage = request.usage
+        assert usage.proposed_tokens == sum(usage.proposed_by_source.values())
+        assert usage.proposed_by_source["path 0"] == usage.proposed_by_source["path 1"]
+        assert usage.accepted_tokens + usage.verify_steps == usage.completion_tokens
+        assert (
+            sum(n * steps for n, steps in usage.steps_by_accepted.items()) == usage.accepted_tokens
+        )
