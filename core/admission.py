@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ..radix_cache import PrefixCache
 from .errors import InvalidRequest, PromptTooLong
 from .request import Request
+
+RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +49,44 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             message = f"{param} holds a token id outside 0..{vocab_size - 1}"
             raise InvalidRequest(message, param=param)
+
+
+def cache_limit(request: Request) -> int | None:
+    """Tokens that it may read from the cache, None for all there are.
+
+    Log-probabilities of the prompt need its rows computed: nothing beyond those told is read.
+    """
+    told, wanted = request.num_prompt_logprobs, request.prompt_len - 1
+    asks = request.sampling.params.prompt_logprobs is not None
+    return told if asks and told < wanted else None
+
+
+def shares_prefill(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request is about to compute this one's next page: then wait for it."""
+    if cache_limit(request) is not None:
+        return False
+    upto = cache.match_len(request.tokens, namespace=request.namespace) + cache.page_size
+    if upto >= len(request.tokens):
+        return False
+    page = request.tokens[:upto]
+    return any(
+        other.num_computed < upto <= len(other.tokens)
+        and other.namespace == request.namespace
+        and other.tokens[:upto] == page
+        for other in running
+        if other.num_pending > 1
+    )
+
+
+def would_fit(cache: PrefixCache, request: Request, num_running: int) -> bool:
+    """Whether all its tokens and one more fit, with room to grow for each that runs.
+
+    Without more room a preempted request would come back only to be preempted again.
+    """
+    growth = RETURN_GROWTH if request.num_preemptions else 1
+    return cache.would_fit(
+        request.tokens,
+        len(request.tokens) + 1,
+        namespace=request.namespace,
+        slack=num_running * -(-growth // cache.page_size),
+    )

@@ -50,7 +50,7 @@ class Engine:
         self.metrics = EngineMetrics(scheduler)
         self.failure: BaseException | None = None
         self.draining = False
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._warm_up = warm_up
         self._thread = ThreadPoolExecutor(1, "foretoken-model", initializer=on_thread_start)
@@ -214,7 +214,7 @@ class Engine:
     async def _step(self, plan: StepPlan) -> StepOutput:
         """Run a step to its end even when cancelled: requests must not change under it."""
         loop = asyncio.get_running_loop()
-        step = loop.run_in_executor(self._thread, self._runner.step, plan)
+        step = loop.run_in_executor(self._thread, self.runner.step, plan)
         try:
             self.scheduler.speculator.work()
             return await asyncio.shield(step)

@@ -14,7 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from sortedcontainers import SortedKeyList
 
 from ..radix_cache import PrefixCache
-from .admission import SchedulerLimits, check_fits, check_token_ids
+from .admission import (
+    SchedulerLimits,
+    cache_limit,
+    check_fits,
+    check_token_ids,
+    shares_prefill,
+    would_fit,
+)
+from .audit import check_ledger
 from .commit import take_output
 from .drafting import fit_pages, pending_upto, share_of
 from .errors import ForetokenError, InvalidRequest, QueueFull
@@ -24,7 +32,6 @@ from .step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
-RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
 
 
 class Scheduler:
@@ -186,9 +193,9 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) >= self.limits.max_running:
                 return
-            if self._shares_running_prefill(request):
+            if shares_prefill(self.cache, request, self.running.values()):
                 continue
-            if not self._would_fit(request):
+            if not would_fit(self.cache, request, len(self.running)):
                 return  # those behind it must not take the pages that it waits for
             self._admit(request, now)
             yield request
@@ -198,7 +205,7 @@ class Scheduler:
         request.lease = self.cache.acquire(
             request.tokens,
             namespace=request.namespace,
-            limit=_cache_limit(request),
+            limit=cache_limit(request),
             priority=request.priority,
             is_first=request.num_preemptions == 0,
         )
@@ -210,36 +217,6 @@ class Scheduler:
             request.usage.cached_tokens = request.num_computed
             request.usage.queue_time = now - request.arrival_time
         self.speculator.join(request)
-
-    def _shares_running_prefill(self, request: Request) -> bool:
-        """Whether a running request is about to compute this one's next page: then wait for it."""
-        if _cache_limit(request) is not None:
-            return False
-        cached = self.cache.match_len(request.tokens, namespace=request.namespace)
-        upto = cached + self.cache.page_size
-        if upto >= len(request.tokens):
-            return False
-        page = request.tokens[:upto]
-        return any(
-            other.num_computed < upto <= len(other.tokens)
-            and other.namespace == request.namespace
-            and other.tokens[:upto] == page
-            for other in self.running.values()
-            if other.num_pending > 1
-        )
-
-    def _would_fit(self, request: Request) -> bool:
-        """Whether all its tokens and one more fit, with room to grow for each that runs.
-
-        Without more room a preempted request would come back only to be preempted again.
-        """
-        growth = RETURN_GROWTH if request.num_preemptions else 1
-        return self.cache.would_fit(
-            request.tokens,
-            len(request.tokens) + 1,
-            namespace=request.namespace,
-            slack=len(self.running) * -(-growth // self.cache.page_size),
-        )
 
     def _plan_chunk(self, request: Request, budget: int, planned: set[str]) -> PlanRow | None:
         stop = request.num_computed + min(request.num_pending, budget)
@@ -341,31 +318,13 @@ class Scheduler:
         request.usage.total_time = now - request.arrival_time
         return delta
 
-    # -- audit ----------------------------------------------------------------------------------
-
     def audit(self) -> None:
         """Every invariant that ties requests to pages; raises AssertionError."""
-        leases = [r.lease for r in self.running.values() if r.lease is not None]
-        self.cache.check(leases)
-        assert len(leases) == len(self.running), "every running request owns a lease"
-        for request in self.waiting:
-            assert request.lease is None, "a waiting request owns nothing"
-            assert request.status is RequestStatus.WAITING
-        ids = {*self.running, *(r.request_id for r in self.waiting)}
-        assert ids == set(self._by_id), "a request is in exactly one state"
-        for request in self.running.values():
-            assert request.num_pending >= 1, "there is always a token to compute"
+        check_ledger(self.cache, self.running, list(self.waiting), set(self._by_id))
 
 
 def _order(request: Request) -> tuple[int, int]:
     return request.order
-
-
-def _cache_limit(request: Request) -> int | None:
-    """Log-probabilities of the prompt need its rows computed: read no cache beyond those told."""
-    told, wanted = request.num_prompt_logprobs, request.prompt_len - 1
-    asks = request.sampling.params.prompt_logprobs is not None
-    return told if asks and told < wanted else None
 
 
 def _terminal(error: ForetokenError | None) -> Delta:

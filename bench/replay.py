@@ -1,0 +1,46 @@
+"""A real engine that is made to say what was recorded: real step times on given texts.
+
+The target computes everything as ever; then the recorded token of each position gets a logit that
+wins. So acceptance is that of the recorded text, not of the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..core.runner import ModelRunner
+from ..core.step import Draft, PlanRow, RowOutput
+
+WINNING = 1e4  # a logit above all others
+
+
+class ReplayRunner(ModelRunner):
+    """Steers every request of ``recorded`` (by request id) along its recorded answer."""
+
+    recorded: Mapping[str, Sequence[int]] = {}
+
+    @classmethod
+    def over(cls, runner: ModelRunner) -> ReplayRunner:
+        """The same model, pool and proposer."""
+        return cls(runner.decoder, runner.pool, runner.proposer)
+
+    def _verify(
+        self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
+    ) -> list[RowOutput]:
+        at = 0
+        indices: list[int] = []
+        token_ids: list[int] = []
+        for row, drafts in zip(rows, paths, strict=True):
+            if not row.samples:
+                continue
+            answer = self.recorded[row.request_id]
+            position = len(row.tokens) - row.sampling.prompt_len
+            for draft in drafts:
+                wanted = answer[position : position + len(draft.token_ids) + 1]
+                indices += range(at, at + len(wanted))
+                token_ids += wanted
+                at += len(draft.token_ids) + 1
+        logits[indices, token_ids] = WINNING
+        return super()._verify(rows, paths, logits)
