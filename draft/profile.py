@@ -1,0 +1,67 @@
+"""What a step costs on this machine, measured before the first request comes.
+
+A pass over n rows takes about ``rows(n) + base``: the first part depends on how many rows are
+computed, drafts included; the second on the requests that take part and on how far back they
+look, whatever is drafted. Only the first decides how much to draft; the second must be known to
+tell what that is worth.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.batch import Segment, build_batch
+from ..core.kv_pool import KVPool
+from ..core.model.decoder import Decoder
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+NEAR, FAR = 32, 512  # tokens that the requests of a measurement look back on
+MANY = 8  # requests
+SECONDS = 0.1  # for one measurement: slow models repeat less
+REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PassProfile:
+    """Seconds of one forward pass of one model."""
+
+    rows: dict[int, float]  # of one request with so many rows, looking back on `NEAR` tokens
+    per_request: float = 0.0  # more for each request beyond the first
+    per_longest: float = 0.0  # more for each token that the longest looks back on
+    per_token: float = 0.0  # more for each token that all look back on together
+
+
+def profile_pass(decoder: Decoder, pool: KVPool) -> PassProfile:
+    """Measure a model on the pages of its own pool, whose content is void afterwards."""
+    longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
+    far = min(FAR, longest - 1)
+    near = min(NEAR, far // 2)
+    rows = {n: _measure(decoder, pool, [(near, n)]) for n in ROWS if near + n <= longest}
+    cases = [(1, far), (MANY, near), (MANY, far)] if far > near >= 0 else []
+    work = [[count - 1, far_ - near, count * far_ - near] for count, far_ in cases]
+    more = [_measure(decoder, pool, [(back, 1)] * n) - rows[1] for n, back in cases]
+    if not cases:
+        return PassProfile(rows)
+    found = np.linalg.lstsq(np.array(work, dtype=float), np.array(more), rcond=None)[0]
+    return PassProfile(rows, *(max(0.0, float(value)) for value in found))
+
+
+def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]) -> float:
+    """Seconds of a pass: the best of a few. ``requests``: (tokens behind, rows) of each."""
+    page_ids = array("q", range(pool.num_pages))  # shared by all: nobody reads what comes out
+    segments = [Segment(array("q", [0] * n), start, page_ids, n) for start, n in requests]
+    best, spent = float("inf"), 0.0
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        batch = build_batch(segments, page_size=pool.page_size, device=decoder.device)
+        decoder.forward(batch, pool)
+        seconds = time.perf_counter() - began
+        best, spent = min(best, seconds), spent + seconds
+        if spent > SECONDS:
+            break
+    return best

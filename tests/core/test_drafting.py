@@ -1,0 +1,155 @@
+"""Drafts take free pages only, give them back, and cost no prefix hit."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
+from foretoken.core.drafting import fit_pages
+from foretoken.core.request import Request
+from foretoken.core.speculation import NOTHING, DraftPlan, FixedDepth
+from foretoken.core.step import Draft, PlanRow, StepOutput
+from foretoken.radix_cache import KVLease, PrefixCache
+
+
+def lease_of(cache: PrefixCache, num_tokens: int) -> KVLease:
+    lease = cache.acquire(array("q", range(num_tokens)))
+    assert cache.extend(lease, num_tokens)
+    return lease
+
+
+def draft(length: int) -> Draft:
+    return Draft.of(list(range(length)), "test")
+
+
+def test_a_draft_takes_pages_behind_the_tokens() -> None:
+    cache = PrefixCache(8, 4)
+    lease = lease_of(cache, 6)
+    plan, branches = fit_pages(cache, lease, 6, DraftPlan(draft(5)))
+    assert (plan.depth, branches) == (5, [])
+    assert len(lease.page_ids) * 4 >= 11
+
+
+@pytest.mark.parametrize("plan", [DraftPlan(draft(30)), DraftPlan(max_draft=30)])
+def test_a_draft_is_cut_to_the_free_pages(plan: DraftPlan) -> None:
+    cache = PrefixCache(4, 4)
+    lease = lease_of(cache, 6)
+    fitted, _ = fit_pages(cache, lease, 6, plan)
+    assert fitted.depth == 10
+    assert len(fitted.draft.sources) == len(fitted.draft.token_ids)
+
+
+def test_a_branch_shares_all_pages_before_the_last_token() -> None:
+    cache = PrefixCache(12, 4)
+    lease = lease_of(cache, 9)
+    plan = DraftPlan(draft(2), branches=(draft(4), draft(2)))
+    _, (first, second) = fit_pages(cache, lease, 9, plan)
+    own = lease.page_ids[2:4]
+    for branch, num_own in ((first, 2), (second, 1)):
+        assert branch.page_ids[:2] == lease.page_ids[:2]
+        assert len(branch.page_ids) == 2 + num_own
+    assert not set(first.page_ids[2:]) & {*own, *second.page_ids[2:]}
+
+
+def test_branches_are_dropped_when_no_page_is_free() -> None:
+    cache = PrefixCache(4, 4)
+    lease = lease_of(cache, 9)
+    plan = DraftPlan(draft(2), branches=(draft(2), draft(2)))
+    fitted, branches = fit_pages(cache, lease, 9, plan)
+    assert (fitted.depth, len(branches)) == (2, 1)
+
+
+def test_what_is_cached_is_never_evicted_for_a_draft() -> None:
+    cache = PrefixCache(6, 4)
+    old = lease_of(cache, 16)
+    cache.release(old, array("q", range(16)), 16)
+    lease = cache.acquire(array("q", [99] * 4))
+    assert cache.extend(lease, 4)
+    fitted, branches = fit_pages(cache, lease, 4, DraftPlan(draft(9), branches=(draft(3),)))
+    assert (fitted.depth, branches) == (4, [])
+    assert cache.num_evictable_pages == 4
+
+
+def served_prefixes(depth: int, drafter, seed: int) -> tuple[int, dict[str, list[int]]]:  # type: ignore[no-untyped-def]
+    """Prefix hits of a pool under pressure: conversations that grow, come back and compete."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        num_pages=24, page_size=2, max_batch_tokens=200, max_running=3, depth=depth
+    )
+    driver = Driver(scheduler, FakeRunner(2, drafter))
+    system = [rng.randrange(1, 7) for _ in range(6)]
+    threads = [
+        [*system, *(rng.randrange(1, 7) for _ in range(rng.randrange(1, 6)))] for _ in "abcd"
+    ]
+    for turn in range(12):
+        names = [f"{turn}-{index}" for index in range(rng.randrange(1, 4))]
+        picked = [rng.randrange(len(threads)) for _ in names]
+        for name, index in zip(names, picked, strict=True):
+            driver.add(make_request(name, threads[index][-20:], max_tokens=4))
+        driver.run()
+        for name, index in zip(names, picked, strict=True):
+            threads[index] += driver.served[name]
+    return scheduler.cache.num_hits, driver.served
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_speculation_never_lowers_the_prefix_hit_rate(seed: int) -> None:
+    plain, served = served_prefixes(0, wrong, seed)
+    assert plain > 0
+    assert served_prefixes(5, wrong, seed) == (plain, served)
+
+
+class Failing(FixedDepth):
+    """Breaks in every way that it can."""
+
+    def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
+        raise RuntimeError("plan")
+
+    def observe(self, request: Request, row: PlanRow, output: object, num_served: int) -> None:
+        raise RuntimeError("observe")
+
+    def observe_step(self, output: StepOutput, seconds: float) -> None:
+        raise RuntimeError("observe_step")
+
+    def join(self, request: Request) -> None:
+        raise RuntimeError("join")
+
+    def leave(self, request: Request) -> None:
+        raise RuntimeError("leave")
+
+
+def test_a_speculator_that_fails_costs_its_drafts_alone(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = make_scheduler(speculator=Failing(3))
+    driver = Driver(scheduler, FakeRunner(4, perfect))
+    driver.add(request := make_request("a", [1, 2, 3]))
+    driver.run()
+    assert driver.ended == {"a": "length"}
+    assert request.usage.proposed_tokens == 0
+    assert "the speculator failed" in caplog.text
+
+
+class Greedy(FixedDepth):
+    """Wants more than it may have, and says how much it was offered."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.offers: list[tuple[Sequence[int], int, int]] = []
+
+    def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
+        self.offers.append((limits, budget, num_prefill))
+        return [NOTHING] * len(requests)
+
+
+def test_half_of_the_budget_is_kept_for_prompts_that_wait() -> None:
+    greedy = Greedy()
+    driver = Driver(make_scheduler(speculator=greedy, max_batch_tokens=20), FakeRunner(4))
+    driver.add(make_request("a", [1, 2], max_tokens=9))
+    driver.step()
+    driver.step()
+    driver.add(make_request("b", [3] * 40, max_tokens=9))
+    driver.step()
+    assert greedy.offers == [([7], 19, 0), ([6], 9, 19)]
