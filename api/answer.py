@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
@@ -58,6 +59,7 @@ class Generation:
         return TextDelta(
             text=self._text.take(final=delta.terminal),
             token_ids=delta.token_ids,
+            sources=delta.token_sources,
             index=self.index,
             finish_reason=None if reason is None else reason.value,
             stop_reason=delta.stop_reason,
@@ -78,6 +80,7 @@ class Answer:
         self.params = params
         self.prompt_token_ids: Sequence[int] = ()  # until it is tokenised
         self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
+        self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
         self.generations: list[Generation] = []  # until the engine has room
         self.aborted = False  # maybe before there is anything to abort
 

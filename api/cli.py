@@ -91,6 +91,7 @@ def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     run.set_defaults(run=_run, parser=run)
     run.add_argument("prompt", metavar="PROMPT")
     _add_model(run)
+    _add_show_drafts(run)
     _add_sampling_flags(run)
     _add_engine_flags(run)
 
@@ -100,6 +101,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     chat.set_defaults(run=_chat, parser=chat)
     _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_show_drafts(chat)
     _add_sampling_flags(chat)
     _add_engine_flags(chat)
 
@@ -110,6 +112,15 @@ def _add_model(parser: Parser) -> None:
         metavar="MODEL",
         nargs="?",
         help="folder in Hugging Face layout, or a hub id; nothing: the built-in pair",
+    )
+
+
+def _add_show_drafts(parser: Parser) -> None:
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="colour each token by the source that drafted it, the target's own plain, and end "
+        "with a legend; in colour on a terminal or with FORCE_COLOR, never with NO_COLOR",
     )
 
 
@@ -236,13 +247,15 @@ def _api_keys(parsed: argparse.Namespace) -> tuple[str, ...]:
 def _run(parsed: argparse.Namespace) -> int:
     from .terminal import run
 
-    return run(parsed.prompt, parsed.model, sampling_params(parsed), engine_options(parsed))
+    params, options = sampling_params(parsed), engine_options(parsed)
+    return run(parsed.prompt, parsed.model, params, options, show_drafts=parsed.show_drafts)
 
 
 def _chat(parsed: argparse.Namespace) -> int:
     from .terminal import chat
 
-    return chat(parsed.model, sampling_params(parsed), engine_options(parsed), parsed.system)
+    params, options = sampling_params(parsed), engine_options(parsed)
+    return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
 
 
 def _bench(args: Sequence[str]) -> int:

@@ -98,6 +98,8 @@ def refuse(body: CompletionRequest) -> None:
     refuse_unsupported(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+    if body.prediction is not None and len(read_prompts(body.prompt)) > 1:
+        raise InvalidRequest("prediction needs a single prompt", param="prediction")
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n > 1 cannot be streamed", param="echo")
 

@@ -15,7 +15,15 @@ from ..core.params import SamplingParams
 from ..core.request import Delta, FinishReason, Request
 from ..core.stream import TokenStream
 from .answer import Answer, Generation
-from .intake import Conversation, Prompt, bad_words_ids, children, make_config, make_request
+from .intake import (
+    Conversation,
+    Prompt,
+    bad_words_ids,
+    children,
+    make_config,
+    make_request,
+    prediction_ids,
+)
 from .results import Completion
 from .text import AnswerText
 from .tokenizer import Tokenizer
@@ -195,6 +203,7 @@ class Host:
             self.tokenizer.check_ids(prompt, self.built.vocab_size)
             answer.prompt_token_ids = prompt
         answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
+        answer.prediction = await prediction_ids(self.tokenizer, answer.params)
 
     def _submit_choices(self, answer: Answer) -> None:
         """Give all of them to the engine or none."""
@@ -221,6 +230,7 @@ class Host:
             seed=seed,
             eos_token_ids=self.built.eos_token_ids,
             bad_words_ids=answer.bad_words_ids,
+            prediction=answer.prediction,
             on_token=text.push,
         )
         stream = _ended_stream(request) if answer.aborted else self._submit(request)

@@ -108,6 +108,14 @@ async def bad_words_ids(
     return tuple(dict.fromkeys(each for each in ids if each))
 
 
+async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[int] | None:
+    """The caller's guess at the answer; None for an empty one, too."""
+    guess = params.prediction or ()
+    if isinstance(guess, str):
+        guess = await tokenizer.encode_prediction(guess)
+    return array("q", guess) if guess else None
+
+
 def make_request(
     request_id: str,
     prompt_ids: Sequence[int],
@@ -116,6 +124,7 @@ def make_request(
     seed: int,
     eos_token_ids: frozenset[int],
     bad_words_ids: tuple[tuple[int, ...], ...],
+    prediction: array[int] | None,
     on_token: OnToken,
 ) -> Request:
     """A request as the scheduler wants it."""
@@ -133,16 +142,10 @@ def make_request(
         tokens=array("q", prompt_ids),
         sampling=sampling,
         stop_ids=stop_ids,
-        depth=_depth(params),
+        depth=0 if params.speculation == "off" else params.speculation,
+        prediction=prediction,
         namespace=params.cache_salt,
         priority=params.priority,
         deadline=params.deadline,
         on_token=on_token,
     )
-
-
-def _depth(params: SamplingParams) -> int | None:
-    """Draft tokens a step; None leaves it to the engine."""
-    if params.speculation == "off":
-        return 0
-    return params.speculation if isinstance(params.speculation, int) else None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..core.request import Usage
 from ..core.step import TokenLogprob
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +17,13 @@ class TextDelta:
     """What one step, or several that a slow reader missed, adds to an answer.
 
     ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
-    string are held back. ``index`` tells the choices of n > 1 apart.
+    string are held back. ``index`` tells the choices of n > 1 apart. ``sources`` says who drafted
+    each token; "" is the target model itself.
     """
 
     text: str
     token_ids: list[int]
+    sources: list[str] = field(default_factory=list)
     index: int = 0
     finish_reason: str | None = None  # "stop", "length" or "abort", in the last delta of a choice
     stop_reason: int | str | None = None  # the stop token id or the stop string
@@ -109,5 +114,11 @@ def _add_counts(total: Usage, usage: Usage) -> None:
     total.proposed_tokens += usage.proposed_tokens
     total.accepted_tokens += usage.accepted_tokens
     total.verify_steps += usage.verify_steps
-    for source, count in usage.accepted_by_source.items():
-        total.accepted_by_source[source] = total.accepted_by_source.get(source, 0) + count
+    _add(total.accepted_by_source, usage.accepted_by_source)
+    _add(total.proposed_by_source, usage.proposed_by_source)
+    _add(total.steps_by_accepted, usage.steps_by_accepted)
+
+
+def _add(total: dict[K, int], counts: dict[K, int]) -> None:
+    for key, count in counts.items():
+        total[key] = total.get(key, 0) + count

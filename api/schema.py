@@ -67,7 +67,6 @@ class Sampling(Struct, kw_only=True):
     grammar: str | None = None
     choice: list[str] | None = None
     # known and refused
-    prediction: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_grammar: Any = None
@@ -96,6 +95,27 @@ class Message(Struct, kw_only=True):
     tool_call_id: str | None = None
 
 
+class PredictionPart(Struct):
+    """A piece of a prediction; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Struct):
+    """``prediction``: what the caller expects the answer to be."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ResponseFormat(Struct):
     """``response_format``; only text is served."""
 
@@ -107,6 +127,7 @@ class ChatRequest(Sampling, kw_only=True):
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     response_format: ResponseFormat | None = None
@@ -126,11 +147,15 @@ class CompletionRequest(Sampling, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
+    prediction: Prediction | str | None = None  # an extension
     echo: bool | None = None
     logprobs: NumTop | None = None
     best_of: int | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
+
+
+AnyRequest = ChatRequest | CompletionRequest
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -164,7 +189,7 @@ SAME_NAME = (
     "choice",
 )  # fmt: skip
 REFUSED = (
-    "prediction", "guided_json", "guided_regex", "guided_grammar", "guided_choice",
+    "guided_json", "guided_regex", "guided_grammar", "guided_choice",
     "structured_outputs", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
     "tools", "functions", "function_call", "chat_template", "audio", "suffix",
 )  # fmt: skip
@@ -186,7 +211,7 @@ def decoder(body_type: type[T]) -> Callable[[bytes], T]:
 
 
 def sampling_params(
-    body: Sampling,
+    body: AnyRequest,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -194,11 +219,13 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of a body; raises `InvalidRequest`."""
     given = {name: getattr(body, name) for name in SAME_NAME}
+    guess = body.prediction
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prediction=guess.text if isinstance(guess, Prediction) else guess,
         deadline=None if body.deadline_ms is None else body.deadline_ms / 1000,
     )
 

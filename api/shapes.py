@@ -14,6 +14,7 @@ from .tokenizer import Tokenizer
 
 Body = dict[str, object]
 FINGERPRINT = f"foretoken-{__version__}"
+PREDICTION = "prediction"  # the source that drafts from what the caller predicted
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -43,19 +44,36 @@ class Head:
         }
 
 
-def usage_body(usage: Usage) -> Body:
-    """``usage``, with what the cache and speculation saved."""
+def usage_body(usage: Usage, *, predicted: bool = False) -> Body:
+    """``usage``, with what the cache and speculation saved, and ``predicted`` answers, too."""
+    details: Body = {"completion_tokens_details": _prediction_body(usage)} if predicted else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "speculation": {
-            "proposed_tokens": usage.proposed_tokens,
-            "accepted_tokens": usage.accepted_tokens,
-            "verify_steps": usage.verify_steps,
-            "accepted_by_source": usage.accepted_by_source,
-        },
+        **details,
+        "speculation": _speculation_body(usage),
+    }
+
+
+def _prediction_body(usage: Usage) -> Body:
+    accepted = usage.accepted_by_source.get(PREDICTION, 0)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": usage.proposed_by_source.get(PREDICTION, 0) - accepted,
+    }
+
+
+def _speculation_body(usage: Usage) -> Body:
+    steps = sorted(usage.steps_by_accepted.items())
+    return {
+        "proposed_tokens": usage.proposed_tokens,
+        "accepted_tokens": usage.accepted_tokens,
+        "verify_steps": usage.verify_steps,
+        "accepted_by_source": usage.accepted_by_source,
+        "proposed_by_source": usage.proposed_by_source,
+        "steps_by_accepted": {str(accepted): count for accepted, count in steps},
     }
 
 

@@ -12,14 +12,25 @@ from typing import Any
 
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
+from ..core.report import by_source
+from ..core.request import Usage
 from .answer import Answer
 from .intake import Prompt
+from .paint import Painter, Palette, wants_colour
 from .sdk import AsyncLLM
 
 
-def run(prompt: str, model: str | None, params: SamplingParams, options: Mapping[str, Any]) -> int:
+def run(
+    prompt: str,
+    model: str | None,
+    params: SamplingParams,
+    options: Mapping[str, Any],
+    *,
+    show_drafts: bool = False,
+) -> int:
     """Complete one prompt; the text on stdout, the cost on stderr."""
-    return asyncio.run(_run(AsyncLLM(model, **options), prompt, params))
+    palette = _palette(show_drafts=show_drafts)
+    return asyncio.run(_run(AsyncLLM(model, **options), prompt, params, palette))
 
 
 def chat(
@@ -27,24 +38,33 @@ def chat(
     params: SamplingParams,
     options: Mapping[str, Any],
     system: str | None = None,
+    *,
+    show_drafts: bool = False,
 ) -> int:
     """Talk, one line of stdin a turn, until it ends."""
-    return asyncio.run(_chat(AsyncLLM(model, **options), params, system))
+    palette = _palette(show_drafts=show_drafts)
+    return asyncio.run(_chat(AsyncLLM(model, **options), params, system, palette))
 
 
-async def _run(llm: AsyncLLM, prompt: str, params: SamplingParams) -> int:
+def _palette(*, show_drafts: bool) -> Palette | None:
+    return Palette(coloured=wants_colour(sys.stdout)) if show_drafts else None
+
+
+async def _run(llm: AsyncLLM, prompt: str, params: SamplingParams, palette: Palette | None) -> int:
     async with llm:
-        await _show(llm, prompt, params)
+        await _show(llm, prompt, params, palette)
     return 0
 
 
-async def _chat(llm: AsyncLLM, params: SamplingParams, system: str | None) -> int:
+async def _chat(
+    llm: AsyncLLM, params: SamplingParams, system: str | None, palette: Palette | None
+) -> int:
     messages = [{"role": "system", "content": system}] if system else []
     async with llm:
         while (line := await _read_line()) is not None:
             messages.append({"role": "user", "content": line})
             try:
-                text = await _show(llm, await llm.render(messages), params)
+                text = await _show(llm, await llm.render(messages), params, palette)
             except InvalidRequest as error:  # too long, say
                 print(f"foretoken: {error}", file=sys.stderr)
                 messages.pop()
@@ -81,18 +101,23 @@ async def _in_daemon(read: Callable[[], str]) -> str:
     return await asyncio.wrap_future(future)
 
 
-async def _show(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> str:
-    """Print an answer as it comes."""
+async def _show(
+    llm: AsyncLLM, prompt: Prompt, params: SamplingParams, palette: Palette | None
+) -> str:
+    """Print an answer as it comes, in the colours of its sources if there is a palette."""
     answer = await llm.open(prompt, params)
+    painter = palette and Painter(palette, llm.tokenizer.detokenizer(answer.prompt_token_ids).push)
     texts = []
     try:
         async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
                 texts.append(delta.text)
-                print(delta.text, end="", flush=True)
+                print(painter.paint(delta) if painter else delta.text, end="", flush=True)
     finally:
         llm.forget(answer)
-    print()
+    print(flush=True)  # before the lines on stderr, wherever both go
+    if painter:
+        print(painter.legend(), file=sys.stderr)
     print(cost_line(answer), file=sys.stderr)
     return "".join(texts)
 
@@ -103,6 +128,7 @@ def cost_line(answer: Answer) -> str:
     parts = [
         f"{usage.completion_tokens} tokens in {usage.verify_steps} steps",
         f"{usage.completion_tokens / max(1, usage.verify_steps):.2f} tokens/step",
+        _draft_cost(usage),
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached",
         f"first token {usage.time_to_first_token * 1e3:.0f} ms",
     ]
@@ -110,3 +136,10 @@ def cost_line(answer: Answer) -> str:
         between = (usage.total_time - usage.time_to_first_token) / (usage.completion_tokens - 1)
         parts.append(f"ITL {between * 1e3:.1f} ms")
     return f"[{', '.join(parts)}]"
+
+
+def _draft_cost(usage: Usage) -> str:
+    if not usage.proposed_tokens:
+        return "no drafts"
+    accepted = f"{usage.accepted_tokens} of {usage.proposed_tokens} draft tokens accepted"
+    return f"{accepted} ({by_source(usage.proposed_by_source, usage.accepted_by_source)})"

@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +73,11 @@ class Tokenizer:
             len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
         )
 
+    async def encode_prediction(self, text: str) -> list[int]:
+        """Token ids of a text of any length that a caller expects as an answer."""
+        job = partial(self._encode, text, add_special_tokens=False)
+        return await self._work(len(text), job, "prediction")
+
     def encode_word(self, word: str) -> list[int]:
         """Token ids of a short text, as it stands inside a longer one."""
         return self._encode(word, add_special_tokens=False)
@@ -120,22 +125,22 @@ class Tokenizer:
                 message = f"{param} holds a token id outside 0..{vocab_size - 1}"
                 raise InvalidRequest(message, param=param)
 
-    async def _work(self, num_chars: int, job: Callable[[], T]) -> T:
+    async def _work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
         """Short jobs at once, long ones in the thread, so that streams go on.
 
         Raises `EngineDead` if it is closed meanwhile.
         """
         if num_chars <= INLINE_CHARS:
-            done = self._guard(job)
+            done = self._guard(job, param)
             await asyncio.sleep(0)  # many short ones are long
             return done
         self._check_open()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SECONDS):
-                return await loop.run_in_executor(self._thread, self._guard, job)
+                return await loop.run_in_executor(self._thread, self._guard, job, param)
         except TimeoutError:
-            raise InvalidRequest("the prompt took too long to tokenise", param="prompt") from None
+            raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # the job was cancelled, not its caller
@@ -147,15 +152,15 @@ class Tokenizer:
             raise EngineDead("this LLM is closed") from None
 
     @staticmethod
-    def _guard(job: Callable[[], T]) -> T:
+    def _guard(job: Callable[[], T], param: str) -> T:
         """Whatever a tokenizer raises fails this request alone; what it says may tell too much."""
         try:
             return job()
         except InvalidRequest:
             raise
         except Exception as error:
-            logger.warning("a prompt could not be tokenised", exc_info=error)
-            raise InvalidRequest("the prompt cannot be tokenised", param="prompt") from error
+            logger.warning("a %s could not be tokenised", param, exc_info=error)
+            raise InvalidRequest(f"the {param} cannot be tokenised", param=param) from error
 
     # -- conversations --------------------------------------------------------------------------
 

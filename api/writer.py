@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..core.request import Usage
 from .errors import unavailable
-from .schema import Sampling
+from .schema import AnyRequest
 from .service import SHUTTING_DOWN, Service
 from .shapes import Body, Head, usage_body
 from .sse import DONE, event
@@ -19,10 +19,11 @@ class Writer:
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, service: Service, head: Head, body: Sampling) -> None:
+    def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
         self._service = service
         self._head = head
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._predicted = body.prediction is not None
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
         """An answer that was given up before it began, or because of a shutdown, is an error."""
@@ -35,7 +36,7 @@ class Writer:
 
     def answer(self, choices: list[Body], usage: Usage) -> Body:
         """All choices in one body."""
-        return {**self._head.body(self.whole_kind, choices), "usage": usage_body(usage)}
+        return {**self._head.body(self.whole_kind, choices), "usage": self._usage(usage)}
 
     def chunk(
         self,
@@ -60,8 +61,11 @@ class Writer:
     def end(self, usage: Usage) -> Iterator[bytes]:
         """What follows the last choice."""
         if self._include_usage:
-            yield self._event([], usage_body(usage))
+            yield self._event([], self._usage(usage))
         yield DONE
+
+    def _usage(self, usage: Usage) -> Body:
+        return usage_body(usage, predicted=self._predicted)
 
     def _event(self, choices: list[Body], usage: Body | None) -> bytes:
         chunk = self._head.body(self.chunk_kind, choices)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from .errors import EngineDead, InvalidRequest, QueueFull
 from .metrics import EngineMetrics
+from .report import SpeculationLog
 from .request import Delta, Request
 from .scheduler import Event, Scheduler
 from .step import StepOutput, StepPlan
@@ -48,6 +49,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.metrics = EngineMetrics(scheduler)
+        self._log = SpeculationLog(self.metrics.tally, scheduler.speculator.describe, clock=clock)
         self.failure: BaseException | None = None
         self.draining = False
         self.runner = runner
@@ -202,6 +204,7 @@ class Engine:
         now = self._clock()
         events = self.scheduler.commit(plan, output, now)
         self.metrics.observe_step(output, now - began)
+        self._log.tick()
         self._deliver(events)
         self._tell_speculator(output)
 

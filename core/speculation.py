@@ -8,7 +8,7 @@ that it does can change the output, only how many tokens a step yields and what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol
 
@@ -80,6 +80,9 @@ class Speculator(Protocol):
     def flush(self, *namespaces: str | None) -> None:
         """Forget the tokens seen in these namespaces, in all when none is named."""
 
+    def describe(self) -> Mapping[str, object]:
+        """What it did since the last call and why, for the log."""
+
 
 class FixedDepth:
     """Lets the proposer guess ``depth`` tokens for every request that does not say otherwise."""
@@ -122,6 +125,10 @@ class FixedDepth:
 
     def flush(self, *namespaces: str | None) -> None:
         """Nothing is remembered."""
+
+    def describe(self) -> Mapping[str, object]:
+        """The depth."""
+        return {"depth": self.depth}
 
 
 NO_SPECULATION = FixedDepth(0)
@@ -166,6 +173,10 @@ class Careful:
     def flush(self, *namespaces: str | None) -> None:
         """Passed on; a failure reaches the caller, who wants the tokens gone."""
         self.inner.flush(*namespaces)
+
+    def describe(self) -> Mapping[str, object]:
+        """Passed on."""
+        return self.inner.describe()
 
     def _try(self, tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:

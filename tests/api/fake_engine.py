@@ -40,6 +40,7 @@ class FakeEngine:
     def __init__(self, answers: Callable[[Request], Iterable[int]] = echo) -> None:
         self.answers = answers
         self.tokens_per_step = 1
+        self.sources = ["fake"]  # who drafts
         self.by_hand = False  # no step but by `step`
         self.refusal: ForetokenError | None = None  # raised by `submit`
         self.row_error: str | None = None  # ends each request at its second step
@@ -161,13 +162,29 @@ class FakeEngine:
             self._end_at(request, token_id, delta)
             if delta.terminal:
                 break
-        usage = request.usage
+        self._count(request, delta)
+        return delta
+
+    def _count(self, request: Request, delta: Delta) -> None:
+        """All tokens of a step but its last were drafted, by each source in turn."""
+        usage, proposed = request.usage, self.tokens_per_step - 1
+        names = [*itertools.islice(itertools.cycle(self.sources), proposed)]
+        accepted = names[: max(0, len(delta.token_ids) - 1)]
+        delta.num_proposed, delta.proposed_sources = proposed, names
+        delta.accepted_sources = accepted
+        delta.token_sources = [*accepted, ""][: len(delta.token_ids)]
         usage.completion_tokens += len(delta.token_ids)
         usage.verify_steps += 1
-        usage.proposed_tokens += self.tokens_per_step - 1
-        usage.accepted_tokens += max(0, len(delta.token_ids) - 1)
-        usage.accepted_by_source["fake"] = usage.accepted_tokens
-        return delta
+        usage.proposed_tokens += proposed
+        usage.accepted_tokens += len(accepted)
+        steps, served = usage.steps_by_accepted, len(accepted)
+        steps[served] = steps.get(served, 0) + 1
+        for counts, sources in (
+            (usage.proposed_by_source, names),
+            (usage.accepted_by_source, accepted),
+        ):
+            for source in sources:
+                counts[source] = counts.get(source, 0) + 1
 
     @staticmethod
     def _end_at(request: Request, token_id: int, delta: Delta) -> None:

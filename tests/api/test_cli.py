@@ -15,6 +15,7 @@ import pytest
 
 import foretoken
 from foretoken.api import cli, terminal
+from foretoken.api.paint import wants_colour
 from foretoken.core.config import EngineConfig
 
 
@@ -145,7 +146,8 @@ def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
     assert engine.requests[0].sampling.params.temperature == 0
     usage = engine.requests[0].usage
     assert f"[{usage.completion_tokens} tokens in {usage.verify_steps} steps, " in err
-    assert re.search(r"tokens/step, 0 of \d+ prompt tokens cached, first token \d+ ms", err)
+    drafts = r"tokens/step, (\d+) of (\d+) draft tokens accepted \(fake \1 of \2\), "
+    assert re.search(drafts + r"0 of \d+ prompt tokens cached, first token \d+ ms", err)
     assert err.count("\n") == 1
 
 
@@ -190,7 +192,97 @@ def test_bench_runs_the_named_module_with_the_rest_of_the_line(monkeypatch):
 def test_the_cost_line_is_honest_about_a_draw_of_nothing():
     usage = foretoken.Usage(prompt_tokens=3)
     answer = SimpleNamespace(usage=usage, params=foretoken.SamplingParams())
-    assert terminal.cost_line(answer).startswith("[0 tokens in 0 steps, 0.00 tokens/step, 0 of 3")
+    assert terminal.cost_line(answer).startswith(
+        "[0 tokens in 0 steps, 0.00 tokens/step, no drafts, 0 of 3 prompt tokens cached, "
+    )
+
+
+def test_the_cost_line_names_every_source_and_marks_what_is_simulated():
+    usage = foretoken.Usage(
+        completion_tokens=9, verify_steps=6, proposed_tokens=12, accepted_tokens=3,
+        proposed_by_source={"ngram": 8, "oracle:0.8": 4}, accepted_by_source={"oracle:0.8": 3},
+        time_to_first_token=0.01, total_time=0.05,
+    )  # fmt: skip
+    assert terminal.cost_line(SimpleNamespace(usage=usage)) == (
+        "[9 tokens in 6 steps, 1.50 tokens/step, 3 of 12 draft tokens accepted (ngram 0 of 8, "
+        "oracle:0.8 3 of 4 (simulated)), 0 of 0 prompt tokens cached, first token 10 ms, "
+        "ITL 5.0 ms]"
+    )
+
+
+# -- --show-drafts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_colour_variables(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "on_file", "on_terminal"),
+    [
+        ({}, False, True),
+        ({"FORCE_COLOR": "1"}, True, True),
+        ({"FORCE_COLOR": "", "NO_COLOR": ""}, False, True),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+    ids=str,
+)
+def test_colours_are_for_terminals_unless_the_environment_says_otherwise(
+    no_colour_variables, monkeypatch, variables, on_file, on_terminal
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (wants_colour(io.StringIO()), wants_colour(Screen())) == (on_file, on_terminal)
+
+
+def test_run_colours_drafts_by_source_and_ends_with_a_legend(
+    no_colour_variables, here, say, engine, capsys, monkeypatch
+):
+    say("hello world")
+    engine.tokens_per_step, engine.sources = 3, ["ngram", "model"]
+    assert cli.main(["run", "The quick"]) == 0
+    plain, _ = capsys.readouterr()
+    engine.draining = False  # a run ends with closing it
+    assert cli.main(["run", "The quick", "--show-drafts"]) == 0
+    out, err = capsys.readouterr()
+    assert out == plain, "no escapes in a file"
+    engine.draining = False
+    counts = engine.requests[-1].usage.accepted_by_source
+    legend, cost = err.splitlines()
+    assert legend.startswith(f"[tokens by source: ngram: {counts['ngram']}, model: ")
+    assert cost.startswith("[")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert cli.main(["run", "The quick", "--show-drafts"]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b[32m" in out
+    assert "\x1b[36m" in out
+    assert re.sub(r"\x1b\[\d+m", "", out) == plain
+    assert f"ngram = green: {counts['ngram']}" in err
+    assert "the target itself = plain: " in err
+
+
+def test_chat_with_colours_remembers_the_text_without_them(
+    no_colour_variables, here, say, engine, tokenizer, capsys, monkeypatch
+):
+    say("hello")
+    engine.tokens_per_step = 2
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nagain\n"))
+    assert cli.main(["chat", "--show-drafts"]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b[32m" in out
+    assert err.count("fake = green") == 2
+    prompt = engine.requests[1].tokens[: engine.requests[1].prompt_len]
+    assert "assistant\nhello<" in tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def test_chat_without_a_stdin_ends_at_once(here, monkeypatch):

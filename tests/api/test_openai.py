@@ -14,7 +14,10 @@ from foretoken.api.legacy import echo_ids, echo_offsets
 from foretoken.api.shapes import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
-SPECULATION = {"proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source"}
+SPECULATION = {
+    "proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source",
+    "proposed_by_source", "steps_by_accepted",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -356,7 +359,17 @@ def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ({"prediction": "x"}, "prediction"),
+        ({"prediction": {"content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type"),
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": 3}}, "prediction.content"),
+        ({"prediction": {"type": "content", "content": [{"type": "text"}]}},
+         "prediction.content[0].text"),
+        ({"prediction": {"type": "content", "content": [
+            {"type": "text", "text": "x"}, {"type": "image", "text": "x"}]}},
+         "prediction.content[1].type"),
+        ({"prediction": {"type": "content", "content": "x" * 131_073}}, "prediction"),
         ({"extra_body": {"regex": "a+"}}, "regex"),
         ({"extra_body": {"grammar": "a"}}, "grammar"),
         ({"extra_body": {"choice": ["a"]}}, "choice"),

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,17 @@ SERVE_FLAGS = """--draft --speculation --verify --exact --device --dtype --quant
 --threads --host --port --uds --api-key --served-model-name --log-level --load-format"""
 
 
-def call(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def call(
+    *args: str, stdin: str = "", variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COMMAND, *args], input=stdin, capture_output=True, text=True, timeout=120, check=False
+        [COMMAND, *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **(variables or {})},
     )
 
 
@@ -139,6 +147,20 @@ def test_run_prints_the_text_of_the_sdk_and_a_cost_line(llm: LLM) -> None:
     assert done.returncode == 0, done.stderr
     assert out.text.rstrip() in done.stdout
     assert re.search(r"\b11\b.*token", (done.stdout + done.stderr).strip().splitlines()[-1])
+
+
+def test_drafts_are_shown_in_colour_and_the_text_stays_the_same() -> None:
+    args = ["run", "x = [1, 2, 3, 1, 2, 3, ", "--temperature", "0", "--max-tokens", "20", *SMALL]
+    plain = call(*args)
+    shown = call(*args, "--show-drafts", variables={"FORCE_COLOR": "1", "NO_COLOR": ""})
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b[3" in shown.stdout
+    assert re.sub(r"\x1b\[\d+m", "", shown.stdout) == plain.stdout
+    legend, cost = shown.stderr.splitlines()[-2:]
+    assert "the target itself = plain: " in legend
+    assert "draft tokens accepted (" in cost
+    quiet = call(*args, "--show-drafts", variables={"NO_COLOR": "1"})
+    assert quiet.stdout == plain.stdout
 
 
 def test_chat_answers_every_line_of_a_pipe_and_remembers(llm: LLM) -> None:

@@ -33,6 +33,8 @@ prefix_cache_hits_total time_to_first_token_seconds inter_token_latency_seconds
 time_per_output_token_seconds e2e_request_latency_seconds spec_decode_num_drafts_total
 spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total request_success_total
 spec_decode_num_accepted_tokens_per_pos_total prompt_tokens_total generation_tokens_total
+spec_decode_num_draft_tokens_per_pos_total spec_decode_num_draft_tokens_per_source_total
+spec_decode_num_accepted_tokens_per_source_total spec_decode_acceptance_length_count
 """
 
 
@@ -79,6 +81,11 @@ def test_an_answer_has_the_shape_of_openai(url: str, path: str, body: dict[str, 
     names = {"proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source"}
     assert set(spec) >= names
     assert sum(spec["accepted_by_source"].values()) == spec["accepted_tokens"]
+    assert sum(spec["proposed_by_source"].values()) == spec["proposed_tokens"]
+    assert sum(spec["steps_by_accepted"].values()) == spec["verify_steps"]
+    served = [int(accepted) * count for accepted, count in spec["steps_by_accepted"].items()]
+    assert sum(served) == spec["accepted_tokens"]
+    assert "completion_tokens_details" not in usage
     assert spec["accepted_tokens"] + spec["verify_steps"] - usage["completion_tokens"] in (0, 1)
 
 
@@ -164,6 +171,30 @@ def test_extensions_are_taken_and_speculation_changes_no_text(
     for speculation in ("auto", 0, 3):
         on = whole(url, path, {**body, **fields, "speculation": speculation})
         assert said(on["choices"][0]) == said(off["choices"][0])
+
+
+@both
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prediction_changes_no_text_and_is_counted(
+    url: str, path: str, body: dict[str, Any], n: int
+) -> None:
+    plain = whole(url, path, {**body, "n": n})
+    text = said(plain["choices"][0])
+    for guess in (text, f"{text[:5]} something else altogether", "\n"):
+        prediction = {"type": "content", "content": [{"type": "text", "text": guess}]}
+        fields = {**body, "n": n, "prediction": prediction}
+        out = whole(url, path, fields)
+        assert [said(choice) for choice in out["choices"]] == [
+            said(choice) for choice in plain["choices"]
+        ]
+        usage, spec = out["usage"], out["usage"]["speculation"]
+        details = usage["completion_tokens_details"]
+        accepted = spec["accepted_by_source"].get("prediction", 0)
+        assert details["accepted_prediction_tokens"] == accepted
+        proposed = spec["proposed_by_source"].get("prediction", 0)
+        assert details["rejected_prediction_tokens"] == proposed - accepted
+        *_, last = chunks(url, path, {**fields, "stream_options": {"include_usage": True}})
+        assert set(last["usage"]["completion_tokens_details"]) == set(details)
 
 
 @both

@@ -55,6 +55,8 @@ BAD_IN_ONE = [
     (CHAT, "top_logprobs", [-1, 21, "x"]),
     (CHAT, "logprobs", ["x"]),
     (CHAT, "max_completion_tokens", [0, "x"]),
+    (CHAT, "prediction", ["x", [1], {}, {"type": "content"}, {"type": "x", "content": "x"}]),
+    (TEXT, "prediction", [[1], 3, {}, {"type": "content", "content": [{"type": "image_url"}]}]),
     (TEXT, "prompt", [None, "", 3, {"a": 1}, [[]], [10**9], [-1], ["a", 3]]),
     (TEXT, "logprobs", [-1, 10**6, "x"]),
 ]
@@ -63,7 +65,6 @@ NOT_YET = [
     (CHAT, "tools", [TOOL]),
     (CHAT, "response_format", SCHEMA),
     (CHAT, "response_format", {"type": "json_object"}),
-    (CHAT, "prediction", {"type": "content", "content": "x"}),
     (CHAT, "messages", [{"role": "user", "content": [IMAGE]}]),
     *(
         (path, field, value)

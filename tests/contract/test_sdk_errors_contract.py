@@ -46,12 +46,13 @@ BAD = [
     ("logit_bias", [{1: NAN}, {-1: 1.0}, {10**9: 1.0}, {"a": 1.0}, [1]]),
     ("allowed_token_ids", [[], [-1], [10**9], ["a"]]),
     ("bad_words", [[""], [3]]),
+    ("prediction", [3, [-1], [10**9], ["a"], [2.5]]),
     ("speculation", ["on", -1, 1.5]),
     ("cache_salt", [3]),
     ("priority", [1.5, "high"]),
     ("deadline", ["soon", NAN]),
 ]
-NOT_YET = {"json_schema": {}, "regex": "a+", "grammar": "x", "choice": ["a"], "prediction": "x"}
+NOT_YET = {"json_schema": {}, "regex": "a+", "grammar": "x", "choice": ["a"]}
 
 
 @pytest.fixture(scope="module")
