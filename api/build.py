@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,22 +14,18 @@ from ..core.admission import SchedulerLimits
 from ..core.config import EngineConfig, parse_size
 from ..core.engine import Engine
 from ..core.errors import InvalidRequest, ModelLoadError
-from ..core.kv_pool import KVPool, bytes_per_page
+from ..core.kv_pool import bytes_per_page
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
-from ..core.proposer import Proposer
 from ..core.runner import ModelRunner
 from ..core.scheduler import Scheduler
-from ..core.speculation import FixedDepth
-from ..draft.first_of import FirstOf
 from ..draft.lm import LmProposer
-from ..draft.ngram import NgramProposer
 from ..radix_cache import PrefixCache
+from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
 
 logger = logging.getLogger(__name__)
 BUILTIN = Path(__file__).resolve().parent.parent / "draft" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
-AUTO_DEPTH = 2  # draft tokens a step: more lose at temperature 1 in batches of 8 (measured)
 DEFAULT_KV_BYTES = 2 * 2**30
 
 
@@ -52,22 +47,29 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     Raises `ModelLoadError`, or `InvalidRequest` for an option that does not suit the model.
     """
     folder = BUILTIN / "target" if model is None else find_folder(model)
+    spec = parse_draft(config, builtin_draft=str(BUILTIN / "draft") if model is None else None)
     target = _load(folder, config)
-    drafts = _load_drafts(config, folder, target, is_builtin=model is None)
-    num_pages = _num_pages(config, [target, *drafts.values()])
-    pools = [
-        decoder.make_pool(num_pages, page_size=config.page_size)
-        for decoder in (target, *drafts.values())
-    ]
-    proposer = _proposer(config, drafts, pools[1:], is_builtin=model is None)
+    draft = None if spec.model is None else _load_draft(spec.model, folder, target, config)
+    num_pages = _num_pages(config, [each for each in (target, draft) if each is not None])
+    pool = target.make_pool(num_pages, page_size=config.page_size)
+    pair = None
+    if draft is not None:
+        pair = (draft, draft.make_pool(num_pages, page_size=config.page_size))
+    speculator, costs = make_speculator(config, spec, target.config.vocab_size)
     scheduler = Scheduler(
-        PrefixCache(num_pages, config.page_size),
-        _limits(config, target, proposer),
-        FixedDepth(_depth(config) if proposer is not None else 0),
+        PrefixCache(num_pages, config.page_size), _limits(config, target), speculator
     )
-    runner = ModelRunner(target, pools[0], proposer)
+    by_rejection = config.verify == "rejection"
+    proposer = LmProposer(*pair, independent=by_rejection) if pair is not None else None
+    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
+    measures = not spec.is_empty and config.speculation == "auto"
     return Built(
-        engine=Engine(scheduler, runner, on_thread_start=_thread_setter(config.threads)),
+        engine=Engine(
+            scheduler,
+            runner,
+            on_thread_start=_thread_setter(config.threads),
+            warm_up=lambda: measure_costs(costs, (target, pool), pair) if measures else None,
+        ),
         folder=folder,
         name=BUILTIN_NAME if model is None else _name(model),
         vocab_size=target.config.vocab_size,
@@ -122,79 +124,21 @@ def _load(folder: Path, config: EngineConfig) -> Decoder:
     )
 
 
-# -- drafts -------------------------------------------------------------------------------------
-
-
-def _sources(config: EngineConfig, *, is_builtin: bool) -> list[str]:
-    """The comma list, with auto resolved: look-up, then the built-in pair's own draft model."""
-    if config.draft == "none" or config.speculation in ("off", 0):
-        return []
-    if config.draft == "auto":
-        return ["ngram", str(BUILTIN / "draft")] if is_builtin else ["ngram"]
-    sources = [source.strip() for source in config.draft.split(",")]
-    for source in sources:
-        if source in ("radix", "suffix", "auto", "none", "") or source.startswith("oracle:"):
-            raise InvalidRequest(f"draft: '{source}' is not supported yet here", param="draft")
-    return sources
-
-
-def _load_drafts(
-    config: EngineConfig, folder: Path, target: Decoder, *, is_builtin: bool
-) -> dict[str, Decoder]:
-    paths = [s for s in _sources(config, is_builtin=is_builtin) if s != "ngram"]
-    return {path: _load_draft(find_folder(path), folder, target, config) for path in paths}
-
-
-def _load_draft(
-    folder: Path, target_folder: Path, target: Decoder, config: EngineConfig
-) -> Decoder:
+def _load_draft(model: str, target_folder: Path, target: Decoder, config: EngineConfig) -> Decoder:
+    folder = find_folder(model)
     draft = _load(folder, config)
-    ours, theirs = draft.config.vocab_size, target.config.vocab_size
-    if ours != theirs:
-        raise ModelLoadError(f"{folder}: a draft of {ours} tokens for a target of {theirs}")
-    if _vocabulary(folder) != _vocabulary(target_folder):
-        raise ModelLoadError(f"{folder}: the draft's tokenizer differs from the target's")
+    check_compatible(folder, draft, target_folder, target)
     return draft
 
 
-def _vocabulary(folder: Path) -> object:
-    """Token text to id, or None where there is no tokenizer file to compare."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    return json.loads(path.read_text(encoding="utf-8"))["model"].get("vocab")
-
-
-def _proposer(
-    config: EngineConfig,
-    drafts: dict[str, Decoder],
-    pools: Sequence[KVPool],
-    *,
-    is_builtin: bool,
-) -> Proposer | None:
-    pool_of = dict(zip(drafts, pools, strict=True))
-    proposers: list[Proposer] = [
-        NgramProposer() if source == "ngram" else LmProposer(drafts[source], pool_of[source])
-        for source in _sources(config, is_builtin=is_builtin)
-    ]
-    if len(proposers) < 2:
-        return proposers[0] if proposers else None
-    return FirstOf(proposers)
-
-
-def _limits(config: EngineConfig, target: Decoder, proposer: Proposer | None) -> SchedulerLimits:
+def _limits(config: EngineConfig, target: Decoder) -> SchedulerLimits:
     return SchedulerLimits(
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
         max_queued=config.max_queued,
         max_model_len=_model_len(config, target),
         vocab_size=target.config.vocab_size,
-        depth_cap=64 if proposer is not None else 0,
     )
-
-
-def _depth(config: EngineConfig) -> int:
-    return config.speculation if isinstance(config.speculation, int) else AUTO_DEPTH
 
 
 def _model_len(config: EngineConfig, target: Decoder) -> int:

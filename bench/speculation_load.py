@@ -60,8 +60,7 @@ def adversarial(count: int, prompt_len: int, output_len: int, vocab_size: int) -
     """Random words of a tiny vocabulary: matches everywhere, hardly any that holds."""
     rng = random.Random(7)
     few = [rng.randrange(5, vocab_size) for _ in range(5)]
-    make = lambda length: [rng.choice(few) for _ in range(length)]  # noqa: E731
-    return [(make(prompt_len), make(output_len)) for _ in range(count)]
+    return [(rng.choices(few, k=prompt_len), rng.choices(few, k=output_len)) for _ in range(count)]
 
 
 async def _serve(built: Built, request: Request, limit: asyncio.Semaphore, run: Run) -> None:

@@ -20,6 +20,10 @@ _LOWEST = {
 }
 _OPTIONAL = {"kv_tokens", "max_model_len", "threads"}
 _HIGHEST = 2**40
+REJECTION_WANTS_DEPTH = (
+    "rejection cannot go with an automatic depth: to choose the depth by what was drafted biases "
+    "the output under rejection sampling; give a fixed one, --speculation K"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class EngineConfig:
     """Engine options; same names as the command line's flags. None means: chosen for the model.
 
     ``draft``: auto, none, or a comma list of sources and draft-model paths, tried in order.
-    ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``kv_tokens`` or
+    ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:
+    coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
     ``kv_memory`` ("4GiB") size the KV pool. ``exact``: which batches must give equal bits.
     """
 
@@ -69,7 +74,9 @@ class EngineConfig:
             _require(value in args, name, f"must be one of {', '.join(map(str, args))}")
 
     def _check_supported(self) -> None:
-        _require(self.verify == "coupled", "verify", "rejection is not supported yet")
+        # Rejection sampling is exact only if the depth does not follow from what was drafted.
+        fixed = self.verify == "coupled" or self.speculation != "auto"
+        _require(fixed, "verify", REJECTION_WANTS_DEPTH)
         _require(self.device != "cuda", "device", "cuda is not supported yet")
         _require(self.quantize == "none", "quantize", f"{self.quantize} is not supported yet")
         wide = self.kv_cache_dtype == "auto"

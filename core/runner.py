@@ -15,6 +15,7 @@ from .batch import RaggedBatch, Segment, build_batch
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .proposer import Proposer
+from .rejection import SampledDraft, verify_by_rejection
 from .step import Branch, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs, verify
 
@@ -27,10 +28,18 @@ class ModelRunner:
     Holds no request: whatever a step needs of one is lent by its plan row.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        proposer: Proposer | None = None,
+        *,
+        rejection: bool = False,
+    ) -> None:
         self.decoder = decoder
         self.pool = pool
         self.proposer = proposer
+        self.rejection = rejection  # verify by rejection sampling, for comparison only
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
@@ -85,7 +94,7 @@ class ModelRunner:
 
     def _sound(self, draft: Draft, max_draft: int) -> Draft:
         """The draft up to its first token that the model does not have."""
-        if not draft.token_ids:
+        if not draft.token_ids or isinstance(draft, SampledDraft):
             return draft
         vocab_size = self.decoder.config.vocab_size
         sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
@@ -125,6 +134,7 @@ class ModelRunner:
     ) -> list[RowOutput]:
         prompts = self._prompt_logprobs(rows, paths, logits)
         verify_rows: list[VerifyRow] = []
+        probs: list[torch.Tensor | None] = []  # what each draft was drawn from, where it matters
         keep: list[int] = []
         at = 0
         for row, drafts in zip(rows, paths, strict=True):
@@ -133,10 +143,14 @@ class ModelRunner:
                 at += num_logits
                 if row.samples:
                     verify_rows.append(VerifyRow(row.tokens, draft.token_ids, row.sampling))
+                    probs.append(draft.probs if isinstance(draft, SampledDraft) else None)
                     keep += range(at - len(draft.token_ids) - 1, at)
         if len(keep) < len(logits):
             logits = logits[keep]
-        verified = iter(verify(logits, verify_rows))
+        if self.rejection:
+            verified = iter(verify_by_rejection(logits, verify_rows, probs))
+        else:
+            verified = iter(verify(logits, verify_rows))
         return [
             self._output(row, drafts, [next(verified) for _ in drafts if row.samples], prompt)
             for row, drafts, prompt in zip(rows, paths, prompts, strict=True)

@@ -6,6 +6,10 @@ independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
 The draft's KV lives in a pool of its own under the *same page ids* as the target's: a prefix hit
 brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
 is caught up a window at a time in steps that follow the first token, never on the way to it.
+
+A draft may be sharpened (tau.py) and may end early (confidence.py): neither can change the output
+of `verify`, which sees tokens alone. For rejection sampling a draft is ``independent``: all its
+``max_draft`` tokens, drawn with noise of its own, and what they were drawn from.
 """
 
 from __future__ import annotations
@@ -20,11 +24,24 @@ from ..core.batch import Segment, build_batch
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
 from ..core.proposer import DraftRow
+from ..core.rejection import SampledDraft, draw
 from ..core.sampling import SampleRow
 from ..core.step import Draft
-from ..core.verify import sample
+from ..core.verify import Choice, sample
+from .confidence import Confidence, own_probs
+from .tau import TauTuner
 
 SOURCE = "lm"
+
+
+@dataclass(slots=True)
+class _Chain:
+    """One request's draft as it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    survival: float = 1.0  # chance that all of it is accepted, where that is asked
+    own_probs: list[float] = field(default_factory=list)  # the draft's own, where that is asked
+    drawn_from: list[torch.Tensor] = field(default_factory=list)  # [vocab] each, if independent
 
 
 @dataclass(slots=True)
@@ -33,21 +50,42 @@ class _Track:
 
     num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
     num_marked: int = 0  # whole pages among them that carry the ready mark
-    drafted: list[int] = field(default_factory=list)  # KV computed beyond that, if they came true
+    chain: _Chain = field(default_factory=_Chain)  # all but its last token have KV beyond that
 
 
 class LmProposer:
     """Drafts by running ``decoder`` on the request's tokens.
 
-    ``window``: tokens of missing KV that one step may catch up over the whole batch.
+    ``window``: tokens of missing KV that one step may catch up over the whole batch. ``tau``: a
+    fixed sharpening, else it is tuned. ``min_confidence``: a draft ends with the token at which
+    the chance that all of it is accepted falls below this.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool, *, window: int = 256) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        *,
+        window: int = 256,
+        independent: bool = False,
+        tau: float | None = None,
+        min_confidence: float = 0.0,
+    ) -> None:
         self._decoder = decoder
         self._pool = pool
         self._window = window
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._tracks: dict[str, _Track] = {}
+        self._independent = independent
+        self._fixed_tau = 1.0 if independent else tau
+        self._tuner = TauTuner()
+        self._min_confidence = 0.0 if independent else min_confidence
+        self._confidence = Confidence()
+
+    @property
+    def tau(self) -> float:
+        """What divides the draft's logits at present, on top of the temperature."""
+        return self._tuner.tau if self._fixed_tau is None else self._fixed_tau
 
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
         """Requests that left take their cursor along; pages that change hands lose their mark."""
@@ -55,27 +93,50 @@ class LmProposer:
             self._tracks.pop(request_id, None)
         for page_id in fresh_pages:
             self._ready[page_id] = 0
+        self._tuner.forget(request_ids)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
         """Catch up within the window, then draft one token at a time for rows that are whole."""
         tracks = [self._follow(row) for row in rows]
-        drafted: list[list[int]] = [[] for _ in rows]
-        live = self._catch_up(rows, tracks, drafted)
-        while live := [i for i in live if len(drafted[i]) < rows[i].max_draft]:
-            live = self._advance(rows, drafted, live)
-        for track, tokens in zip(tracks, drafted, strict=True):
-            track.drafted = tokens[:-1]  # the last one's KV was never computed
-        return [Draft.of(tokens, SOURCE) for tokens in drafted]
+        chains = [_Chain() for _ in rows]
+        live = self._catch_up(rows, tracks, chains)
+        while live := [i for i in live if self._goes_on(rows[i], chains[i])]:
+            live = self._advance(rows, chains, live)
+        for track, chain in zip(tracks, chains, strict=True):
+            track.chain = chain
+        return [self._draft(*each) for each in zip(rows, tracks, chains, strict=True)]
+
+    def _goes_on(self, row: DraftRow, chain: _Chain) -> bool:
+        return len(chain.token_ids) < row.max_draft and chain.survival >= self._min_confidence
+
+    def _draft(self, row: DraftRow, track: _Track, chain: _Chain) -> Draft:
+        # Where the context ends nothing will ever be caught up: that is no backlog.
+        backlog = _backlog(row, track) if self._has_room(row) else 0
+        sources = (SOURCE,) * len(chain.token_ids)
+        if not chain.drawn_from:
+            return Draft(chain.token_ids, sources, backlog)
+        return SampledDraft(chain.token_ids, sources, backlog, torch.stack(chain.drawn_from))
 
     # -- cursor ---------------------------------------------------------------------------------
 
     def _follow(self, row: DraftRow) -> _Track:
         """Bring a request's track up to what was committed since."""
         track = self._tracks.setdefault(row.request_id, _Track())
-        track.num_computed += _common_len(track.drafted, row.tokens[track.num_computed :])
-        track.drafted = []
+        chain, track.chain = track.chain, _Chain()
+        if chain.token_ids:
+            self._learn(row, track, chain)
         self._skip_ready(row, track)
         return track
+
+    def _learn(self, row: DraftRow, track: _Track, chain: _Chain) -> None:
+        """What came of a request's last draft: KV that is right, and how good a guess it was."""
+        committed = row.tokens[track.num_computed :]
+        agreed = _common_len(chain.token_ids, committed)
+        if len(committed) > 0:
+            greedy = row.sampling.params.temperature == 0.0
+            self._confidence.observe(chain.own_probs[: len(committed)], agreed, greedy=greedy)
+        track.num_computed += min(agreed, len(chain.token_ids) - 1)
+        self._tuner.settle(row)
 
     def _skip_ready(self, row: DraftRow, track: _Track) -> None:
         """Move over pages that are ready, but leave the last token: its logits are wanted."""
@@ -96,7 +157,7 @@ class LmProposer:
     # -- forward passes -------------------------------------------------------------------------
 
     def _catch_up(
-        self, rows: Sequence[DraftRow], tracks: Sequence[_Track], drafted: list[list[int]]
+        self, rows: Sequence[DraftRow], tracks: Sequence[_Track], chains: Sequence[_Chain]
     ) -> list[int]:
         """Compute missing KV; rows that reach their last token get their first draft token."""
         stops = self._stops(rows, tracks)
@@ -112,7 +173,7 @@ class LmProposer:
             tracks[index].num_computed = stop
             self._mark_ready(rows[index], tracks[index])
         whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
-        return self._draw(rows, drafted, whole, logits)
+        return self._draw(rows, chains, whole, logits)
 
     def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
         """How far each row gets within the window, those that lack least first."""
@@ -120,21 +181,24 @@ class LmProposer:
         for index in sorted(range(len(rows)), key=lambda i: _backlog(rows[i], tracks[i])):
             end = len(rows[index].tokens)
             stop = min(end, tracks[index].num_computed + room)
-            fits = end + rows[index].max_draft <= self._decoder.config.max_model_len
-            if fits and stop > tracks[index].num_computed:
+            if self._has_room(rows[index]) and stop > tracks[index].num_computed:
                 stops[index] = stop
                 room -= stop - tracks[index].num_computed
         return stops
 
+    def _has_room(self, row: DraftRow) -> bool:
+        return len(row.tokens) + row.max_draft <= self._decoder.config.max_model_len
+
     def _advance(
-        self, rows: Sequence[DraftRow], drafted: list[list[int]], live: Sequence[int]
+        self, rows: Sequence[DraftRow], chains: Sequence[_Chain], live: Sequence[int]
     ) -> list[int]:
         """One more draft token for each live row; returns the rows that go on."""
         segments = []
         for index in live:
-            end = len(rows[index].tokens) + len(drafted[index])
-            segments.append(self._segment(rows[index], drafted[index][-1:], end - 1))
-        return self._draw(rows, drafted, live, self._forward(segments))
+            token_ids = chains[index].token_ids
+            end = len(rows[index].tokens) + len(token_ids)
+            segments.append(self._segment(rows[index], token_ids[-1:], end - 1))
+        return self._draw(rows, chains, live, self._forward(segments))
 
     @staticmethod
     def _segment(row: DraftRow, token_ids: Sequence[int], start: int) -> Segment:
@@ -148,21 +212,61 @@ class LmProposer:
         batch = build_batch(segments, page_size=self._pool.page_size, device=self._decoder.device)
         return self._decoder.forward(batch, self._pool)
 
-    @staticmethod
+    # -- tokens ---------------------------------------------------------------------------------
+
     def _draw(
+        self,
         rows: Sequence[DraftRow],
-        drafted: list[list[int]],
+        chains: Sequence[_Chain],
         live: Sequence[int],
         logits: torch.Tensor,
     ) -> list[int]:
-        """The target's own sampler on the draft's logits, [len(live), vocab]."""
-        sample_rows = [SampleRow(rows[i].tokens, rows[i].sampling, drafted[i]) for i in live]
-        choices = sample(logits, sample_rows)
-        sound = [i for i, choice in zip(live, choices, strict=True) if choice.error is None]
-        for index, choice in zip(live, choices, strict=True):
+        """One more token for each live row by the draft's logits [len(live), vocab].
+
+        Returns the rows whose logits were sound.
+        """
+        sample_rows = [
+            SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live
+        ]
+        if self._fixed_tau is None:
+            for index, values in zip(live, logits, strict=True):
+                if not chains[index].token_ids:
+                    self._tuner.keep(rows[index], values)
+        choices = self._choose(logits, sample_rows, [chains[i] for i in live])
+        if self._min_confidence > 0.0:
+            self._doubt(logits, sample_rows, choices, [chains[i] for i in live])
+        pairs = list(zip(live, choices, strict=True))
+        for index, choice in pairs:
             if choice.error is None:
-                drafted[index].append(choice.token_id)
-        return sound
+                chains[index].token_ids.append(choice.token_id)
+        return [index for index, choice in pairs if choice.error is None]
+
+    def _choose(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], chains: Sequence[_Chain]
+    ) -> list[Choice]:
+        """By the target's own sampler, or as rejection sampling wants it."""
+        if not self._independent:
+            return sample(logits, rows, tau=self.tau)
+        choices, drawn_from = draw(logits, rows)
+        for choice, chain, probs in zip(choices, chains, drawn_from, strict=True):
+            if choice.error is None:
+                chain.drawn_from.append(probs)
+        return choices
+
+    def _doubt(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        choices: Sequence[Choice],
+        chains: Sequence[_Chain],
+    ) -> None:
+        """Lower each draft's chance to survive by what its new token adds."""
+        probs = own_probs(logits, rows, [max(choice.token_id, 0) for choice in choices])
+        for row, choice, prob, chain in zip(rows, choices, probs, chains, strict=True):
+            if choice.error is None:
+                greedy = row.sampling.params.temperature == 0.0
+                chain.own_probs.append(prob)
+                chain.survival *= self._confidence.chance(prob, greedy=greedy)
 
 
 def _backlog(row: DraftRow, track: _Track) -> int:

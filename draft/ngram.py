@@ -1,52 +1,50 @@
-"""NgramProposer: prompt look-up. What followed the last few tokens before may follow them again.
+"""NgramSource: prompt look-up. What followed the last few tokens before may follow them again.
 
 Source: prompt look-up decoding (Saxena 2023), as ``prompt_lookup_num_tokens`` in transformers.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-
-from ..core.proposer import DraftRow
-from ..core.step import Draft
-
-SOURCE = "ngram"
+from ..core.request import Request
+from .source import INDEX_CHUNK, Guess
+from .suffix import PRIORS, Segment, SuffixIndex, guess_at
 
 
-class NgramProposer:
-    """Continues the most recent earlier occurrence of a request's last tokens.
+class NgramSource:
+    """Continues where a request's last tokens stood before in its own tokens, the prompt included.
 
-    Tries the last ``max_len`` tokens, then fewer, down to ``min_len``. One search scans the
-    request's last ``window`` tokens in C, no index is kept: O(window) for each length tried.
+    The suffix index with every request in a scope of its own; nothing outlives a request.
     """
 
-    def __init__(self, *, min_len: int = 3, max_len: int = 8, window: int = 4096) -> None:
-        self._lengths = range(max_len, min_len - 1, -1)
-        self._window = window
+    name = "ngram"
+    priors = PRIORS
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
-        """One draft for each row; empty where nothing repeats."""
-        return [Draft.of(self._look_up(row.tokens, row.max_draft), SOURCE) for row in rows]
+    def __init__(self, *, num_slots: int = 2**20) -> None:
+        self._index = SuffixIndex(num_slots)
+        self._live: dict[Request, Segment] = {}
 
-    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
-        """Nothing is remembered."""
+    def propose(self, request: Request, most: int) -> Guess | None:
+        """What followed the longest run of last tokens that the request has seen before."""
+        segment = self._segment(request)
+        place = self._index.find(segment)
+        return guess_at(place, segment, self.name, most) if place is not None else None
 
-    def _look_up(self, tokens: array[int], max_draft: int) -> Sequence[int]:
-        tokens = tokens[-self._window :]
-        text = tokens.tobytes()
-        for length in self._lengths:
-            start = _find_last(text, tokens[-length:].tobytes(), tokens.itemsize)
-            if start is not None:
-                return tokens[start + length : start + length + max_draft]
-        return ()
+    def index(self, request: Request) -> int:
+        """All of the prompt: that others brought it before is of no use here."""
+        return self._index.index(self._segment(request), INDEX_CHUNK)
 
+    def leave(self, request: Request) -> None:
+        """Nothing is kept."""
+        segment = self._live.pop(request, None)
+        if segment is not None:
+            self._index.drop(segment)
 
-def _find_last(text: bytes, suffix: bytes, itemsize: int) -> int | None:
-    """Index of the last occurrence of ``suffix`` in ``text`` before its end, in items."""
-    end = len(text) - itemsize
-    while (at := text.rfind(suffix, 0, end)) >= 0:
-        if at % itemsize == 0:
-            return at // itemsize
-        end = at + len(suffix) - 1
-    return None
+    def flush(self, *namespaces: str | None) -> None:
+        """Nothing is kept that others could see."""
+
+    def _segment(self, request: Request) -> Segment:
+        segment = self._live.get(request)
+        if segment is None:
+            segment = self._index.open(request.tokens, scope=request, salt=request.serial)
+            self._live[request] = segment
+        return segment

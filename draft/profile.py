@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..core.batch import Segment, build_batch
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
+from .costs import LookBack, StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 NEAR, FAR = 32, 512  # tokens that the requests of a measurement look back on
@@ -26,29 +26,30 @@ SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class PassProfile:
-    """Seconds of one forward pass of one model."""
+def profile_step(
+    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | None
+) -> StepProfile:
+    """Measure both models on the pages of their own pools, whose content is void afterwards."""
+    rows, look_back = profile_pass(*target)
+    if draft is None:
+        return StepProfile(rows, look_back=look_back)
+    draft_rows, draft_look_back = profile_pass(*draft)
+    return StepProfile(rows, draft_rows, look_back, draft_look_back)
 
-    rows: dict[int, float]  # of one request with so many rows, looking back on `NEAR` tokens
-    per_request: float = 0.0  # more for each request beyond the first
-    per_longest: float = 0.0  # more for each token that the longest looks back on
-    per_token: float = 0.0  # more for each token that all look back on together
 
-
-def profile_pass(decoder: Decoder, pool: KVPool) -> PassProfile:
-    """Measure a model on the pages of its own pool, whose content is void afterwards."""
+def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], LookBack]:
+    """Seconds of a pass by its rows, one request's, and what other requests and context add."""
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     far = min(FAR, longest - 1)
     near = min(NEAR, far // 2)
     rows = {n: _measure(decoder, pool, [(near, n)]) for n in ROWS if near + n <= longest}
-    cases = [(1, far), (MANY, near), (MANY, far)] if far > near >= 0 else []
-    work = [[count - 1, far_ - near, count * far_ - near] for count, far_ in cases]
-    more = [_measure(decoder, pool, [(back, 1)] * n) - rows[1] for n, back in cases]
+    cases = [(1, far), (MANY, near), (MANY, far)] if 1 in rows and far > near >= 0 else []
     if not cases:
-        return PassProfile(rows)
+        return rows, LookBack()
+    work = [[count - 1, back - near, count * back - near] for count, back in cases]
+    more = [_measure(decoder, pool, [(back, 1)] * n) - rows[1] for n, back in cases]
     found = np.linalg.lstsq(np.array(work, dtype=float), np.array(more), rcond=None)[0]
-    return PassProfile(rows, *(max(0.0, float(value)) for value in found))
+    return rows, LookBack(*(max(0.0, float(value)) for value in found))
 
 
 def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +31,13 @@ class Source(Protocol):
     Reads requests, never writes them. Calls come from the event loop, one at a time.
     """
 
-    name: str
-    priors: tuple[float, ...]  # [num_kinds] chance of a token given all before it, unmeasured
+    @property
+    def name(self) -> str:
+        """What its tokens are labelled with."""
+
+    @property
+    def priors(self) -> Sequence[float]:
+        """[num_kinds] chance of a token given all before it, while nothing is measured."""
 
     def propose(self, request: Request, most: int) -> Guess | None:
         """At most ``most`` tokens that may follow ``request.tokens`` as they are now."""

@@ -21,13 +21,15 @@ from ..core.step import PlanRow, RowOutput, StepOutput
 from .calibration import Calibration
 from .controller import Candidates, Controller
 from .source import INDEX_CHUNK, Guess, Source
-from .trie import Path, common_len, merge
+from .trie import Path, Survival, common_len, merge
 
 LM = "lm"
 LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those before it
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
+REST = 8  # steps for which a verdict against the draft model holds while nothing changes
+NO_SURVIVAL: Survival = np.zeros(0)
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class _Step:
 class DraftSpeculator:
     """Plans drafts for all requests of an engine.
 
-    ``depth``: "auto" lets the controller decide, a number fixes it; a request may say otherwise.
+    ``depth``: "auto" lets the controller decide, a number fixes it; a request may say otherwise,
+    but where ``adapts`` is false "auto" is that number for it too.
     """
 
     def __init__(
@@ -68,13 +71,17 @@ class DraftSpeculator:
         *,
         depth: Literal["auto"] | int = "auto",
         has_lm: bool = False,
+        adapts: bool = True,
     ) -> None:
         self.depth = depth
         self.controller = controller
         self.calibration = calibration
         self._sources = tuple(sources)
         self._has_lm = has_lm
+        self._adapts = adapts
         self._step = _Step()
+        self._rest = 0  # steps for which plain decoding need not be questioned
+        self._rest_size = 0  # requests of the last step
         self._tracks: dict[str, _Track] = {}
         self._left: list[Request] = []  # ended; their tokens are still to be kept
         for source in self._sources:
@@ -93,7 +100,7 @@ class DraftSpeculator:
         share = budget // max(1, len(requests))
         for index, (track, limit) in enumerate(zip(tracks, limits, strict=True)):
             track.guesses = ()
-            depth = self.depth if track.request.depth is None else track.request.depth
+            depth = self._depth(track.request)
             if depth == "auto":
                 auto.append(index)
             elif depth > 0 and limit > 0:
@@ -106,6 +113,11 @@ class DraftSpeculator:
             for index, plan in zip(auto, chosen, strict=True):
                 plans[index] = plan
         return plans
+
+    def _depth(self, request: Request) -> Literal["auto"] | int:
+        is_fixed = isinstance(request.depth, int)
+        said = request.depth if is_fixed or (self._adapts and request.depth) else self.depth
+        return 0 if said is None else said
 
     def _fixed(self, track: _Track, depth: int) -> DraftPlan:
         """What a free source guesses, else the draft model, to that depth."""
@@ -137,41 +149,54 @@ class DraftSpeculator:
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
     ) -> list[DraftPlan]:
         """The controller's choice."""
+        nothing_known = True
         for track, limit in zip(tracks, limits, strict=True):
             track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
+            nothing_known = nothing_known and not track.paths
+        self._step.is_allocated = True
+        if nothing_known and self._rests(len(tracks)):
+            self.controller.rest(len(tracks))
+            return [NOTHING] * len(tracks)
         allocation = self.controller.allocate(self._candidates(tracks, limits, budget, num_prefill))
+        if not allocation.is_draft:
+            self._rest = REST if nothing_known else 0
+            return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         return [
             self._choose(track, free, lm)
             for track, free, lm in zip(tracks, num_free, lm_depth, strict=True)
         ]
 
+    def _rests(self, num_requests: int) -> bool:
+        """Whether the same requests found the draft model not worth its time a moment ago."""
+        self._rest = self._rest - 1 if num_requests == self._rest_size else 0
+        self._rest_size = num_requests
+        return self._rest > 0 or not self._has_lm
+
     def _candidates(
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
     ) -> Candidates:
-        num_rows = len(tracks)
-        free = np.zeros((num_rows, FREE_LEN))
-        lm = np.zeros((num_rows, LM_LEN if self._has_lm else 0))
-        for index, (track, limit) in enumerate(zip(tracks, limits, strict=True)):
-            if track.paths:
-                survival = track.paths[0].survival
-                free[index, : len(survival)] = survival
-            length = min(limit, LM_LEN)
-            if self._has_lm and length:
-                lm[index, :length] = self.calibration.survival(
-                    LM, _lm_kind(track.request), track.request.request_id, length
-                )
         lens = [len(track.request.tokens) for track in tracks]
+        context, profile = (len(lens), max(lens), sum(lens)), self.controller.costs.profile
+        self._step.context_s = profile.look_back.seconds(*context)
+        self._step.draft_context_s = profile.draft_look_back.seconds(*context)
         return Candidates(
-            free=free,
-            lm=lm,
+            free=_padded([t.paths[0].survival if t.paths else NO_SURVIVAL for t in tracks]),
+            lm=_padded([self._lm_survival(*each) for each in zip(tracks, limits, strict=True)]),
             backlog=np.array([track.backlog for track in tracks]),
             horizon=np.array([t.request.max_len - n for t, n in zip(tracks, lens, strict=True)]),
             num_prefill=num_prefill,
             budget=budget,
-            context_s=self.controller.costs.context(len(lens), max(lens), sum(lens)),
-            draft_context_s=self.controller.costs.draft_context(len(lens), max(lens), sum(lens)),
+            context_s=self._step.context_s,
+            draft_context_s=self._step.draft_context_s,
         )
+
+    def _lm_survival(self, track: _Track, limit: int) -> Survival:
+        length = min(limit, LM_LEN)
+        if not self._has_lm or not length:
+            return NO_SURVIVAL
+        request = track.request
+        return self.calibration.survival(LM, _lm_kind(request), request.request_id, length)
 
     def _choose(self, track: _Track, num_free: int, lm_depth: int) -> DraftPlan:
         if lm_depth:
@@ -284,6 +309,15 @@ class DraftSpeculator:
     def describe(self) -> Mapping[str, object]:
         """What it does and why, for the log."""
         return self.controller.describe()
+
+
+def _padded(rows: Sequence[Survival]) -> Survival:
+    """One row each, filled up with 0."""
+    table = np.zeros((len(rows), max(map(len, rows))))
+    for index, row in enumerate(rows):
+        if len(row):
+            table[index, : len(row)] = row
+    return table
 
 
 def _lm_kind(request: Request) -> int:

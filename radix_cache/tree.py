@@ -45,7 +45,7 @@ class RadixTree:
         self._index: EvictionIndex[Node] = EvictionIndex(policy)  # unlocked leaves, no roots
         self._locks: set[Lock] = set()  # live receipts
         self._clock = 0  # one tick per lock, growth and unlock
-        self._epoch = 0  # one tick per node cut or dropped: older matches are void
+        self.epoch = 0  # one tick per node cut or dropped: older matches are void
 
     def match(
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
@@ -64,7 +64,7 @@ class RadixTree:
             start += taken * self._page_bytes
             if not whole:
                 break
-        return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self._epoch)
+        return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
 
     def lock(self, match: Match, *, priority: int = 0) -> Lock:
         """Pins exactly the pages of ``match``, cutting the last node where the match ends.
@@ -72,7 +72,7 @@ class RadixTree:
         Without the cut, a short match into a long node would pin pages that nobody reads.
         Raises ValueError when the tree has cut or dropped a node since. O(depth + log n).
         """
-        if match.epoch != self._epoch:
+        if match.epoch != self.epoch:
             raise ValueError("the match is stale: the tree has cut or dropped nodes since")
         node = match.node or self._root(match.namespace)
         if match.num_node_pages < len(node.page_ids):
@@ -220,7 +220,7 @@ class RadixTree:
         lower.parent = upper
         self._link(lower)
         self.num_nodes += 1
-        self._epoch += 1
+        self.epoch += 1
         return upper
 
     def _link(self, node: Node) -> None:
@@ -269,7 +269,7 @@ class RadixTree:
         del leaf.parent.children[self._first_page(leaf)]
         self.num_nodes -= 1
         self.num_pages -= len(leaf.page_ids)
-        self._epoch += 1
+        self.epoch += 1
         self._settle(leaf.parent)
         return leaf.page_ids
 
@@ -277,5 +277,5 @@ class RadixTree:
         tail = leaf.page_ids[-num_pages:]
         del leaf.page_ids[-num_pages:], leaf.key[-num_pages * self.page_size :]
         self.num_pages -= num_pages
-        self._epoch += 1
+        self.epoch += 1
         return tail

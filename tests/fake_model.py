@@ -175,7 +175,10 @@ class Driver:
         plan = self.scheduler.schedule(self.now)
         self.scheduler.audit()
         if plan.rows:
-            self._note(self.scheduler.commit(plan, self.runner.step(plan), self.now))
+            self.scheduler.speculator.work()
+            output = self.runner.step(plan)
+            self._note(self.scheduler.commit(plan, output, self.now))
+            self.scheduler.speculator.observe_step(output, sum(output.times.values()))
         else:
             assert not plan.departed, "nobody reads an empty plan"
         self.scheduler.audit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,17 @@ from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
 from foretoken.core.speculation import FixedDepth, Speculator
 from foretoken.core.step import Draft, RowSampling
-from foretoken.draft.first_of import FirstOf
+from foretoken.draft.calibration import Calibration
+from foretoken.draft.controller import Controller
+from foretoken.draft.costs import CostModel, StepProfile
 from foretoken.draft.lm import LmProposer
-from foretoken.draft.ngram import NgramProposer
+from foretoken.draft.ngram import NgramSource
+from foretoken.draft.oracle import OracleSource
+from foretoken.draft.prediction import PredictionSource
+from foretoken.draft.radix import RadixSource
+from foretoken.draft.source import Source
+from foretoken.draft.speculator import DraftSpeculator
+from foretoken.draft.suffix import SuffixSource
 from foretoken.radix_cache import PrefixCache
 
 NUM_TOKENS = 16
@@ -145,6 +153,32 @@ SYNTHETIC = {
 }
 
 
+SOURCES: dict[str, Callable[[], list[Source]]] = {
+    "radix": lambda: [RadixSource()],
+    "suffix": lambda: [SuffixSource()],
+    "ngram": lambda: [NgramSource()],
+    "prediction": lambda: [PredictionSource()],
+    "oracle": lambda: [OracleSource(0.7, 256)],
+    "all": lambda: [PredictionSource(), RadixSource(), SuffixSource(), NgramSource()],
+}
+CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and opens branches
+    {1: 0.1, 64: 0.1001, 256: 0.101}, {1: 0.0001, 64: 0.0002}
+)
+DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
+DEPTHS |= {"auto": "auto", "auto+lm": "auto"}
+
+
+def make_speculator(name: str) -> DraftSpeculator:
+    """The sources of that name; "auto" is all of them under the controller."""
+    return DraftSpeculator(
+        SOURCES.get(name, SOURCES["all"])(),
+        Controller(CostModel(CHEAP)),
+        Calibration(),
+        depth=DEPTHS[name],
+        has_lm=name == "auto+lm",
+    )
+
+
 class House:
     """A target, a draft model, and what every request says when it is alone."""
 
@@ -181,7 +215,9 @@ class House:
             max_model_len=300,
             vocab_size=256,
         )
-        scheduler = Scheduler(cache, limits, speculator or FixedDepth(depth))
+        if speculator is None:
+            speculator = make_speculator(drafter) if drafter in DEPTHS else FixedDepth(depth)
+        scheduler = Scheduler(cache, limits, speculator)
         pool = self.target.make_pool(num_pages, page_size=page_size)
         if poison:
             pool.data.fill_(float("nan"))
@@ -198,14 +234,10 @@ class House:
     def _proposer(self, name: str | None, num_pages: int, page_size: int) -> Proposer | None:
         if name in SYNTHETIC:
             return SYNTHETIC[name](self.solo)
-        lm = LmProposer(self.draft, self.draft.make_pool(num_pages, page_size=page_size), window=16)
-        named: dict[str | None, Proposer | None] = {
-            None: None,
-            "ngram": NgramProposer(min_len=1),
-            "lm": lm,
-            "lm+ngram": FirstOf([NgramProposer(min_len=2), lm]),
-        }
-        return named[name]
+        if name not in ("lm", "auto+lm"):
+            return None
+        pool = self.draft.make_pool(num_pages, page_size=page_size)
+        return LmProposer(self.draft, pool, window=16)
 
     def _request(self, index: int) -> Request:
         prompt, sampling = REQUESTS[index]
@@ -214,7 +246,20 @@ class House:
             tokens=array("q", prompt),
             sampling=sampling,
             stop_ids=sampling.stop_ids,
+            prediction=array("q", self._predict(index)),
         )
+
+    def _predict(self, index: int) -> list[int]:
+        """The answer, with a token changed, one dropped and one added."""
+        known = self.solo.get(str(index), [])
+        return [
+            *known[:3],
+            77,
+            *known[3:6],
+            *known[7:10],
+            *(t ^ 1 for t in known[10:11]),
+            *known[11:],
+        ]
 
     def check(self, served: dict[str, list[int]]) -> None:
         for request_id, tokens in served.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from house import NUM_TOKENS, REQUESTS, SYNTHETIC, House, shuffled
+from house import DEPTHS, NUM_TOKENS, REQUESTS, SYNTHETIC, House, shuffled
 
 from tiny_pair import write_pair
 
@@ -27,20 +27,31 @@ def test_the_requests_are_worth_comparing(house: House) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "max_running"),
-    [("lm", 1), *((d, n) for d in (None, "ngram", "lm", "lm+ngram", *SYNTHETIC) for n in (3, 8))],
+    [("lm", 1), ("auto+lm", 1), *((d, n) for d in (None, "lm", *SYNTHETIC) for n in (3, 8))],
 )
 def test_no_drafter_and_no_batch_changes_a_token(house: House, drafter, max_running) -> None:
     house.check(house.run(shuffled(max_running), drafter, max_running=max_running))
 
 
-@pytest.mark.parametrize("drafter", [None, "lm", "perfect"])
+@pytest.mark.parametrize("max_running", [3, 8])
+@pytest.mark.parametrize("sources", DEPTHS)
+def test_no_source_and_no_controller_changes_a_token(house: House, sources, max_running) -> None:
+    order = shuffled(max_running)[::2]
+    served = house.run(order, sources, max_running=max_running, max_batch_tokens=96, repeats=2)
+    for index in order:
+        assert served[str(index)] == house.solo[str(index)], REQUESTS[index][1].params
+    names = {name for r in house.requests for name in r.usage.accepted_by_source}
+    assert names, "nothing was ever guessed right, so nothing was shown"
+
+
+@pytest.mark.parametrize("drafter", [None, "lm", "perfect", "all", "auto+lm"])
 def test_preemption_changes_no_token(house: House, drafter) -> None:
     served = house.run(shuffled(4), drafter, num_pages=34, max_batch_tokens=40)
     assert house.scheduler.num_preemptions > 0
     house.check(served)
 
 
-@pytest.mark.parametrize("drafter", [None, "lm"])
+@pytest.mark.parametrize("drafter", [None, "lm", "auto+lm"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_cached_prompt_gives_the_same_tokens_as_a_cold_one(house, drafter, page_size) -> None:
     order = shuffled(6)[:12]

@@ -20,6 +20,7 @@ from foretoken.core.proposer import DraftRow
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
+from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import Draft, RowSampling
 from foretoken.draft.lm import LmProposer
 from foretoken.radix_cache import PrefixCache
@@ -51,7 +52,7 @@ class Bench:
     def __init__(self, target: Decoder, draft: Decoder, *, num_pages: int = NUM_PAGES) -> None:
         limits = SchedulerLimits(
             max_batch_tokens=64, max_running=4, max_queued=9, max_model_len=300,
-            vocab_size=VOCAB_SIZE, depth=3,
+            vocab_size=VOCAB_SIZE,
         )  # fmt: skip
         self.draft = Counting(draft)
         pool = draft.make_pool(num_pages, page_size=PAGE_SIZE)
@@ -59,7 +60,9 @@ class Bench:
         runner = ModelRunner(
             target, target.make_pool(num_pages, page_size=PAGE_SIZE), self.proposer
         )
-        self.driver = Driver(Scheduler(PrefixCache(num_pages, PAGE_SIZE), limits), runner)  # type: ignore[arg-type]
+        self.driver = Driver(
+            Scheduler(PrefixCache(num_pages, PAGE_SIZE), limits, FixedDepth(3)), runner
+        )  # type: ignore[arg-type]
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int = 12, temperature: float = 0.0
@@ -169,7 +172,7 @@ class Doubting:
             return [Draft()] * len(rows)
         drafts = self._proposer.propose(rows)
         pool = self._draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
-        newcomer = LmProposer(self._draft, pool, window=10_000)
+        newcomer = LmProposer(self._draft, pool, window=10_000, tau=self._proposer.tau)
         for draft, right in zip(drafts, newcomer.propose(rows), strict=True):
             assert draft == right or not draft.token_ids, "not caught up is the only excuse"
             self.num_compared += len(draft.token_ids)

@@ -1,0 +1,123 @@
+"""What ``--draft`` names: the sources, the draft model, and the speculator over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..core.config import EngineConfig
+from ..core.errors import InvalidRequest, ModelLoadError
+from ..core.kv_pool import KVPool
+from ..core.model.decoder import Decoder
+from ..core.speculation import NO_SPECULATION, Speculator
+from ..draft.calibration import Calibration
+from ..draft.compat import check_same_tokens
+from ..draft.controller import Controller
+from ..draft.costs import CostModel
+from ..draft.ngram import NgramSource
+from ..draft.oracle import OracleSource
+from ..draft.prediction import PredictionSource
+from ..draft.profile import profile_step
+from ..draft.radix import RadixSource
+from ..draft.source import Source
+from ..draft.speculator import DraftSpeculator
+from ..draft.suffix import SuffixSource
+
+FREE: dict[str, Callable[[], Source]] = {
+    "radix": RadixSource,
+    "suffix": SuffixSource,
+    "ngram": NgramSource,
+}
+AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """``--draft``, read: free sources by name, and the folder or hub id of a draft model."""
+
+    sources: tuple[str, ...] = ()
+    model: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be guessed."""
+        return not self.sources and self.model is None
+
+
+def parse_draft(config: EngineConfig, *, builtin_draft: str | None) -> DraftSpec:
+    """Read ``draft``; "auto" is everything free, and the draft model that belongs to the target.
+
+    Raises `InvalidRequest` for an empty name, a source named twice, or two draft models.
+    """
+    if config.draft == "none" or config.speculation in ("off", 0):
+        return DraftSpec()
+    if config.draft == "auto":
+        return DraftSpec(AUTO, builtin_draft)
+    names = [name.strip() for name in config.draft.split(",")]
+    for name in names:
+        if name in ("", "auto", "none") or names.count(name) > 1:
+            message = f"draft: '{name}' must stand alone" if name else "draft has an empty name"
+            raise InvalidRequest(message, param="draft")
+    sources = tuple(name for name in names if name in FREE or name.startswith("oracle:"))
+    models = [name for name in names if name not in sources]
+    if len(models) > 1:
+        raise InvalidRequest(f"draft names two models: {', '.join(models)}", param="draft")
+    return DraftSpec(sources, models[0] if models else None)
+
+
+def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
+    """The free sources, a client's own prediction first."""
+    if spec.is_empty:
+        return []
+    made: list[Source] = [PredictionSource()]
+    for name in spec.sources:
+        if name in FREE:
+            made.append(FREE[name]())
+        else:
+            made.append(OracleSource(_accuracy(name), vocab_size))
+    return made
+
+
+def _accuracy(name: str) -> float:
+    try:
+        return float(name.removeprefix("oracle:"))
+    except ValueError:
+        raise InvalidRequest(f"draft: {name} is not oracle:P", param="draft") from None
+
+
+def make_speculator(
+    config: EngineConfig, spec: DraftSpec, vocab_size: int
+) -> tuple[Speculator, CostModel]:
+    """What plans the drafts, and the costs that it goes by, still to be measured."""
+    costs = CostModel()
+    if spec.is_empty:
+        return NO_SPECULATION, costs
+    depth: Literal["auto"] | int = "auto"
+    if isinstance(config.speculation, int):
+        depth = config.speculation
+    speculator = DraftSpeculator(
+        make_sources(spec, vocab_size),
+        Controller(costs),
+        Calibration(),
+        depth=depth,
+        has_lm=spec.model is not None,
+        adapts=config.verify == "coupled",
+    )
+    return speculator, costs
+
+
+def measure_costs(
+    costs: CostModel, target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | None
+) -> None:
+    """Fill the cost tables; to be run in the model thread, before the first request."""
+    costs.load(profile_step(target, draft))
+
+
+def check_compatible(folder: Path, draft: Decoder, target_folder: Path, target: Decoder) -> None:
+    """Raises `ModelLoadError` unless a draft model speaks the target's tokens."""
+    ours, theirs = draft.config.vocab_size, target.config.vocab_size
+    if ours != theirs:
+        raise ModelLoadError(f"{folder}: a draft of {ours} tokens for a target of {theirs}")
+    check_same_tokens(folder, target_folder)

@@ -1,0 +1,293 @@
+"""Speculation measured: what each source guesses, and what the engine gains.
+
+First the sources alone, on recorded streams made of the standard library's code: tokens per step,
+precision, time of a proposal; beside prompt look-up as transformers does it. Then the whole engine
+with the built-in pair, speculation on over off in the same run, at rising concurrency. Run:
+``foretoken bench speculation``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..api.build import Built, build
+from ..core.config import EngineConfig
+from ..core.params import SamplingParams
+from ..core.request import Request
+from ..core.speculation import NOTHING, DraftPlan
+from ..core.step import PlanRow, RowOutput, RowSampling, StepOutput
+from ..draft.calibration import Calibration
+from ..draft.controller import Controller
+from ..draft.costs import CostModel, StepProfile
+from ..draft.ngram import NgramSource
+from ..draft.radix import RadixSource
+from ..draft.source import Source
+from ..draft.speculator import DraftSpeculator
+from ..draft.suffix import SuffixSource
+from ..radix_cache import RadixTree
+from .engine import read_bandwidth
+from .replay import ReplayRunner
+from .report import command, machine, table, write_json
+from .speculation_load import Load, adversarial, compare
+from .streams import KINDS, Stream, builtin_tokenizer, streams
+
+NUM_DRAFTS = 16
+# A machine on which one more row costs a fiftieth of a step: doubt alone limits the drafts.
+ROW_COST = 0.02
+CHEAP_ROWS = StepProfile({n: 1.0 + ROW_COST * n for n in (1, 2, 4, 8, 16, 32, 64)})
+
+
+# -- the sources alone --------------------------------------------------------------------------
+
+
+class Guesser(Protocol):
+    """Something that drafts along a recorded stream."""
+
+    def begin(self, request: Request) -> None:
+        """A request comes."""
+
+    def guess(self, request: Request) -> Sequence[Sequence[int]]:
+        """Paths that may follow its tokens, the first one being the draft proper."""
+
+    def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
+        """So many tokens were appended, ``num_accepted`` of the longest path among them."""
+
+    def end(self, request: Request) -> None:
+        """It ended."""
+
+
+@dataclass(slots=True)
+class Speculation:
+    """The engine's own speculator over some sources."""
+
+    speculator: DraftSpeculator
+    plan: DraftPlan = NOTHING
+
+    @classmethod
+    def over(cls, *sources: Source) -> Speculation:
+        controller = Controller(CostModel(CHEAP_ROWS))
+        return cls(DraftSpeculator(sources, controller, Calibration()))
+
+    def begin(self, request: Request) -> None:
+        self.speculator.join(request)
+        self.speculator.work()
+
+    def guess(self, request: Request) -> Sequence[Sequence[int]]:
+        limits = [min(NUM_DRAFTS, request.max_len - len(request.tokens) - 1)]
+        (self.plan,) = self.speculator.plan([request], limits, budget=1000, num_prefill=0)
+        drafts = (self.plan.draft, *self.plan.branches)
+        return [draft.token_ids for draft in drafts]
+
+    def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
+        size = len(request.tokens)
+        row = PlanRow(
+            request_id=request.request_id,
+            tokens=request.tokens,
+            start=size - num_new - 1,
+            stop=size - num_new,
+            page_ids=array("q"),
+            sampling=request.sampling,
+        )
+        output = RowOutput(request_id=request.request_id, num_accepted=num_accepted)
+        self.speculator.observe(request, row, output, num_new)
+        num_rows = 1 + self.plan.num_rows
+        spent = {"forward": 1.0 + ROW_COST * num_rows}
+        self.speculator.observe_step(
+            StepOutput(rows=[output], times=spent, num_rows=num_rows), spent["forward"]
+        )
+        self.speculator.work()
+
+    def end(self, request: Request) -> None:
+        self.speculator.leave(request)
+        self.speculator.work()
+
+
+class PromptLookup:
+    """transformers' candidate generator behind ``prompt_lookup_num_tokens``."""
+
+    def __init__(self) -> None:
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        self._generator = PromptLookupCandidateGenerator(
+            num_output_tokens=NUM_DRAFTS, max_matching_ngram_size=2, max_length=1 << 20
+        )
+
+    def begin(self, request: Request) -> None: ...
+
+    def guess(self, request: Request) -> Sequence[Sequence[int]]:
+        ids = torch.frombuffer(request.tokens, dtype=torch.int64)[None].clone()
+        found, _ = self._generator.get_candidates(ids)  # type: ignore[arg-type]
+        return [found[0, len(request.tokens) :].tolist()]
+
+    def learn(self, request: Request, num_accepted: int, num_new: int) -> None: ...
+
+    def end(self, request: Request) -> None: ...
+
+
+GUESSERS: dict[str, Callable[[], Guesser]] = {
+    "radix": lambda: Speculation.over(RadixSource()),
+    "suffix": lambda: Speculation.over(SuffixSource()),
+    "ngram": lambda: Speculation.over(NgramSource()),
+    "merge (radix, suffix)": lambda: Speculation.over(RadixSource(), SuffixSource()),
+    "transformers prompt look-up": PromptLookup,
+}
+
+
+def measure_guesser(guesser: Guesser, recorded: Sequence[Stream]) -> dict[str, object]:
+    """Drive it along every stream, one request after the other."""
+    tree = RadixTree(page_size=16)  # tells how much of a prompt the prefix cache would hold
+    steps = proposed = accepted = 0
+    guess_s = 0.0
+    for index, (prompt, answer) in enumerate(recorded):
+        request = _request(index, prompt, answer)
+        request.usage.cached_tokens = tree.match(request.tokens, limit=len(prompt) - 1).num_tokens
+        guesser.begin(request)
+        at = 0
+        while at < len(answer):
+            began = time.perf_counter()
+            paths = guesser.guess(request)
+            guess_s += time.perf_counter() - began
+            room = len(answer) - at - 1
+            best = max(_agreement(path[:room], answer, at) for path in paths)
+            steps, accepted = steps + 1, accepted + best
+            proposed += sum(len(path) for path in paths)
+            request.tokens.extend(answer[at : at + best + 1])
+            at += best + 1
+            guesser.learn(request, best, best + 1)
+        guesser.end(request)
+        whole = len(request.tokens) // 16
+        tree.insert(request.tokens[: whole * 16], array("q", range(whole)))
+    return {
+        "tokens/step": sum(len(answer) for _, answer in recorded) / steps,
+        "precision": accepted / max(1, proposed),
+        "drafted/step": proposed / steps,
+        "us/step": 1e6 * guess_s / steps,
+    }
+
+
+def _agreement(path: Sequence[int], answer: Sequence[int], at: int) -> int:
+    length = 0
+    while length < len(path) and path[length] == answer[at + length]:
+        length += 1
+    return length
+
+
+def _request(index: int, prompt: Sequence[int], answer: Sequence[int]) -> Request:
+    return Request(
+        request_id=str(index),
+        tokens=array("q", prompt),
+        sampling=RowSampling(params=SamplingParams(), seed=index, prompt_len=len(prompt)),
+        max_len=len(prompt) + len(answer),
+    )
+
+
+def source_speed(make: Callable[[], Source], recorded: Sequence[Stream]) -> dict[str, object]:
+    """Microseconds of one look-up, and of one token taken into the index."""
+    source, propose_s, index_s, num_proposed, num_indexed = make(), 0.0, 0.0, 0, 0
+    for index, (prompt, answer) in enumerate(recorded):
+        request = _request(index, prompt, answer)
+        for at in range(0, len(answer), 4):
+            began = time.perf_counter()
+            while count := source.index(request):
+                num_indexed += count
+            indexed = time.perf_counter()
+            source.propose(request, NUM_DRAFTS)
+            propose_s += time.perf_counter() - indexed
+            index_s += indexed - began
+            num_proposed += 1
+            request.tokens.extend(answer[at : at + 4])
+        source.leave(request)
+    return {
+        "us/proposal": 1e6 * propose_s / num_proposed,
+        "us/indexed token": 1e6 * index_s / max(1, num_indexed),
+    }
+
+
+def _measure_sources() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    tokenize = builtin_tokenizer()
+    quality, speed = [], []
+    for kind in KINDS:
+        recorded = streams(kind, tokenize=tokenize)
+        for name, make in GUESSERS.items():
+            quality.append({"stream": kind, "source": name} | measure_guesser(make(), recorded))
+    recorded = streams("agent edit", tokenize=tokenize)
+    for source in (RadixSource, SuffixSource, NgramSource):
+        speed.append({"source": source.name} | source_speed(source, recorded))
+    return quality, speed
+
+
+# -- the engine ---------------------------------------------------------------------------------
+
+
+def _loads(built: Built, num_requests: int, output_len: int) -> list[Load]:
+    tokenize = builtin_tokenizer()
+    edits = [(p, a[:output_len]) for p, a in streams("agent edit", tokenize=tokenize)]
+    fresh = [(p[-256:], a[:output_len]) for p, a in streams("fresh code", tokenize=tokenize)]
+    several = (edits * num_requests)[:num_requests]
+    return [
+        Load("agent edit (replayed)", several, is_replayed=True),
+        Load("fresh text", (fresh * num_requests)[:num_requests], False, temperature=1.0),
+        Load(
+            "adversarial (replayed)",
+            adversarial(num_requests, 256, output_len, built.vocab_size),
+            is_replayed=True,
+        ),
+    ]
+
+
+async def _measure_engine(args: argparse.Namespace) -> list[dict[str, object]]:
+    built = build(None, EngineConfig(threads=args.threads, max_batch_tokens=256))
+    await built.engine.start()
+    replay = ReplayRunner.over(built.engine.runner)  # type: ignore[arg-type]
+    plain = built.engine.runner
+    settings: list[int | str] = ["auto", *args.depths]
+    rows = []
+    for concurrency in args.concurrency:
+        num_requests = max(args.requests, 2 * concurrency)
+        for load in _loads(built, num_requests, args.output_len):
+            built.engine.runner = replay if load.is_replayed else plain
+            rows += await compare(built, load, concurrency, settings, args.repeats)
+            print(table(rows[-len(settings) :]), flush=True)
+    await built.engine.close()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(prog="foretoken bench speculation", description=__doc__)
+    parser.add_argument("--part", choices=["all", "sources", "engine"], default="all")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--depths", type=int, nargs="*", default=[], help="fixed depths beside")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--output-len", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/speculation.json"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report["read_gb_per_s"] = read_bandwidth() / 1e9
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
+    if args.part != "engine":
+        quality, speed = _measure_sources()
+        report |= {"sources": quality, "speed": speed}
+        print(f"\nsources, {NUM_DRAFTS} drafts\n\n{table(quality)}\n\n{table(speed)}", flush=True)
+    if args.part != "sources":
+        rows = asyncio.run(_measure_engine(args))
+        report["engine"] = rows
+        print(f"\nengine, built-in pair\n\n{table(rows)}", flush=True)
+    write_json(args.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Cost tables and what they learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from foretoken.draft.cost_curve import CostCurve, CostLine
+from foretoken.draft.costs import CostModel, StepProfile
+
+TABLE = {1: 0.010, 2: 0.011, 4: 0.012, 8: 0.020, 16: 0.030}
+
+
+def test_a_curve_runs_through_its_table_and_on_beyond_it() -> None:
+    curve = CostCurve(TABLE)
+    assert curve.at(np.array([1, 3, 8, 16])) == pytest.approx([0.010, 0.0115, 0.020, 0.030])
+    assert curve.at(32) > curve.at(24) > curve.at(16)
+    assert curve.at(1 << 16) > 1.0
+
+
+def test_a_curve_never_falls() -> None:
+    curve = CostCurve({1: 0.010, 2: 0.008, 4: 0.012, 8: 0.011})
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        curve.observe(int(rng.integers(1, 40)), float(rng.uniform(0.005, 0.05)))
+        assert (np.diff(curve.at(np.arange(1, 64))) >= 0.0).all()
+
+
+def test_a_curve_learns_one_bucket_and_what_all_share() -> None:
+    curve = CostCurve(TABLE)
+    for _ in range(200):
+        curve.observe(8, 0.030)
+    assert curve.at(8) == pytest.approx(0.030, rel=0.02)
+    assert 0.010 < curve.at(1) < 0.015
+    for _ in range(100):
+        for num_rows, seconds in TABLE.items():
+            curve.observe(num_rows, 2.0 * seconds)
+    for num_rows, seconds in TABLE.items():
+        assert curve.at(num_rows) == pytest.approx(2.0 * seconds, rel=0.05)
+
+
+def test_a_curve_without_a_table_takes_shape_by_watching() -> None:
+    rng, curve = np.random.default_rng(0), CostCurve({})
+    for _ in range(600):
+        num_rows = int(rng.integers(1, 65))
+        curve.observe(num_rows, (5.0 + 0.16 * num_rows) * float(rng.lognormal(0.0, 0.1)))
+    for num_rows in (1, 4, 16, 48, 64):
+        assert curve.at(num_rows) == pytest.approx(5.0 + 0.16 * num_rows, rel=0.12)
+
+
+def test_stalls_hardly_move_a_curve() -> None:
+    rng, curve = np.random.default_rng(0), CostCurve(TABLE)
+    for _ in range(2000):
+        curve.observe(
+            4, 0.012 * float(rng.lognormal(0.0, 0.1)) * rng.choice([1.0, 10.0], p=[0.98, 0.02])
+        )
+    assert curve.at(4) == pytest.approx(0.012, rel=0.08)
+    assert curve.num_alarms == 0
+
+
+def test_a_machine_ten_times_slower_sounds_the_alarm_and_is_learnt_fast() -> None:
+    curve = CostCurve(TABLE)
+    for _ in range(100):
+        curve.observe(1, 0.010)
+    for _ in range(40):
+        curve.observe(1, 0.100)
+    assert curve.num_alarms >= 1
+    assert curve.at(1) == pytest.approx(0.100, rel=0.05)
+
+
+def test_age_counts_passes_since_about_so_many_rows_were_seen() -> None:
+    curve = CostCurve(TABLE)
+    for num_rows in (1, 8, 8, 9):
+        curve.observe(num_rows, 0.010)
+    assert curve.age(1) == 3
+    assert curve.age(8) == 0
+
+
+def test_a_line_tells_what_a_step_costs_from_what_a_token_costs() -> None:
+    rng, line = np.random.default_rng(0), CostLine()
+    for _ in range(300):
+        num_tokens = int(rng.integers(1, 7))
+        line.observe(num_tokens, 0.0010 + 0.0002 * num_tokens)
+    assert line.base == pytest.approx(0.0010, rel=0.1)
+    assert line.slope == pytest.approx(0.0002, rel=0.15)
+
+
+def test_a_line_puts_the_cost_down_to_the_tokens_where_their_number_never_varies() -> None:
+    line = CostLine()
+    for _ in range(100):
+        line.observe(4, 0.0008)
+    assert line.slope == pytest.approx(0.0002, rel=0.05)
+    assert line.base == pytest.approx(0.0, abs=1e-5)
+
+
+def observe(costs: CostModel, rng: np.random.Generator) -> None:
+    depth = int(rng.integers(0, 5))
+    noise = float(rng.lognormal(0.0, 0.1))
+    costs.observe(
+        num_rows=1 + depth,
+        forward_s=noise * (5.2e-3 + 0.16e-3 * (1 + depth)),
+        verify_s=noise * 0.15e-3 * (1 + depth),
+        num_tokens=1 + depth,
+        draft_s=noise * depth * (2.5e-3 + 0.15e-3),
+        draft_passes=depth,
+        draft_rows=depth,
+        num_drafted=depth,
+        host_s=noise * 0.4e-3,
+    )
+
+
+@pytest.mark.parametrize(
+    "profile", [None, StepProfile({1: 0.004, 8: 0.01, 64: 0.02}, {1: 0.001, 64: 0.01})]
+)
+def test_the_model_learns_every_part_of_a_step(profile: StepProfile | None) -> None:
+    rng, costs = np.random.default_rng(0), CostModel(profile)
+    for _ in range(500):
+        observe(costs, rng)
+    for num_rows in (1, 3, 5):
+        assert costs.forward(num_rows) == pytest.approx(5.2e-3 + 0.16e-3 * num_rows, rel=0.12)
+    assert costs.draft(np.array([1, 1, 1, 0])) == pytest.approx(7.5e-3, rel=0.1)
+    assert costs.per_token == pytest.approx(0.15e-3, rel=0.3)
+    assert costs.per_step == pytest.approx(0.4e-3, rel=0.4)
+
+
+def test_an_unmeasured_model_is_ready_after_a_few_steps() -> None:
+    rng, costs = np.random.default_rng(0), CostModel()
+    assert not costs.is_ready
+    for _ in range(8):
+        observe(costs, rng)
+    assert costs.is_ready
+    assert CostModel(StepProfile(TABLE)).is_ready

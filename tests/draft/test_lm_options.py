@@ -1,0 +1,258 @@
+"""What a drafting model tells beside its tokens, and the ways in which it may draw them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from foretoken.core.batch import RaggedBatch
+from foretoken.core.kv_pool import KVPool
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.params import SamplingParams
+from foretoken.core.proposer import DraftRow
+from foretoken.core.rejection import SampledDraft, draw
+from foretoken.core.sampling import SampleRow
+from foretoken.core.step import RowSampling
+from foretoken.core.verify import VerifyRow, sample, verify
+from foretoken.draft import tau as tau_module
+from foretoken.draft.confidence import Confidence, own_probs
+from foretoken.draft.lm import LmProposer
+from tiny_pair import write_pair
+
+VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 120
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Decoder, Decoder]:
+    torch.set_num_threads(1)
+    folders = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)
+    target, draft = (load_decoder(folder) for folder in folders)
+    return target, draft
+
+
+def proposer_of(decoder: Decoder, **options) -> LmProposer:
+    return LmProposer(decoder, decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE), **options)
+
+
+def row_of(tokens: Sequence[int], max_draft: int = 4, *, seed: int = 1, **wishes) -> DraftRow:
+    return DraftRow(
+        request_id="a",
+        tokens=array("q", tokens),
+        start=len(tokens) - 1,
+        stop=len(tokens),
+        page_ids=array("q", range(NUM_PAGES)),
+        sampling=RowSampling(params=SamplingParams(**wishes), seed=seed, prompt_len=5),
+        max_draft=max_draft,
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids
+
+
+def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -> torch.Tensor:
+    """The model's logits [vocab] after ``tokens`` and ``tail``, computed from nothing."""
+    seen: list[torch.Tensor] = []
+
+    class Watched:
+        config, device = decoder.config, decoder.device
+
+        def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+            seen.append(decoder.forward(batch, pool))
+            return seen[-1]
+
+    pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+    LmProposer(Watched(), pool, window=999).propose([row_of([*tokens, *tail], 1)])  # type: ignore[arg-type]
+    return seen[-1][-1]
+
+
+# ---- backlog -----------------------------------------------------------------------------------
+
+
+def test_a_draft_says_how_much_of_its_kv_is_missing(pair) -> None:
+    proposer, row = proposer_of(pair[1], window=20), row_of(prompt_of(60))
+    told = []
+    for _ in range(4):
+        (draft,) = proposer.propose([row])
+        told.append((draft.backlog, len(draft.token_ids)))
+    assert told == [(39, 0), (18, 0), (0, 4), (0, 4)]
+
+
+def test_the_backlog_of_each_row_is_its_own(pair) -> None:
+    proposer = proposer_of(pair[1], window=20)
+    rows = [row_of(prompt_of(60)), row_of(prompt_of(9))]
+    object.__setattr__(rows[1], "request_id", "b")
+    object.__setattr__(rows[1], "page_ids", array("q", range(60, 80)))
+    object.__setattr__(rows[0], "page_ids", array("q", range(60)))
+    assert [draft.backlog for draft in proposer.propose(rows)] == [60 - (20 + 2 - 9), 0]
+
+
+def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
+    """Nothing would ever catch it up, and nobody should wait for that."""
+    longest = pair[1].config.max_model_len
+    pool = pair[1].make_pool(longest // PAGE_SIZE + 2, page_size=PAGE_SIZE)
+    row = row_of(prompt_of(longest - 2))
+    object.__setattr__(row, "page_ids", array("q", range(pool.num_pages)))
+    (draft,) = LmProposer(pair[1], pool).propose([row])
+    assert (draft.backlog, len(draft.token_ids)) == (0, 0)
+
+
+# ---- independent -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.0}, {"top_k": 5}], ids=str)
+def test_independent_drafts_come_with_what_they_were_drawn_from(pair, wishes) -> None:
+    proposer = proposer_of(pair[1], independent=True, tau=0.5, min_confidence=0.99)
+    assert proposer.tau == 1.0
+    prompt = prompt_of(20)
+    (draft,) = proposer.propose([row_of(prompt, **wishes)])
+    assert isinstance(draft, SampledDraft)
+    assert draft.probs is not None
+    assert len(draft.token_ids) == 4, "an early end would bias the output"
+    for at, (token, probs) in enumerate(zip(draft.token_ids, draft.probs, strict=True)):
+        tail = tuple(draft.token_ids[:at])
+        row = SampleRow(array("q", prompt), row_of(prompt, **wishes).sampling, tail)
+        logits = logits_after(pair[1], prompt, tail)[None]
+        (choice,), (expected,) = draw(logits, [row])
+        assert choice.token_id == token
+        assert torch.allclose(probs, expected, atol=1e-6)
+
+
+def test_independent_drafts_are_not_drawn_with_the_verifiers_noise(pair) -> None:
+    prompt = prompt_of(20)
+    pairs = [
+        [proposer_of(pair[1], independent=kind).propose([row])[0].token_ids for kind in (1, 0)]
+        for row in (row_of(prompt, seed=seed) for seed in range(6))
+    ]
+    assert sum(independent != coupled for independent, coupled in pairs) > 3
+
+
+# ---- sharpening --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [0.3, 1.0])
+def test_a_fixed_tau_is_what_drafts_are_drawn_with(pair, tau) -> None:
+    prompt, proposer = prompt_of(20), proposer_of(pair[1], tau=tau)
+    assert proposer.tau == tau
+    for seed in range(5):
+        row = row_of(prompt, 1, seed=seed, temperature=2.0)
+        expected = sample(
+            logits_after(pair[1], prompt, ())[None], [SampleRow(row.tokens, row.sampling)], tau=tau
+        )
+        assert proposer.propose([row])[0].token_ids == [expected[0].token_id]
+
+
+def run(target: Decoder, proposer: LmProposer, num_steps: int, **wishes) -> tuple[int, int]:
+    """Drafts verified by the target's own logits: (proposed, accepted) tokens."""
+    row, proposed, accepted = row_of(prompt_of(20), **wishes), 0, 0
+    for _ in range(num_steps):
+        (draft,) = proposer.propose([row])
+        tail = tuple(draft.token_ids)
+        logits = [logits_after(target, row.tokens, tail[:i]) for i in range(len(tail) + 1)]
+        (result,) = verify(torch.stack(logits), [VerifyRow(row.tokens, tail, row.sampling)])
+        row.tokens.extend(result.token_ids)
+        proposed, accepted = proposed + len(tail), accepted + result.num_accepted
+    return proposed, accepted
+
+
+def test_tau_is_tuned_while_drafting(pair, monkeypatch) -> None:
+    """The draft is the target with flattened logits; only the fate of its drafts tells that."""
+    monkeypatch.setattr(tau_module, "_EAGER", 1)
+    target, draft = Scaled(pair[0], 3.0), Scaled(pair[0], 1.2)
+    proposer = proposer_of(draft)  # type: ignore[arg-type]
+    run(target, proposer, 60, max_draft=1)  # type: ignore[arg-type]
+    assert proposer._tuner._num_answers == 59
+    assert proposer.tau < 0.8
+
+
+class Scaled:
+    """A model whose logits are another's at a standard deviation of its own."""
+
+    def __init__(self, decoder: Decoder, deviation: float) -> None:
+        self._decoder, self._deviation = decoder, deviation
+        self.config, self.device = decoder.config, decoder.device
+        self.make_pool = decoder.make_pool
+
+    def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+        logits = self._decoder.forward(batch, pool)
+        return logits / logits.std(-1, keepdim=True) * self._deviation
+
+
+# ---- early end ---------------------------------------------------------------------------------
+
+
+def test_a_doubtful_draft_ends_early_and_a_sure_one_does_not(pair) -> None:
+    prompt = prompt_of(20)
+    doubt = proposer_of(pair[1], min_confidence=0.9)
+    sure = proposer_of(pair[1], min_confidence=0.9)
+    sure._confidence.chance = lambda prob, greedy: 1.0  # type: ignore[method-assign,assignment]
+    doubt._confidence.chance = lambda prob, greedy: 0.95  # type: ignore[method-assign,assignment]
+    whole = proposer_of(pair[1]).propose([row_of(prompt, 6)])[0].token_ids
+    assert sure.propose([row_of(prompt, 6)])[0].token_ids == whole
+    assert doubt.propose([row_of(prompt, 6)])[0].token_ids == whole[:3]  # 0.95 ** 3 < 0.9
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_chances_are_learnt_from_the_fate_of_drafts(pair, temperature) -> None:
+    target, draft = pair
+    right, wrong = (proposer_of(model, min_confidence=1e-9) for model in (target, draft))
+    run(target, right, 40, temperature=temperature)
+    proposed, accepted = run(target, wrong, 40, temperature=temperature)
+    seen = wrong._confidence._seen[temperature == 0.0]
+    other = wrong._confidence._seen[temperature != 0.0]
+    assert sum(seen) - sum(other) > 30, "what was seen is of this kind of request"
+    levels = [0.01, 0.03, 0.07, 0.15, 0.3, 0.4, 0.6, 0.7, 0.85, 0.95, 0.99]
+    of_right, of_wrong = (
+        sum(p._confidence.chance(level, greedy=temperature == 0.0) for level in levels)
+        for p in (right, wrong)
+    )
+    assert of_right > of_wrong
+    assert accepted < proposed
+
+
+def test_a_level_follows_its_own_outcomes() -> None:
+    confidence = Confidence()
+    before = confidence.chance(0.85, greedy=False)
+    for _ in range(50):
+        confidence.observe([0.3, 0.6, 0.01], 1, greedy=False)
+    assert confidence.chance(0.3, greedy=False) > 0.9
+    assert confidence.chance(0.6, greedy=False) < 0.2
+    assert confidence.chance(0.01, greedy=False) == Confidence().chance(0.01, greedy=False)
+    assert confidence.chance(0.85, greedy=False) == before
+    assert confidence.chance(0.3, greedy=True) == Confidence().chance(0.3, greedy=True)
+
+
+def test_a_drafts_own_probability_is_that_at_the_requests_temperature() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
+    rows = [
+        SampleRow(array("q", [1]), row_of([1], temperature=temperature).sampling)
+        for temperature in (0.0, 0.5)
+    ]
+    cold, warm = own_probs(logits, rows, [2, 1])
+    assert cold == pytest.approx(math.e**2 / (1 + math.e + math.e**2))
+    assert warm == pytest.approx(math.e**2 / (1 + math.e**2 + math.e**4))
+
+
+def test_a_draft_model_that_breaks_down_stops_drafting(pair) -> None:
+    proposer = proposer_of(pair[1], min_confidence=0.1)
+    forward = pair[1].forward
+
+    class Breaking:
+        config, device = pair[1].config, pair[1].device
+        calls = 0
+
+        def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+            Breaking.calls += 1
+            return forward(batch, pool) * (math.nan if Breaking.calls == 3 else 1.0)
+
+    proposer._decoder = Breaking()  # type: ignore[assignment]
+    (draft,) = proposer.propose([row_of(prompt_of(9), temperature=0.0)])
+    assert len(draft.token_ids) == len(draft.sources) == 2
+    assert len(proposer._tracks["a"].chain.own_probs) == 2
