@@ -15,6 +15,7 @@ from ..core.config import EngineConfig, parse_size
 from ..core.engine import Engine
 from ..core.errors import InvalidRequest, ModelLoadError
 from ..core.kv_pool import bytes_per_page
+from ..core.memory import keep_freed_memory
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
 from ..core.runner import ModelRunner
@@ -46,6 +47,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
 
     Raises `ModelLoadError`, or `InvalidRequest` for an option that does not suit the model.
     """
+    keep_freed_memory()
     folder = BUILTIN / "target" if model is None else find_folder(model)
     spec = parse_draft(config, builtin_draft=str(BUILTIN / "draft") if model is None else None)
     target = _load(folder, config)

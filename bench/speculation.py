@@ -25,7 +25,7 @@ from ..core.config import EngineConfig
 from ..core.params import SamplingParams
 from ..core.request import Request
 from ..core.speculation import NOTHING, DraftPlan
-from ..core.step import PlanRow, RowOutput, RowSampling, StepOutput
+from ..core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from ..draft.calibration import Calibration
 from ..draft.controller import Controller
 from ..draft.costs import CostModel, StepProfile
@@ -102,9 +102,9 @@ class Speculation:
         self.speculator.observe(request, row, output, num_new)
         num_rows = 1 + self.plan.num_rows
         spent = {"forward": 1.0 + ROW_COST * num_rows}
-        self.speculator.observe_step(
-            StepOutput(rows=[output], times=spent, num_rows=num_rows), spent["forward"]
-        )
+        plan = StepPlan(rows=[row], fresh_pages=array("q"))
+        outcome = StepOutput(rows=[output], times=spent, num_rows=num_rows)
+        self.speculator.observe_step(plan, outcome, spent["forward"])
         self.speculator.work()
 
     def end(self, request: Request) -> None:

@@ -206,12 +206,12 @@ class Engine:
         self.metrics.observe_step(output, now - began)
         self._log.tick()
         self._deliver(events)
-        self._tell_speculator(output)
+        self._tell_speculator(plan, output)
 
-    def _tell_speculator(self, output: StepOutput) -> None:
+    def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
         """The whole round counts, from commit to commit: the host's share is a cost as well."""
         now = self._clock()
-        self.scheduler.speculator.observe_step(output, now - self._round_began)
+        self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
         self._round_began = now
 
     async def _step(self, plan: StepPlan) -> StepOutput:

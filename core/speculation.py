@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, Protocol
 
 from .request import Request
-from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput
+from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -65,7 +65,7 @@ class Speculator(Protocol):
         Called for rows that yield tokens, also of requests that have just ended.
         """
 
-    def observe_step(self, output: StepOutput, seconds: float) -> None:
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """A step was committed; ``seconds`` since the one before it, or since it was planned."""
 
     def join(self, request: Request) -> None:
@@ -111,7 +111,7 @@ class FixedDepth:
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Nothing is learnt."""
 
-    def observe_step(self, output: StepOutput, seconds: float) -> None:
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Nothing is learnt."""
 
     def join(self, request: Request) -> None:
@@ -154,9 +154,9 @@ class Careful:
         """Passed on."""
         self._try(self.inner.observe, request, row, output, num_served)
 
-    def observe_step(self, output: StepOutput, seconds: float) -> None:
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Passed on."""
-        self._try(self.inner.observe_step, output, seconds)
+        self._try(self.inner.observe_step, plan, output, seconds)
 
     def join(self, request: Request) -> None:
         """Passed on."""

@@ -7,12 +7,12 @@ verified. Survivals never rise along a draft, so a front part takes a prefix of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import CostModel
+from .costs import NO_LEVELS, SIZE_OF, CostModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -33,7 +33,9 @@ class Candidates:
     [num_requests]: tokens that the request may still generate. ``num_prefill``: prompt tokens
     of others in the same pass. ``budget``: rows that all drafts together may add. ``context_s``:
     seconds of the target's pass for looking back on the context, whatever is drafted;
-    ``draft_context_s``: the same of each pass of the draft model.
+    ``draft_context_s``: the same of each pass of the draft model. ``levels``: what
+    `CostModel.levels` knows that steps take beyond that. ``decide_s``: host seconds of a step that
+    drafts; those that do not can rest.
     """
 
     free: FloatArray
@@ -43,7 +45,9 @@ class Candidates:
     budget: int
     num_prefill: int = 0
     context_s: float = 0.0
+    levels: FloatArray = field(default_factory=lambda: NO_LEVELS)
     draft_context_s: float = 0.0
+    decide_s: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +95,8 @@ class Search:
         alone, start, at_near, at_far = costs.forward(rows).tolist()
         self._overhead = costs.per_step + costs.per_token * num_requests + candidates.context_s
         self._shared = start - alone
-        self.plain = Option(float(num_requests), start + self._overhead, self._shared)
+        plain_s = start + self._overhead + float(candidates.levels[0])
+        self.plain = Option(float(num_requests), plain_s, self._shared)
         # Tokens that plain decoding yields in the time of one more row.
         self._price = min((at_near - start) / near, (at_far - start) / far) * self.plain.rate
         self._free, self._lm = candidates.free, candidates.lm
@@ -111,13 +116,21 @@ class Search:
         free, lm = self._free[0], self._lm[0]
         most = min(self._budget, max(len(free), len(lm)))
         counts = np.arange(1, most + 1)
-        passes = self._costs.forward(counts + self._candidates.num_rows) + self._overhead
+        passes = self._passes(counts)
         option = self._best_prefix(free[:most], passes)
         if not len(lm) or lm[0] <= 0.0:
             return option, None
         draft = _DraftCosts(self._candidates, self._costs)
         passes += (draft.per_pass + draft.per_token) * counts + draft.entry[0]
         return option, self._best_prefix(lm[:most], passes, is_lm=True)
+
+    def _passes(self, counts: IntArray) -> FloatArray:
+        """Seconds of steps with so many draft rows, none or more, draft model left out."""
+        candidates = self._candidates
+        passes = self._costs.forward(counts + candidates.num_rows) + self._overhead
+        sizes = SIZE_OF[np.minimum(counts, len(SIZE_OF) - 1)]
+        passes += candidates.levels[sizes] + (counts > 0) * candidates.decide_s
+        return passes
 
     def _best_prefix(self, survival: FloatArray, passes: FloatArray, is_lm: bool = False) -> Option:
         if not len(survival) or survival[0] <= 0.0:
@@ -146,9 +159,7 @@ class Search:
         order = (-flat).argsort(axis=1)[:, :most]
         gains = np.zeros((num_caps, most + 1))
         np.take_along_axis(flat, order, axis=1).cumsum(axis=1, out=gains[:, 1:])
-        start = self._candidates.num_rows
-        seconds = self._costs.forward(np.arange(start, start + most + 1)) + self._overhead
-        seconds = seconds + self._costs.per_token * gains
+        seconds = self._passes(np.arange(most + 1)) + self._costs.per_token * gains
         if num_caps > 1:
             draft = _DraftCosts(self._candidates, self._costs)
             seconds[1:, 1:] += draft.seconds(is_lm[1:], order[1:], width)

@@ -105,11 +105,6 @@ class Controller:
             )
         return self._accept(candidates, search.plain, chosen, kind, f"draft: {kind}")
 
-    def rest(self, num_requests: int) -> None:
-        """Instead of `allocate`, where nothing changed since it found plain decoding best."""
-        self._expected = _Expected("plain", num_requests)
-        self._token_s = 0.0
-
     def is_worth(self, gain_tokens: float, num_rows: int) -> bool:
         """Whether more rows in the step just allocated pay, an alternative branch's for example.
 
@@ -237,6 +232,12 @@ class Controller:
                 (seconds - expected.shared_s) / expected.plain_s,
                 expected.seconds / expected.plain_s,
             )
+
+    def rested(self, num_steps: int) -> None:
+        """So many steps were plain without being allocated or observed."""
+        self._num_steps["plain"] += num_steps
+        self.guard.relax(num_steps)
+        self.prober.idle(num_steps)
 
     def describe(self) -> dict[str, float | str]:
         """What it did since the last call, and why; for the log."""

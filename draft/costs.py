@@ -20,6 +20,13 @@ UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a draft model never ti
 READY_AFTER = 8  # passes; before that an unmeasured model drafts nothing
 
 
+NUM_SIZES = 12  # classes of draft rows
+LEVEL_RATE, LEVEL_STEADY, LEVEL_CLIP = 0.08, 4, 0.3
+LEVEL_FORGOTTEN = 1000  # steps with about as many requests
+NO_LEVELS = np.zeros(NUM_SIZES)
+SIZE_OF = np.array([min(n.bit_length(), NUM_SIZES - 1) for n in range(1 << NUM_SIZES)])
+
+
 @dataclass(frozen=True, slots=True)
 class LookBack:
     """Seconds of a pass that do not depend on what is drafted: who takes part, how far back."""
@@ -47,6 +54,47 @@ class StepProfile:
     draft_look_back: LookBack = NO_LOOK_BACK
 
 
+class _Levels:
+    """By how much steps take longer than their rows and the profile tell, by size and draft rows.
+
+    Steps with and without drafts differ by more than their rows (another shape of the batch,
+    say), and that difference decides: so both are measured. [NUM_SIZES] values: no draft rows, 1,
+    2 to 3, 4 to 7, ... What was not seen lately is taken from the next smaller size.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = np.zeros(NUM_SIZES)
+        self._num_seen = np.zeros(NUM_SIZES, dtype=np.int64)
+        self._last_seen = np.zeros(NUM_SIZES, dtype=np.int64)
+        self._now = 0
+        self._filled = np.zeros(NUM_SIZES)
+
+    def seconds(self) -> FloatArray:
+        """[NUM_SIZES]; read only."""
+        return self._filled
+
+    def observe(self, num_drafts: int, error: float, whole: float) -> None:
+        """A step with so many draft rows was off by ``error`` of its ``whole`` seconds."""
+        self._now += 1
+        size = min(num_drafts.bit_length(), NUM_SIZES - 1)
+        if self._now - self._last_seen[size] > LEVEL_FORGOTTEN:
+            self._num_seen[size] = 0
+        seen = self._num_seen[size] = self._num_seen[size] + 1
+        self._last_seen[size] = self._now
+        limit = whole if seen < LEVEL_STEADY else LEVEL_CLIP * whole
+        error = min(limit, max(-limit, error - self._seconds[size] if seen > 1 else error))
+        before = self._seconds[size] if seen > 1 else 0.0
+        self._seconds[size] = before + max(LEVEL_RATE, 1.0 / seen) * error
+        self._fill()
+
+    def _fill(self) -> None:
+        is_known = (self._num_seen > 0) & (self._now - self._last_seen <= LEVEL_FORGOTTEN)
+        if not is_known[0] and is_known.any():  # plain steps: what is known of the fewest drafts
+            self._seconds[0] = self._seconds[int(is_known.argmax())]
+        source = np.maximum.accumulate(np.where(is_known, np.arange(NUM_SIZES), 0))
+        self._filled = self._seconds[source]
+
+
 class CostModel:
     """Predicts a step's seconds; learns from each step. Works without a profile too."""
 
@@ -57,6 +105,7 @@ class CostModel:
         per_token: float = 0.0,
         per_step: float = 0.0,
     ) -> None:
+        self._levels: dict[tuple[int, bool], _Levels] = {}
         self.load(profile or StepProfile())
         self._verify = CostLine(per_token)
         self._host = per_step
@@ -67,6 +116,20 @@ class CostModel:
         self.profile = profile
         self._forward = CostCurve(profile.forward)
         self._draft = CostCurve(profile.draft)
+        self._levels.clear()
+
+    def look_back(self, num_requests: int, longest: int, total: int) -> float:
+        """Seconds of the target's pass that do not depend on its rows, by the profile."""
+        return self.profile.look_back.seconds(num_requests, longest, total)
+
+    def levels(self, num_requests: int, *, with_prompts: bool) -> FloatArray:
+        """What steps of about so many requests take beyond that, [NUM_SIZES] by draft rows."""
+        known = self._levels.get((num_requests.bit_length(), with_prompts))
+        return NO_LEVELS if known is None else known.seconds()
+
+    def draft_look_back(self, num_requests: int, longest: int, total: int) -> float:
+        """The same of one pass of the draft model, by the profile alone."""
+        return self.profile.draft_look_back.seconds(num_requests, longest, total)
 
     @property
     def is_ready(self) -> bool:
@@ -138,12 +201,22 @@ class CostModel:
         host_s: float = 0.0,
         context_s: float = 0.0,
         draft_context_s: float = 0.0,
+        num_requests: int = 0,
+        num_drafts: int = 0,
+        with_prompts: bool = False,
     ) -> None:
         """One step: ``draft_rows`` in all of its ``draft_passes``, ``num_drafted`` of them sampled.
 
         The target's pass had ``num_rows``, and ``num_tokens`` came out. ``context_s`` of its time,
-        and ``draft_context_s`` of each pass of the draft model, were expected for looking back.
+        and ``draft_context_s`` of each pass of the draft model, were expected for looking back;
+        ``num_requests`` took part, 0 where that is not known, with ``num_drafts`` draft rows.
         """
+        if num_requests:
+            levels = self._levels.setdefault((num_requests.bit_length(), with_prompts), _Levels())
+            size = min(num_drafts.bit_length(), NUM_SIZES - 1)
+            error = forward_s - context_s - self.forward(num_rows)
+            levels.observe(num_drafts, error, forward_s)
+            context_s += float(levels.seconds()[size])
         self._forward.observe(num_rows, max(0.3 * forward_s, forward_s - context_s))
         if num_tokens > 0:
             self._verify.observe(num_tokens, verify_s)

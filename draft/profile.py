@@ -54,8 +54,12 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
 
 def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]) -> float:
     """Seconds of a pass: the best of a few. ``requests``: (tokens behind, rows) of each."""
-    page_ids = array("q", range(pool.num_pages))  # shared by all: nobody reads what comes out
-    segments = [Segment(array("q", [0] * n), start, page_ids, n) for start, n in requests]
+    segments = []
+    for index, (start, n) in enumerate(requests):
+        count = -(-(start + n) // pool.page_size)
+        # Pages of its own, where there are enough: read twice they would come from a near cache.
+        pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
+        segments.append(Segment(array("q", [0] * n), start, array("q", pages), n))
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
         began = time.perf_counter()

@@ -9,7 +9,9 @@ indexes while the next step runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from ..core.request import Request
 from ..core.speculation import NOTHING, DraftPlan
-from ..core.step import PlanRow, RowOutput, StepOutput
+from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .calibration import Calibration
 from .controller import Candidates, Controller
 from .source import INDEX_CHUNK, Guess, Source
@@ -28,7 +30,11 @@ LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those befor
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-REST = 8  # steps for which a verdict against the draft model holds while nothing changes
+REST_SHARE = 0.005  # of the time that deciding may take where it decides against drafts
+MAX_REST = 32  # steps for which such a verdict holds
+NEWS_REST = 4  # the same when a request joins others
+MEAN_RATE = 0.1
+OBSERVE_EVERY = 8  # steps without drafts, of which one is learnt from
 NO_SURVIVAL: Survival = np.zeros(0)
 
 
@@ -38,7 +44,7 @@ class _Track:
 
     request: Request
     guesses: Sequence[Guess] = ()  # for the step under way
-    backlog: int = 0  # tokens whose KV the draft model lacks, about
+    lm_len: int = 0  # tokens whose KV the draft model has, about
     paths: list[Path] = field(default_factory=list)
 
 
@@ -47,9 +53,7 @@ class _Step:
     """What is known of the step under way."""
 
     is_allocated: bool = False  # by the controller
-    context_s: float = 0.0  # expected of the target's pass for looking back, whatever is drafted
-    draft_context_s: float = 0.0  # the same of each pass of the draft model
-    num_tokens: int = 0  # of requests that decode
+    decide_s: float = 0.0  # what it took
     lm_rows: int = 0
     lm_passes: int = 0
     lm_drafted: int = 0
@@ -72,6 +76,7 @@ class DraftSpeculator:
         depth: Literal["auto"] | int = "auto",
         has_lm: bool = False,
         adapts: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.depth = depth
         self.controller = controller
@@ -80,8 +85,10 @@ class DraftSpeculator:
         self._has_lm = has_lm
         self._adapts = adapts
         self._step = _Step()
+        self._clock = clock
         self._rest = 0  # steps for which plain decoding need not be questioned
-        self._rest_size = 0  # requests of the last step
+        self._num_unseen = 0  # steps since one without drafts was learnt from
+        self._decide_s = self._step_s = 0.0  # running means
         self._tracks: dict[str, _Track] = {}
         self._left: list[Request] = []  # ended; their tokens are still to be kept
         for source in self._sources:
@@ -94,25 +101,38 @@ class DraftSpeculator:
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
-        plans = [NOTHING] * len(requests)
+        depths = [self._depth(request) for request in requests]
+        is_all_auto = depths.count("auto") == len(depths)
+        if is_all_auto and self._rest > 0:
+            self._rest -= 1
+            return [NOTHING] * len(requests)
+        began = self._clock()
         tracks = [self._track(request) for request in requests]
-        auto = []
-        share = budget // max(1, len(requests))
-        for index, (track, limit) in enumerate(zip(tracks, limits, strict=True)):
-            track.guesses = ()
-            depth = self._depth(track.request)
-            if depth == "auto":
-                auto.append(index)
-            elif depth > 0 and limit > 0:
-                plans[index] = self._fixed(track, min(limit, depth, share))
+        plans = self._plan_fixed(tracks, limits, depths, budget)
+        auto = [index for index, depth in enumerate(depths) if depth == "auto"]
         if auto:
-            budget -= sum(plan.num_rows for plan in plans)
-            chosen = self._auto(
+            budget -= sum(plan.num_rows for plan in plans if plan is not NOTHING)
+            chosen = self._plan_auto(
                 [tracks[i] for i in auto], [limits[i] for i in auto], budget, num_prefill
             )
             for index, plan in zip(auto, chosen, strict=True):
                 plans[index] = plan
+            self._step.decide_s = self._clock() - began
         return plans
+
+    def _plan_fixed(
+        self,
+        tracks: Sequence[_Track],
+        limits: Sequence[int],
+        depths: Sequence[Literal["auto"] | int],
+        budget: int,
+    ) -> list[DraftPlan]:
+        """Those of a fixed depth, within an equal share of the budget."""
+        share = budget // max(1, len(tracks))
+        return [
+            NOTHING if depth == "auto" else self._fixed(track, min(limit, depth, share))
+            for track, limit, depth in zip(tracks, limits, depths, strict=True)
+        ]
 
     def _depth(self, request: Request) -> Literal["auto"] | int:
         is_fixed = isinstance(request.depth, int)
@@ -145,21 +165,17 @@ class DraftSpeculator:
         ]
         return merge(guesses, survivals)
 
-    def _auto(
+    def _plan_auto(
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
     ) -> list[DraftPlan]:
-        """The controller's choice."""
-        nothing_known = True
+        """The controller's choice; a verdict for plain decoding holds for a while."""
         for track, limit in zip(tracks, limits, strict=True):
             track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
-            nothing_known = nothing_known and not track.paths
+        candidates = self._candidates(tracks, limits, budget, num_prefill)
+        allocation = self.controller.allocate(candidates)
         self._step.is_allocated = True
-        if nothing_known and self._rests(len(tracks)):
-            self.controller.rest(len(tracks))
-            return [NOTHING] * len(tracks)
-        allocation = self.controller.allocate(self._candidates(tracks, limits, budget, num_prefill))
         if not allocation.is_draft:
-            self._rest = REST if nothing_known else 0
+            self._rest = self._rest_len()
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         return [
@@ -167,28 +183,28 @@ class DraftSpeculator:
             for track, free, lm in zip(tracks, num_free, lm_depth, strict=True)
         ]
 
-    def _rests(self, num_requests: int) -> bool:
-        """Whether the same requests found the draft model not worth its time a moment ago."""
-        self._rest = self._rest - 1 if num_requests == self._rest_size else 0
-        self._rest_size = num_requests
-        return self._rest > 0 or not self._has_lm
+    def _rest_len(self) -> int:
+        """Steps without a decision that keep deciding within its share of the time."""
+        if self._step_s <= 0.0:
+            return 0
+        return min(MAX_REST, round(self._decide_s / (REST_SHARE * self._step_s)))
 
     def _candidates(
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
     ) -> Candidates:
         lens = [len(track.request.tokens) for track in tracks]
-        context, profile = (len(lens), max(lens), sum(lens)), self.controller.costs.profile
-        self._step.context_s = profile.look_back.seconds(*context)
-        self._step.draft_context_s = profile.draft_look_back.seconds(*context)
+        context, costs = (len(lens), max(lens), sum(lens)), self.controller.costs
         return Candidates(
             free=_padded([t.paths[0].survival if t.paths else NO_SURVIVAL for t in tracks]),
             lm=_padded([self._lm_survival(*each) for each in zip(tracks, limits, strict=True)]),
-            backlog=np.array([track.backlog for track in tracks]),
+            backlog=np.array([n - t.lm_len for t, n in zip(tracks, lens, strict=True)]),
             horizon=np.array([t.request.max_len - n for t, n in zip(tracks, lens, strict=True)]),
             num_prefill=num_prefill,
             budget=budget,
-            context_s=self._step.context_s,
-            draft_context_s=self._step.draft_context_s,
+            context_s=costs.look_back(*context),
+            levels=costs.levels(len(lens), with_prompts=num_prefill > 0),
+            draft_context_s=costs.draft_look_back(*context),
+            decide_s=self._decide_s,
         )
 
     def _lm_survival(self, track: _Track, limit: int) -> Survival:
@@ -216,36 +232,68 @@ class DraftSpeculator:
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Score every guess of the step, verified or not, against what was committed."""
-        track = self._track(request)
-        served = request.tokens[-num_served:]
+        track = self._tracks.get(request.request_id)
+        if track is None:
+            return
+        if track.guesses:
+            self._score(track, request.tokens[-num_served:])
+        if row.max_draft:
+            self._observe_lm(track, row, output, num_served)
+
+    def _score(self, track: _Track, served: array[int]) -> None:
         for guess in track.guesses:
             hits = common_len(guess.token_ids, served)
-            missed = hits < min(len(guess.token_ids), num_served)
-            self.calibration.score(guess.source, guess.kind, request.request_id, hits, missed)
+            missed = hits < min(len(guess.token_ids), len(served))
+            request_id = track.request.request_id
+            self.calibration.score(guess.source, guess.kind, request_id, hits, missed)
         track.guesses = ()
-        if row.stop - row.start == 1:
-            self._step.num_tokens += num_served
-        if row.max_draft:
-            self._observe_lm(track, output, num_served)
-        else:
-            track.backlog += num_served
 
-    def _observe_lm(self, track: _Track, output: RowOutput, num_served: int) -> None:
+    def _observe_lm(self, track: _Track, row: PlanRow, output: RowOutput, num_served: int) -> None:
         step, hits = self._step, min(output.num_accepted, num_served)
-        step.lm_rows += track.backlog + output.draft_len
+        step.lm_rows += row.stop - track.lm_len + output.draft_len
         step.lm_passes = max(step.lm_passes, 1, output.draft_len)
         step.lm_drafted += output.draft_len
         step.lm_hits += hits
-        track.backlog = output.backlog
+        track.lm_len = row.stop - output.backlog + num_served - 1
         if output.draft_len:
             request, missed = track.request, hits < min(output.draft_len, num_served)
             self.calibration.score(LM, _lm_kind(request), request.request_id, hits, missed)
 
-    def observe_step(self, output: StepOutput, seconds: float) -> None:
-        """What the step cost."""
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """What the step cost. Of steps that nothing was decided for, one in some is enough."""
         step, self._step = self._step, _Step()
-        times = output.times
-        self.controller.costs.observe(
+        self._step_s += MEAN_RATE * (seconds - self._step_s)
+        num_drafts = output.num_rows - plan.num_tokens
+        if not step.is_allocated and not num_drafts:
+            self._num_unseen += 1
+            if self._num_unseen < OBSERVE_EVERY:
+                return
+            self.controller.rested(self._num_unseen)
+            self._num_unseen = 0
+        began = self._clock()
+        self._observe_costs(step, plan, output, seconds)
+        if step.is_allocated:
+            num_tokens = sum(
+                len(out.token_ids)
+                for row, out in zip(plan.rows, output.rows, strict=True)
+                if row.stop - row.start == 1
+            )
+            self.controller.observe(
+                num_tokens,
+                seconds,
+                num_lm_drafted=step.lm_drafted,
+                num_lm_hits=step.lm_hits,
+            )
+            step.decide_s += self._clock() - began
+            self._decide_s += MEAN_RATE * (step.decide_s - self._decide_s)
+
+    def _observe_costs(
+        self, step: _Step, plan: StepPlan, output: StepOutput, seconds: float
+    ) -> None:
+        times, costs = output.times, self.controller.costs
+        stops = [row.stop for row in plan.rows]
+        context = (len(stops), max(stops), sum(stops))
+        costs.observe(
             num_rows=output.num_rows,
             forward_s=times.get("forward", 0.0),
             verify_s=times.get("verify", 0.0),
@@ -254,17 +302,13 @@ class DraftSpeculator:
             draft_passes=step.lm_passes,
             draft_rows=step.lm_rows,
             num_drafted=step.lm_drafted,
-            host_s=seconds - sum(times.values()),
-            context_s=step.context_s,
-            draft_context_s=step.draft_context_s,
+            host_s=seconds - sum(times.values()) - step.decide_s,
+            context_s=costs.look_back(*context),
+            draft_context_s=costs.draft_look_back(*context),
+            num_requests=len(stops),
+            num_drafts=output.num_rows - plan.num_tokens,
+            with_prompts=any(row.stop - row.start > 1 for row in plan.rows),
         )
-        if step.is_allocated:
-            self.controller.observe(
-                step.num_tokens,
-                seconds,
-                num_lm_drafted=step.lm_drafted,
-                num_lm_hits=step.lm_hits,
-            )
 
     # -- who is there ---------------------------------------------------------------------------
 
@@ -276,7 +320,8 @@ class DraftSpeculator:
 
     def join(self, request: Request) -> None:
         """A prefix hit brings the draft model's KV along, as a rule."""
-        self._track(request).backlog = len(request.tokens) - request.num_computed
+        self._track(request).lm_len = request.num_computed
+        self._rest = 0 if len(self._tracks) == 1 else min(self._rest, NEWS_REST)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""

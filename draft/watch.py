@@ -36,10 +36,12 @@ class Guard:
         self._patience = PATIENCE
         self._slowness = 0.0  # log of the time that steps take over the expected
 
-    def relax(self) -> None:
-        """A step passed; forgive a little."""
+    def relax(self, num_steps: int = 1) -> None:
+        """Steps passed; forgive a little."""
         if self.margin > BASE_MARGIN:
-            self.margin = BASE_MARGIN + (self.margin - BASE_MARGIN) * 0.5 ** (1 / self._patience)
+            self.margin = BASE_MARGIN + (self.margin - BASE_MARGIN) * 0.5 ** (
+                num_steps / self._patience
+            )
 
     def observe(self, worth: float, spent: float, expected: float) -> None:
         """A step with drafts took ``spent``; its tokens are worth ``worth`` plain steps.
@@ -84,10 +86,10 @@ class Prober:
         """Whether a probe may be made that costs so many plain steps."""
         return self.is_ripe and cost <= self._saved
 
-    def idle(self) -> None:
-        """A step passed without the draft model."""
-        self._num_idle += 1
-        self._saved = min(MAX_SAVED, self._saved + PROBE_SHARE)
+    def idle(self, num_steps: int = 1) -> None:
+        """Steps passed without the draft model."""
+        self._num_idle += num_steps
+        self._saved = min(MAX_SAVED, self._saved + num_steps * PROBE_SHARE)
 
     def used(self) -> None:
         """The draft model drafted in earnest."""

@@ -178,7 +178,7 @@ class Driver:
             self.scheduler.speculator.work()
             output = self.runner.step(plan)
             self._note(self.scheduler.commit(plan, output, self.now))
-            self.scheduler.speculator.observe_step(output, sum(output.times.values()))
+            self.scheduler.speculator.observe_step(plan, output, sum(output.times.values()))
         else:
             assert not plan.departed, "nobody reads an empty plan"
         self.scheduler.audit()

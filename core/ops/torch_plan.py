@@ -23,7 +23,7 @@ BLOCK = 256  # positions
 # them in steps of 32; between 128 and 256, float32 bmm splits the sum in another place (measured).
 _SHORT_WIDTHS = (32, 64, 96, 128)
 HIDDEN = -1e30  # finite: a block that a row cannot see at all must not yield NaN
-_FEW_ROWS = 8  # decode and verify rows share one group up to here
+_GROUP_COST = 6000  # keys held against a row in the time that another group takes, per block
 _ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7, 9 otherwise (measured)
 
 
@@ -207,7 +207,22 @@ class TorchPlan:
 
 
 def _split(batch: RaggedBatch) -> list[IntArray]:
-    """Segments by number of rows, few rows together and chunks by hidden ones very low."""
-    buckets = np.ceil(np.log2(np.maximum(batch.lens, _FEW_ROWS))).astype(np.int64)
-    members = [np.flatnonzero(buckets == b) for b in np.unique(buckets)]
-    return [m[np.argsort(-batch.stops[m], kind="stable")] for m in members]
+    """Segments in groups of about as many rows, of which all but the longest are padded.
+
+    From the fewest rows up, a group joins the next as long as padding costs less than a group.
+    """
+    lens, stops = batch.lens, batch.stops
+    buckets = np.ceil(np.log2(lens)).astype(np.int64)
+    groups: list[IntArray] = []
+    for bucket in np.unique(buckets):
+        members = np.flatnonzero(buckets == bucket)
+        if groups and _padding(lens, stops, groups[-1], members) < _GROUP_COST:
+            members = np.concatenate((groups.pop(), members))
+        groups.append(members)
+    return [m[np.argsort(-stops[m], kind="stable")] for m in groups]
+
+
+def _padding(lens: IntArray, stops: IntArray, short: IntArray, long: IntArray) -> int:
+    """Keys that the added rows of ``short`` would be held against beside ``long``, per block."""
+    blocks = 1 + int(stops[short].max()) // BLOCK
+    return int(((lens[long].max() - lens[short]) * stops[short]).sum()) // blocks

@@ -12,7 +12,7 @@ from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect
 from foretoken.core.drafting import fit_pages
 from foretoken.core.request import Request
 from foretoken.core.speculation import NOTHING, DraftPlan, FixedDepth
-from foretoken.core.step import Draft, PlanRow, StepOutput
+from foretoken.core.step import Draft, PlanRow, StepOutput, StepPlan
 from foretoken.radix_cache import KVLease, PrefixCache
 
 
@@ -112,7 +112,7 @@ class Failing(FixedDepth):
     def observe(self, request: Request, row: PlanRow, output: object, num_served: int) -> None:
         raise RuntimeError("observe")
 
-    def observe_step(self, output: StepOutput, seconds: float) -> None:
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         raise RuntimeError("observe_step")
 
     def join(self, request: Request) -> None:

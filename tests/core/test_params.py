@@ -32,7 +32,7 @@ BAD: list[tuple[str, object]] = [
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025),
     ("speculation", "on"), ("speculation", -1), ("speculation", 65), ("speculation", 1.0),
-    ("json_schema", {}), ("regex", "a"), ("grammar", "a"), ("choice", ["a"]), 
+    ("json_schema", {}), ("regex", "a"), ("grammar", "a"), ("choice", ["a"]),
 ]  # fmt: skip
 BAD_OPTIONS: list[tuple[str, object]] = [
     *((name, None) for name in ("draft", "speculation", "exact", "page_size", "max_running")),
