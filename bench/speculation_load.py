@@ -41,6 +41,7 @@ class Run:
     """One run over a load."""
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of all threads
     usages: list[Usage] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     num_hits: int = 0
@@ -84,9 +85,10 @@ async def run_once(built: Built, load: Load, concurrency: int, depth: int | str)
     hits, queries = cache.num_hits, cache.num_queries
     limit = asyncio.Semaphore(concurrency)
     requests = [_request(i, stream, load, depth) for i, stream in enumerate(load.streams)]
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     await asyncio.gather(*(_serve(built, request, limit, run) for request in requests))
     run.seconds = time.perf_counter() - began
+    run.cpu_seconds = time.process_time() - cpu_began
     run.num_hits, run.num_queries = cache.num_hits - hits, cache.num_queries - queries
     return run
 
@@ -133,6 +135,7 @@ def _figures(
         "concurrency": concurrency,
         "speculation": setting,
         "on / off": Spread.of([off.seconds / on.seconds for off, on in pairs]),
+        "on / off, CPU": Spread.of([off.cpu_seconds / on.cpu_seconds for off, on in pairs]),
         "tok/s off": Spread.of([off.num_tokens / off.seconds for off, _ in pairs]).median,
         "tok/s on": Spread.of([on.num_tokens / on.seconds for on in ons]).median,
         "tokens/step": sum(on.num_tokens for on in ons) / steps,

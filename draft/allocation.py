@@ -17,7 +17,7 @@ from .costs import NO_LEVELS, SIZE_OF, CostModel
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-PAYBACK = 64  # tokens over which catching up with a request's KV has to pay
+PAYBACK = 32  # tokens over which catching up with a request's KV has to pay
 SMALL_BACKLOG = 4  # tokens; so many are owed after any accepted draft, and paid in full
 TOKENS_PER_STEP = 3.0  # of a request that drafts, about: how fast a catch-up is paid back
 TIE = 1e-3

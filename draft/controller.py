@@ -21,8 +21,8 @@ __all__ = ["Allocation", "Candidates", "Controller"]
 
 IntArray = NDArray[np.int64]
 
-CHANGE_OVER = 0.02  # predicted gain that it takes, beyond the margin, to begin drafting
-LM_CHANGE_OVER = 0.03  # the same for the draft model against all that goes without it
+CHANGE_OVER = 0.03  # predicted gain that it takes, beyond the margin, to begin drafting
+LM_CHANGE_OVER = 0.1  # the same for the draft model against all that goes without it
 
 
 @dataclass(frozen=True, slots=True)

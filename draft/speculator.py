@@ -53,6 +53,7 @@ class _Step:
     """What is known of the step under way."""
 
     is_allocated: bool = False  # by the controller
+    is_resting: bool = False  # not allocated, though it might have been
     decide_s: float = 0.0  # what it took
     lm_rows: int = 0
     lm_passes: int = 0
@@ -87,9 +88,11 @@ class DraftSpeculator:
         self._step = _Step()
         self._clock = clock
         self._rest = 0  # steps for which plain decoding need not be questioned
+        self._uses_lm = has_lm and depth != "auto"
         self._num_unseen = 0  # steps since one without drafts was learnt from
         self._decide_s = self._step_s = 0.0  # running means
         self._tracks: dict[str, _Track] = {}
+        self._has_news = False  # a prompt that may not be indexed yet
         self._left: list[Request] = []  # ended; their tokens are still to be kept
         for source in self._sources:
             calibration.register(source.name, source.priors)
@@ -102,37 +105,29 @@ class DraftSpeculator:
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
         depths = [self._depth(request) for request in requests]
-        is_all_auto = depths.count("auto") == len(depths)
-        if is_all_auto and self._rest > 0:
-            self._rest -= 1
-            return [NOTHING] * len(requests)
-        began = self._clock()
-        tracks = [self._track(request) for request in requests]
-        plans = self._plan_fixed(tracks, limits, depths, budget)
         auto = [index for index, depth in enumerate(depths) if depth == "auto"]
-        if auto:
-            budget -= sum(plan.num_rows for plan in plans if plan is not NOTHING)
-            chosen = self._plan_auto(
-                [tracks[i] for i in auto], [limits[i] for i in auto], budget, num_prefill
-            )
-            for index, plan in zip(auto, chosen, strict=True):
-                plans[index] = plan
-            self._step.decide_s = self._clock() - began
+        plans = [NOTHING] * len(requests)
+        share = budget // max(1, len(requests))
+        for index, depth in enumerate(depths):
+            if depth != "auto" and depth > 0:
+                most = min(limits[index], depth, share)
+                plans[index] = self._fixed(self._track(requests[index]), most)
+                budget -= plans[index].num_rows
+        if not auto or self._rests():
+            return plans
+        began = self._clock()
+        tracks = [self._track(requests[index]) for index in auto]
+        chosen = self._plan_auto(tracks, [limits[index] for index in auto], budget, num_prefill)
+        for index, plan in zip(auto, chosen, strict=True):
+            plans[index] = plan
+        self._step.decide_s = self._clock() - began
         return plans
 
-    def _plan_fixed(
-        self,
-        tracks: Sequence[_Track],
-        limits: Sequence[int],
-        depths: Sequence[Literal["auto"] | int],
-        budget: int,
-    ) -> list[DraftPlan]:
-        """Those of a fixed depth, within an equal share of the budget."""
-        share = budget // max(1, len(tracks))
-        return [
-            NOTHING if depth == "auto" else self._fixed(track, min(limit, depth, share))
-            for track, limit, depth in zip(tracks, limits, depths, strict=True)
-        ]
+    def _rests(self) -> bool:
+        """Whether a verdict for plain decoding still holds."""
+        self._step.is_resting = self._rest > 0
+        self._rest = max(0, self._rest - 1)
+        return self._step.is_resting
 
     def _depth(self, request: Request) -> Literal["auto"] | int:
         is_fixed = isinstance(request.depth, int)
@@ -175,9 +170,11 @@ class DraftSpeculator:
         allocation = self.controller.allocate(candidates)
         self._step.is_allocated = True
         if not allocation.is_draft:
+            self._uses_lm = False
             self._rest = self._rest_len()
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
+        self._uses_lm = any(lm_depth)
         return [
             self._choose(track, free, lm)
             for track, free, lm in zip(tracks, num_free, lm_depth, strict=True)
@@ -196,7 +193,12 @@ class DraftSpeculator:
         context, costs = (len(lens), max(lens), sum(lens)), self.controller.costs
         return Candidates(
             free=_padded([t.paths[0].survival if t.paths else NO_SURVIVAL for t in tracks]),
-            lm=_padded([self._lm_survival(*each) for each in zip(tracks, limits, strict=True)]),
+            lm=_padded(
+                [
+                    self._lm_survival(track, limit, is_busy=num_prefill > 0)
+                    for track, limit in zip(tracks, limits, strict=True)
+                ]
+            ),
             backlog=np.array([n - t.lm_len for t, n in zip(tracks, lens, strict=True)]),
             horizon=np.array([t.request.max_len - n for t, n in zip(tracks, lens, strict=True)]),
             num_prefill=num_prefill,
@@ -207,17 +209,18 @@ class DraftSpeculator:
             decide_s=self._decide_s,
         )
 
-    def _lm_survival(self, track: _Track, limit: int) -> Survival:
-        length = min(limit, LM_LEN)
-        if not self._has_lm or not length:
+    def _lm_survival(self, track: _Track, limit: int, *, is_busy: bool) -> Survival:
+        """None while prompts wait and much must be caught up with: the load may be growing."""
+        length, request = min(limit, LM_LEN), track.request
+        backlog = len(request.tokens) - track.lm_len
+        if not self._has_lm or not length or (is_busy and backlog > LM_LEN):
             return NO_SURVIVAL
-        request = track.request
         return self.calibration.survival(LM, _lm_kind(request), request.request_id, length)
 
     def _choose(self, track: _Track, num_free: int, lm_depth: int) -> DraftPlan:
         if lm_depth:
             return DraftPlan(max_draft=lm_depth)
-        if not num_free:
+        if not num_free or not track.paths:
             return NOTHING
         trunk, *others = track.paths
         branches = []
@@ -264,11 +267,12 @@ class DraftSpeculator:
         step, self._step = self._step, _Step()
         self._step_s += MEAN_RATE * (seconds - self._step_s)
         num_drafts = output.num_rows - plan.num_tokens
+        if step.is_resting:
+            self.controller.rested(1)
         if not step.is_allocated and not num_drafts:
             self._num_unseen += 1
             if self._num_unseen < OBSERVE_EVERY:
                 return
-            self.controller.rested(self._num_unseen)
             self._num_unseen = 0
         began = self._clock()
         self._observe_costs(step, plan, output, seconds)
@@ -319,25 +323,31 @@ class DraftSpeculator:
         return track
 
     def join(self, request: Request) -> None:
-        """A prefix hit brings the draft model's KV along, as a rule."""
-        self._track(request).lm_len = request.num_computed
+        """A prefix hit brings the draft model's KV along, if that was in use."""
+        if self._depth(request) == 0:
+            return
+        self._track(request).lm_len = request.num_computed if self._uses_lm else 0
+        self._has_news = True
         self._rest = 0 if len(self._tracks) == 1 else min(self._rest, NEWS_REST)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
-        self._tracks.pop(request.request_id, None)
-        self.calibration.forget(request.request_id)
-        self._left.append(request)
+        if self._tracks.pop(request.request_id, None) is not None:
+            self.calibration.forget(request.request_id)
+            self._left.append(request)
 
     def work(self) -> None:
         """Take in what was said: of requests that ended, then of those that run."""
         self._keep()
+        if self._rest > 0 and not self._has_news:
+            return  # nobody will look anything up in this step or the next
         room = INDEX_CHUNK
         for track in self._tracks.values():
             for source in self._sources:
                 room -= source.index(track.request)
             if room <= 0:
                 return
+        self._has_news = False
 
     def _keep(self) -> None:
         left, self._left = self._left, []

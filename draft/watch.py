@@ -15,7 +15,7 @@ MAX_LOSS = 6.0  # plain steps lost, net of what was won since, that sound the al
 STALL = 1.5  # times the prediction; what a step took beyond it is the machine's fault
 
 FIRST_INTERVAL, LAST_INTERVAL, KEEN_INTERVAL = 32, 512, 2  # steps between probes
-PROBE_SHARE = 0.004  # of the time that probes may cost
+PROBE_SHARE = 0.002  # of the time that probes may cost
 FIRST_SAVED, MAX_SAVED = 1.0, 4.0  # plain steps that probes may cost, at first and at most
 REFRESH_STEPS = 64  # passes after which the price of a plain step is stale
 REFRESH_SHARE = 0.005  # of the speed that refreshing it may cost
