@@ -21,6 +21,7 @@ PAYBACK = 32  # tokens over which catching up with a request's KV has to pay
 SMALL_BACKLOG = 4  # tokens; so many are owed after any accepted draft, and paid in full
 TOKENS_PER_STEP = 3.0  # of a request that drafts, about: how fast a catch-up is paid back
 TIE = 1e-3
+LEAST = 0.2  # of what the rows of a pass should take, whatever was measured of other steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class Search:
         alone, start, at_near, at_far = costs.forward(rows).tolist()
         self._overhead = costs.per_step + costs.per_token * num_requests + candidates.context_s
         self._shared = start - alone
-        plain_s = start + self._overhead + float(candidates.levels[0])
+        plain_s = max(LEAST * start, start + float(candidates.levels[0])) + self._overhead
         self.plain = Option(float(num_requests), plain_s, self._shared)
         # Tokens that plain decoding yields in the time of one more row.
         self._price = min((at_near - start) / near, (at_far - start) / far) * self.plain.rate
@@ -127,9 +128,10 @@ class Search:
     def _passes(self, counts: IntArray) -> FloatArray:
         """Seconds of steps with so many draft rows, none or more, draft model left out."""
         candidates = self._candidates
-        passes = self._costs.forward(counts + candidates.num_rows) + self._overhead
+        passes = self._costs.forward(counts + candidates.num_rows)
         sizes = SIZE_OF[np.minimum(counts, len(SIZE_OF) - 1)]
-        passes += candidates.levels[sizes] + (counts > 0) * candidates.decide_s
+        passes = np.maximum(LEAST * passes, passes + candidates.levels[sizes])
+        passes += self._overhead + (counts > 0) * candidates.decide_s
         return passes
 
     def _best_prefix(self, survival: FloatArray, passes: FloatArray, is_lm: bool = False) -> Option:

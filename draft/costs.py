@@ -224,7 +224,8 @@ class CostModel:
             other_s = num_drafted * self.draft_per_token + draft_passes * draft_context_s
             seconds = max(0.3 * draft_s, draft_s - other_s)
             self._draft.observe(round(draft_rows / draft_passes), seconds / draft_passes)
+        host_s = max(0.0, host_s)
         self._num_hosts += 1
         rate = max(0.05, 1.0 / self._num_hosts)
         limit = 3.0 * self._host + 1e-4 if self._num_hosts > 3 else host_s
-        self._host += rate * (min(max(0.0, host_s), limit) - self._host)
+        self._host += rate * (min(host_s, limit) - self._host)

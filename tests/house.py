@@ -168,14 +168,21 @@ DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
 DEPTHS |= {"auto": "auto", "auto+lm": "auto"}
 
 
+class Frozen(CostModel):
+    """Costs that no measurement changes: what is drafted follows from the tokens alone."""
+
+    def observe(self, **_: object) -> None: ...  # type: ignore[override]
+
+
 def make_speculator(name: str) -> DraftSpeculator:
     """The sources of that name; "auto" is all of them under the controller."""
     return DraftSpeculator(
         SOURCES.get(name, SOURCES["all"])(),
-        Controller(CostModel(CHEAP)),
+        Controller(Frozen(CHEAP)),
         Calibration(),
         depth=DEPTHS[name],
         has_lm=name == "auto+lm",
+        clock=lambda: 0.0,
     )
 
 

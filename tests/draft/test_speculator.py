@@ -1,0 +1,262 @@
+"""DraftSpeculator: who may guess, for whom, how much, and what it learns from the outcome."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from foretoken.core.params import SamplingParams
+from foretoken.core.request import Request
+from foretoken.core.speculation import NOTHING, DraftPlan
+from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.draft.calibration import Calibration
+from foretoken.draft.controller import Controller
+from foretoken.draft.costs import CostModel, StepProfile
+from foretoken.draft.prediction import PredictionSource
+from foretoken.draft.radix import RadixSource
+from foretoken.draft.speculator import DraftSpeculator
+from foretoken.draft.suffix import SuffixSource
+
+TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHEAP = StepProfile({n: 1.0 + 0.001 * n for n in ROWS}, dict.fromkeys(ROWS, 0.01))
+DEAR = StepProfile({n: 1.0 * n for n in ROWS}, dict.fromkeys(ROWS, 5.0))
+
+
+class Clock:
+    """Every look at it takes a second."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class Bench:
+    """A speculator, and a target that says what it is told to."""
+
+    def __init__(self, profile: StepProfile = CHEAP, **options: object) -> None:
+        self.speculator = DraftSpeculator(
+            [PredictionSource(), RadixSource(), SuffixSource()],
+            Controller(CostModel(profile)),
+            Calibration(),
+            **options,  # type: ignore[arg-type]
+        )
+        self.num_requests = 0
+
+    def request(self, prompt: Sequence[int], **options: object) -> Request:
+        self.num_requests += 1
+        sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=len(prompt))
+        request = Request(
+            request_id=str(self.num_requests),
+            tokens=array("q", prompt),
+            sampling=sampling,
+            max_len=1000,
+            **options,  # type: ignore[arg-type]
+        )
+        self.speculator.join(request)
+        self.speculator.work()
+        return request
+
+    def plan(self, *requests: Request, limit: int = 20) -> Sequence[DraftPlan]:
+        limits = [limit] * len(requests)
+        return self.speculator.plan(requests, limits, budget=200, num_prefill=0)
+
+    def step(self, request: Request, said: Sequence[int], **options: object) -> DraftPlan:
+        """One step of one request, which goes on with ``said``."""
+        (plan,) = self.plan(request, **options)  # type: ignore[arg-type]
+        row = PlanRow(
+            request_id=request.request_id,
+            tokens=request.tokens,
+            start=len(request.tokens) - 1,
+            stop=len(request.tokens),
+            page_ids=array("q"),
+            sampling=request.sampling,
+            draft=plan.draft,
+            max_draft=plan.max_draft,
+        )
+        request.tokens.extend(said)
+        length = max(len(plan.draft.token_ids), plan.max_draft)
+        output = RowOutput(
+            request_id=request.request_id,
+            token_ids=said,
+            num_proposed=length,
+            num_accepted=min(length, len(said) - 1),
+            draft_len=length,
+        )
+        self.speculator.observe(request, row, output, len(said))
+        spent = StepOutput(rows=[output], times={"forward": 1.0}, num_rows=1 + length)
+        self.speculator.observe_step(StepPlan(rows=[row], fresh_pages=array("q")), spent, 1.0)
+        self.speculator.work()
+        return plan
+
+    def tell(self, prompt: Sequence[int], answer: Sequence[int], **options: object) -> None:
+        """A request comes, says its answer and leaves."""
+        request = self.request(prompt, **options)
+        for token_id in answer:
+            self.step(request, [token_id])
+        self.speculator.leave(request)
+        self.speculator.work()
+
+
+@pytest.mark.parametrize("depth", ["auto", 8])
+def test_what_was_said_before_is_drafted(depth) -> None:
+    bench = Bench(depth=depth)
+    bench.tell(TEXT[:6], TEXT[6:])
+    (plan,) = bench.plan(bench.request(TEXT[:8]))
+    assert list(plan.draft.token_ids[:6]) == TEXT[8:14]
+    assert set(plan.draft.sources) <= {"radix", "suffix"}
+
+
+@pytest.mark.parametrize("depth", ["auto", 8])
+@pytest.mark.parametrize(("told", "asked"), [(None, "b"), ("a", "b"), ("a", None)])
+def test_another_salt_gets_no_draft(depth, told, asked) -> None:
+    bench = Bench(depth=depth)
+    bench.tell(TEXT[:6], TEXT[6:], namespace=told)
+    assert bench.plan(bench.request(TEXT[:8], namespace=asked)) == [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8], namespace=told)) != [NOTHING]
+
+
+def test_a_flush_forgets_a_namespace() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:], namespace="a")
+    bench.tell(TEXT[:6], TEXT[6:], namespace="b")
+    bench.speculator.flush("a")
+    assert bench.plan(bench.request(TEXT[:8], namespace="a")) == [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8], namespace="b")) != [NOTHING]
+    bench.speculator.flush()
+    assert bench.plan(bench.request(TEXT[:8], namespace="b")) == [NOTHING]
+
+
+def test_a_flush_forgets_what_has_just_been_said() -> None:
+    bench = Bench()
+    request = bench.request(TEXT[:6])
+    for token_id in TEXT[6:]:
+        bench.step(request, [token_id])
+    bench.speculator.leave(request)
+    bench.speculator.flush()
+    assert bench.plan(bench.request(TEXT[:8])) == [NOTHING]
+
+
+def test_a_request_that_is_off_drafts_nothing_and_teaches_nothing() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:], depth=0)
+    assert bench.plan(bench.request(TEXT[:8])) == [NOTHING]
+    bench.tell(TEXT[:6], TEXT[6:])
+    assert bench.plan(bench.request(TEXT[:8], depth=0)) == [NOTHING]
+
+
+def test_a_request_may_fix_its_own_depth() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    (plan,) = bench.plan(bench.request(TEXT[:8], depth=3))
+    assert plan.num_rows == 3
+
+
+@pytest.mark.parametrize(("adapts", "expected"), [(True, 14), (False, 2)])
+def test_auto_means_the_fixed_depth_where_adapting_would_bias(adapts, expected) -> None:
+    bench = Bench(depth=2, adapts=adapts)
+    bench.tell(TEXT[:6], TEXT[6:])
+    (plan,) = bench.plan(bench.request(TEXT[:10], depth="auto"))
+    assert plan.num_rows >= expected if adapts else plan.num_rows == expected
+
+
+def test_limits_are_kept() -> None:
+    bench = Bench(depth=8)
+    bench.tell(TEXT[:6], TEXT[6:])
+    request = bench.request(TEXT[:8])
+    assert [bench.plan(request, limit=limit)[0].num_rows for limit in (0, 1, 5)] == [0, 1, 5]
+
+
+def test_the_budget_is_kept_by_fixed_depths() -> None:
+    bench = Bench(depth=8)
+    bench.tell(TEXT[:6], TEXT[6:])
+    requests = [bench.request(TEXT[:8]) for _ in range(4)]
+    plans = bench.speculator.plan(requests, [20] * 4, budget=10, num_prefill=0)
+    assert 0 < sum(plan.num_rows for plan in plans) <= 10
+
+
+def test_the_draft_model_is_asked_where_nothing_is_known() -> None:
+    bench = Bench(depth=4, has_lm=True)
+    assert bench.plan(bench.request(TEXT[:8])) == [DraftPlan(max_draft=4)]
+    bench.tell(TEXT[:6], TEXT[6:])
+    (plan,) = bench.plan(bench.request(TEXT[:8]))
+    assert (plan.max_draft, plan.depth) == (0, 4)
+
+
+def test_a_prediction_is_drafted_from_the_first_token_on() -> None:
+    bench = Bench()
+    request = bench.request([1, 2, 3], prediction=array("q", TEXT))
+    plan = bench.step(request, TEXT[:6])
+    assert list(plan.draft.token_ids[:6]) == TEXT[:6]
+    assert set(plan.draft.sources) == {"prediction"}
+
+
+def test_where_drafts_are_dear_nothing_is_drafted() -> None:
+    bench = Bench(DEAR, has_lm=True)
+    bench.tell(TEXT[:6], TEXT[6:])
+    request = bench.request(TEXT[:8])
+    assert [bench.step(request, [t]).num_rows for t in (41, 42, 43, 44)] == [0] * 4
+
+
+def test_guesses_that_fail_are_trusted_less() -> None:
+    bench = Bench(StepProfile({n: 1.0 + 0.1 * n for n in ROWS}))
+    for _ in range(3):
+        bench.tell(TEXT[:6], TEXT[6:])
+    request = bench.request(TEXT[:6])
+    before = bench.step(request, [TEXT[6]]).num_rows
+    others = []
+    for index in range(40):  # what the sources say after these tokens is never what is said
+        others = [bench.request(TEXT[:6]) for _ in range(1)]
+        bench.step(others[0], [100 + index])
+        bench.speculator.leave(others[0])
+    after = bench.plan(bench.request(TEXT[:6]))[0].num_rows
+    assert after < before
+
+
+def test_deciding_rests_when_it_takes_too_long_for_what_it_brings() -> None:
+    clock = Clock()
+    bench = Bench(DEAR, has_lm=True, clock=clock)
+    bench.tell(TEXT[:6], TEXT[6:])
+    request = bench.request(TEXT[:8])
+    for _ in range(5):
+        bench.step(request, [50])
+    looked_at = clock.now
+    for _ in range(10):
+        bench.step(request, [51])
+    assert clock.now - looked_at <= 5  # each decision looks at it two or four times
+
+
+def test_a_new_request_ends_the_rest() -> None:
+    clock = Clock()
+    bench = Bench(DEAR, has_lm=True, clock=clock)
+    bench.tell([1, 2, 3], [50, 51, 52, 53, 54, 55])
+    looked_at = clock.now
+    request = bench.request(TEXT[:8])
+    bench.step(request, [50])
+    assert clock.now > looked_at
+
+
+def test_nothing_is_kept_of_requests_that_left() -> None:
+    bench = Bench()
+    for index in range(5):
+        bench.tell([index, 2, 3], TEXT)
+    assert not bench.speculator._tracks
+    assert not bench.speculator._left
+
+
+def test_a_request_that_never_ran_may_leave() -> None:
+    bench = Bench()
+    sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=2)
+    bench.speculator.leave(Request(request_id="x", tokens=array("q", [1, 2]), sampling=sampling))
+    bench.speculator.work()
+
+
+def test_it_says_what_it_does_and_why() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    said = bench.speculator.describe()
+    assert {"share_plain", "share_free", "mean_drafted", "reason"} <= said.keys()
