@@ -62,7 +62,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         PrefixCache(num_pages, config.page_size), _limits(config, target), speculator
     )
     by_rejection = config.verify == "rejection"
-    proposer = LmProposer(*pair, independent=by_rejection) if pair is not None else None
+    tau = 1.0 if model is None else None  # measured for the built-in pair; else tuned
+    proposer = LmProposer(*pair, independent=by_rejection, tau=tau) if pair is not None else None
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     measures = not spec.is_empty and config.speculation == "auto"
     return Built(

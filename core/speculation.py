@@ -17,6 +17,7 @@ from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
+MAX_FAILURES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +136,14 @@ NO_SPECULATION = FixedDepth(0)
 
 
 class Careful:
-    """A speculator that may fail: then the step goes on without drafts, and the log says why."""
+    """A speculator that may fail: then the step goes on without drafts, and the log says why.
+
+    One that fails `MAX_FAILURES` times is not asked again.
+    """
 
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
+        self.num_failures = 0
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -147,7 +152,7 @@ class Careful:
         try:
             return self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
         except Exception:
-            logger.exception("the speculator failed; this step goes on without drafts")
+            self._failed()
             return [NOTHING] * len(requests)
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
@@ -182,4 +187,12 @@ class Careful:
         try:
             tell(*args, **kwargs)
         except Exception:
-            logger.exception("the speculator failed in its upkeep")
+            self._failed()
+
+    def _failed(self) -> None:
+        """To be called while the failure is handled."""
+        self.num_failures += 1
+        logger.exception("the speculator failed; this step goes on without drafts")
+        if self.num_failures >= MAX_FAILURES:
+            logger.error("the speculator failed %d times: drafting is off", MAX_FAILURES)
+            self.inner = NO_SPECULATION

@@ -128,7 +128,7 @@ class Search:
     def _passes(self, counts: IntArray) -> FloatArray:
         """Seconds of steps with so many draft rows, none or more, draft model left out."""
         candidates = self._candidates
-        passes = self._costs.forward(counts + candidates.num_rows)
+        passes: FloatArray = self._costs.forward(counts + candidates.num_rows)
         sizes = SIZE_OF[np.minimum(counts, len(SIZE_OF) - 1)]
         passes = np.maximum(LEAST * passes, passes + candidates.levels[sizes])
         passes += self._overhead + (counts > 0) * candidates.decide_s

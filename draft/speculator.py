@@ -22,6 +22,7 @@ from ..core.speculation import NOTHING, DraftPlan
 from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .calibration import Calibration
 from .controller import Candidates, Controller
+from .meter import Meter
 from .source import INDEX_CHUNK, Guess, Source
 from .trie import Path, Survival, common_len, merge
 
@@ -30,11 +31,7 @@ LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those befor
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-REST_SHARE = 0.005  # of the time that deciding may take where it decides against drafts
-MAX_REST = 32  # steps for which such a verdict holds
-NEWS_REST = 4  # the same when a request joins others
-MEAN_RATE = 0.1
-OBSERVE_EVERY = 8  # steps without drafts, of which one is learnt from
+NEWS_REST = 4  # steps that a verdict against drafts still holds when a request joins others
 NO_SURVIVAL: Survival = np.zeros(0)
 
 
@@ -46,19 +43,6 @@ class _Track:
     guesses: Sequence[Guess] = ()  # for the step under way
     lm_len: int = 0  # tokens whose KV the draft model has, about
     paths: list[Path] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What is known of the step under way."""
-
-    is_allocated: bool = False  # by the controller
-    is_resting: bool = False  # not allocated, though it might have been
-    decide_s: float = 0.0  # what it took
-    lm_rows: int = 0
-    lm_passes: int = 0
-    lm_drafted: int = 0
-    lm_hits: int = 0
 
 
 class DraftSpeculator:
@@ -85,12 +69,8 @@ class DraftSpeculator:
         self._sources = tuple(sources)
         self._has_lm = has_lm
         self._adapts = adapts
-        self._step = _Step()
-        self._clock = clock
-        self._rest = 0  # steps for which plain decoding need not be questioned
+        self.meter = Meter(controller, clock)
         self._uses_lm = has_lm and depth != "auto"
-        self._num_unseen = 0  # steps since one without drafts was learnt from
-        self._decide_s = self._step_s = 0.0  # running means
         self._tracks: dict[str, _Track] = {}
         self._has_news = False  # a prompt that may not be indexed yet
         self._left: list[Request] = []  # ended; their tokens are still to be kept
@@ -113,21 +93,15 @@ class DraftSpeculator:
                 most = min(limits[index], depth, share)
                 plans[index] = self._fixed(self._track(requests[index]), most)
                 budget -= plans[index].num_rows
-        if not auto or self._rests():
+        if not auto or self.meter.rests():
             return plans
-        began = self._clock()
+        began = self.meter.clock()
         tracks = [self._track(requests[index]) for index in auto]
         chosen = self._plan_auto(tracks, [limits[index] for index in auto], budget, num_prefill)
         for index, plan in zip(auto, chosen, strict=True):
             plans[index] = plan
-        self._step.decide_s = self._clock() - began
+        self.meter.decided(self.meter.clock() - began)
         return plans
-
-    def _rests(self) -> bool:
-        """Whether a verdict for plain decoding still holds."""
-        self._step.is_resting = self._rest > 0
-        self._rest = max(0, self._rest - 1)
-        return self._step.is_resting
 
     def _depth(self, request: Request) -> Literal["auto"] | int:
         is_fixed = isinstance(request.depth, int)
@@ -168,10 +142,9 @@ class DraftSpeculator:
             track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
         candidates = self._candidates(tracks, limits, budget, num_prefill)
         allocation = self.controller.allocate(candidates)
-        self._step.is_allocated = True
         if not allocation.is_draft:
             self._uses_lm = False
-            self._rest = self._rest_len()
+            self.meter.rest()
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         self._uses_lm = any(lm_depth)
@@ -179,12 +152,6 @@ class DraftSpeculator:
             self._choose(track, free, lm)
             for track, free, lm in zip(tracks, num_free, lm_depth, strict=True)
         ]
-
-    def _rest_len(self) -> int:
-        """Steps without a decision that keep deciding within its share of the time."""
-        if self._step_s <= 0.0:
-            return 0
-        return min(MAX_REST, round(self._decide_s / (REST_SHARE * self._step_s)))
 
     def _candidates(
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
@@ -206,7 +173,7 @@ class DraftSpeculator:
             context_s=costs.look_back(*context),
             levels=costs.levels(len(lens), with_prompts=num_prefill > 0),
             draft_context_s=costs.draft_look_back(*context),
-            decide_s=self._decide_s,
+            decide_s=self.meter.decide_s,
         )
 
     def _lm_survival(self, track: _Track, limit: int, *, is_busy: bool) -> Survival:
@@ -252,67 +219,16 @@ class DraftSpeculator:
         track.guesses = ()
 
     def _observe_lm(self, track: _Track, row: PlanRow, output: RowOutput, num_served: int) -> None:
-        step, hits = self._step, min(output.num_accepted, num_served)
-        step.lm_rows += row.stop - track.lm_len + output.draft_len
-        step.lm_passes = max(step.lm_passes, 1, output.draft_len)
-        step.lm_drafted += output.draft_len
-        step.lm_hits += hits
+        hits = min(output.num_accepted, num_served)
+        self.meter.drafted(row.stop - track.lm_len, output.draft_len, hits)
         track.lm_len = row.stop - output.backlog + num_served - 1
         if output.draft_len:
             request, missed = track.request, hits < min(output.draft_len, num_served)
             self.calibration.score(LM, _lm_kind(request), request.request_id, hits, missed)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """What the step cost. Of steps that nothing was decided for, one in some is enough."""
-        step, self._step = self._step, _Step()
-        self._step_s += MEAN_RATE * (seconds - self._step_s)
-        num_drafts = output.num_rows - plan.num_tokens
-        if step.is_resting:
-            self.controller.rested(1)
-        if not step.is_allocated and not num_drafts:
-            self._num_unseen += 1
-            if self._num_unseen < OBSERVE_EVERY:
-                return
-            self._num_unseen = 0
-        began = self._clock()
-        self._observe_costs(step, plan, output, seconds)
-        if step.is_allocated:
-            num_tokens = sum(
-                len(out.token_ids)
-                for row, out in zip(plan.rows, output.rows, strict=True)
-                if row.stop - row.start == 1
-            )
-            self.controller.observe(
-                num_tokens,
-                seconds,
-                num_lm_drafted=step.lm_drafted,
-                num_lm_hits=step.lm_hits,
-            )
-            step.decide_s += self._clock() - began
-            self._decide_s += MEAN_RATE * (step.decide_s - self._decide_s)
-
-    def _observe_costs(
-        self, step: _Step, plan: StepPlan, output: StepOutput, seconds: float
-    ) -> None:
-        times, costs = output.times, self.controller.costs
-        stops = [row.stop for row in plan.rows]
-        context = (len(stops), max(stops), sum(stops))
-        costs.observe(
-            num_rows=output.num_rows,
-            forward_s=times.get("forward", 0.0),
-            verify_s=times.get("verify", 0.0),
-            num_tokens=sum(len(row.token_ids) for row in output.rows),
-            draft_s=times.get("draft", 0.0),
-            draft_passes=step.lm_passes,
-            draft_rows=step.lm_rows,
-            num_drafted=step.lm_drafted,
-            host_s=seconds - sum(times.values()) - step.decide_s,
-            context_s=costs.look_back(*context),
-            draft_context_s=costs.draft_look_back(*context),
-            num_requests=len(stops),
-            num_drafts=output.num_rows - plan.num_tokens,
-            with_prompts=any(row.stop - row.start > 1 for row in plan.rows),
-        )
+        """What the step cost."""
+        self.meter.end(plan, output, seconds)
 
     # -- who is there ---------------------------------------------------------------------------
 
@@ -328,7 +244,7 @@ class DraftSpeculator:
             return
         self._track(request).lm_len = request.num_computed if self._uses_lm else 0
         self._has_news = True
-        self._rest = 0 if len(self._tracks) == 1 else min(self._rest, NEWS_REST)
+        self.meter.shorten_rest(0 if len(self._tracks) == 1 else NEWS_REST)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
@@ -339,7 +255,7 @@ class DraftSpeculator:
     def work(self) -> None:
         """Take in what was said: of requests that ended, then of those that run."""
         self._keep()
-        if self._rest > 0 and not self._has_news:
+        if self.meter.is_resting and not self._has_news:
             return  # nobody will look anything up in this step or the next
         room = INDEX_CHUNK
         for track in self._tracks.values():

@@ -11,7 +11,7 @@ import pytest
 from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
 from foretoken.core.drafting import fit_pages
 from foretoken.core.request import Request
-from foretoken.core.speculation import NOTHING, DraftPlan, FixedDepth
+from foretoken.core.speculation import MAX_FAILURES, NOTHING, DraftPlan, FixedDepth
 from foretoken.core.step import Draft, PlanRow, StepOutput, StepPlan
 from foretoken.radix_cache import KVLease, PrefixCache
 
@@ -130,6 +130,18 @@ def test_a_speculator_that_fails_costs_its_drafts_alone(caplog: pytest.LogCaptur
     assert driver.ended == {"a": "length"}
     assert request.usage.proposed_tokens == 0
     assert "the speculator failed" in caplog.text
+
+
+def test_a_speculator_that_always_fails_is_not_asked_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = make_scheduler(speculator=Failing(3))
+    driver = Driver(scheduler, FakeRunner(4))
+    driver.add(make_request("a", [1, 2, 3], max_tokens=60))
+    driver.run()
+    assert driver.ended == {"a": "length"}
+    assert "drafting is off" in caplog.text
+    assert len(caplog.records) <= MAX_FAILURES + 1
 
 
 class Greedy(FixedDepth):

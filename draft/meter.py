@@ -1,0 +1,130 @@
+"""Meter: what deciding and drafting cost, step by step, and when deciding may rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.step import StepOutput, StepPlan
+from .controller import Controller
+
+REST_SHARE = 0.005  # of the time that deciding may take where it decides against drafts
+MAX_REST = 32  # steps for which such a verdict holds
+MEAN_RATE = 0.1  # of a new value in a running mean
+OBSERVE_EVERY = 8  # steps without drafts, of which one is learnt from
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of the step under way."""
+
+    is_allocated: bool = False  # by the controller
+    is_resting: bool = False  # not allocated, though it might have been
+    decide_s: float = 0.0  # what that took
+    lm_rows: int = 0
+    lm_passes: int = 0
+    lm_drafted: int = 0
+    lm_hits: int = 0
+
+
+class Meter:
+    """Tells the controller and its cost tables what came of each step."""
+
+    def __init__(self, controller: Controller, clock: Callable[[], float]) -> None:
+        self.controller = controller
+        self.clock = clock
+        self.decide_s = 0.0  # host seconds of a step that is decided on; running mean
+        self._step_s = 0.0  # seconds of a step; running mean
+        self._step = _Step()
+        self._rest = 0  # steps for which plain decoding need not be questioned
+        self._num_unseen = 0  # steps since one without drafts was learnt from
+
+    # -- before a step --------------------------------------------------------------------------
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether a verdict for plain decoding still holds."""
+        return self._rest > 0
+
+    def rests(self) -> bool:
+        """The same, for the step that is being planned."""
+        self._step.is_resting = self.is_resting
+        self._rest = max(0, self._rest - 1)
+        return self._step.is_resting
+
+    def rest(self) -> None:
+        """Plain decoding was found best: look again when deciding has become cheap."""
+        if self._step_s > 0.0:
+            self._rest = min(MAX_REST, round(self.decide_s / (REST_SHARE * self._step_s)))
+
+    def shorten_rest(self, num_steps: int) -> None:
+        """Something is new: look again after ``num_steps`` at most."""
+        self._rest = min(self._rest, num_steps)
+
+    def decided(self, seconds: float) -> None:
+        """The controller allocated this step; that took so long."""
+        self._step.is_allocated = True
+        self._step.decide_s = seconds
+
+    # -- after it -------------------------------------------------------------------------------
+
+    def drafted(self, backlog: int, num_drafted: int, num_hits: int) -> None:
+        """The draft model caught up with ``backlog`` tokens of a request and guessed some."""
+        step = self._step
+        step.lm_rows += backlog + num_drafted
+        step.lm_passes = max(step.lm_passes, 1, num_drafted)
+        step.lm_drafted += num_drafted
+        step.lm_hits += num_hits
+
+    def end(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """The step is over. Of steps that nothing was decided for, one in some is learnt from."""
+        step, self._step = self._step, _Step()
+        self._step_s += MEAN_RATE * (seconds - self._step_s)
+        if step.is_resting:
+            self.controller.rested(1)
+        if not step.is_allocated and output.num_rows == plan.num_tokens:
+            self._num_unseen += 1
+            if self._num_unseen < OBSERVE_EVERY:
+                return
+            self._num_unseen = 0
+        began = self.clock()
+        self._observe_costs(step, plan, output, seconds)
+        if step.is_allocated:
+            self._observe_outcome(step, plan, output, seconds)
+            step.decide_s += self.clock() - began
+            self.decide_s += MEAN_RATE * (step.decide_s - self.decide_s)
+
+    def _observe_outcome(
+        self, step: _Step, plan: StepPlan, output: StepOutput, seconds: float
+    ) -> None:
+        num_tokens = sum(
+            len(out.token_ids)
+            for row, out in zip(plan.rows, output.rows, strict=True)
+            if row.stop - row.start == 1
+        )
+        self.controller.observe(
+            num_tokens, seconds, num_lm_drafted=step.lm_drafted, num_lm_hits=step.lm_hits
+        )
+
+    def _observe_costs(
+        self, step: _Step, plan: StepPlan, output: StepOutput, seconds: float
+    ) -> None:
+        times, costs = output.times, self.controller.costs
+        stops = [row.stop for row in plan.rows]
+        context = (len(stops), max(stops), sum(stops))
+        costs.observe(
+            num_rows=output.num_rows,
+            forward_s=times.get("forward", 0.0),
+            verify_s=times.get("verify", 0.0),
+            num_tokens=sum(len(row.token_ids) for row in output.rows),
+            draft_s=times.get("draft", 0.0),
+            draft_passes=step.lm_passes,
+            draft_rows=step.lm_rows,
+            num_drafted=step.lm_drafted,
+            host_s=seconds - sum(times.values()) - step.decide_s,
+            context_s=costs.look_back(*context),
+            draft_context_s=costs.draft_look_back(*context),
+            num_requests=len(stops),
+            num_drafts=output.num_rows - plan.num_tokens,
+            with_prompts=any(row.stop - row.start > 1 for row in plan.rows),
+        )
