@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
+from ..core.memory import keep_freed_memory
 from ..core.params import SamplingParams
 from ..core.request import Delta, FinishReason, Request
 from ..core.stream import TokenStream
@@ -69,6 +70,7 @@ class Host:
             if self._tokenizer is not None:
                 return
             if self._built is None:
+                keep_freed_memory()  # from here: in a thread it would come too late for others
                 self._built = await asyncio.to_thread(_build, self._model, self.config)
             tokenizer = await asyncio.to_thread(
                 Tokenizer.load, self._built.folder, max_model_len=self._built.max_model_len

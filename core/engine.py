@@ -105,8 +105,11 @@ class Engine:
         Returns how many pages that freed.
         """
         namespaces = () if everything else (namespace,)
-        self.scheduler.speculator.flush(*namespaces)
-        return self.scheduler.cache.flush(*namespaces)
+        try:
+            self.scheduler.speculator.flush(*namespaces)
+        finally:
+            num_pages = self.scheduler.cache.flush(*namespaces)
+        return num_pages
 
     def cache_info(self) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache, in pages and tokens."""
@@ -179,6 +182,7 @@ class Engine:
     async def _run(self) -> None:
         """Every way out of here ends every stream: nobody waits for an engine that is gone."""
         last: EngineDead | None = EngineDead("the engine was closed")
+        self._round_began = self._clock()
         try:
             while True:
                 await self._turn()

@@ -41,7 +41,7 @@ class Usage:
     completion_tokens: int = 0
     proposed_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were served
-    verify_steps: int = 0  # steps that yielded tokens: completion = accepted + one a step
+    verify_steps: int = 0  # steps that yielded tokens: the accepted run, mostly one more
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     proposed_by_source: dict[str, int] = field(default_factory=dict)
     steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram

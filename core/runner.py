@@ -20,6 +20,7 @@ from .step import Branch, Draft, PlanRow, RowOutput, StepOutput, StepPlan, Token
 from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs, verify
 
 logger = logging.getLogger(__name__)
+MAX_FAILURES = 20
 
 
 class ModelRunner:
@@ -39,6 +40,7 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self.proposer = proposer
+        self._num_failures = 0  # of the proposer, in a row
         self.rejection = rejection  # verify by rejection sampling, for comparison only
 
     @torch.inference_mode()
@@ -84,13 +86,19 @@ class ModelRunner:
             if not wanted:
                 return {}
             proposed = self.proposer.propose([plan.rows[index] for index in wanted])
-            return {
+            drafts = {
                 index: self._sound(draft, plan.rows[index].max_draft)
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception:
             logger.exception("the proposer failed; this step goes on without drafts")
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
+                self.proposer = None
             return {}
+        self._num_failures = 0
+        return drafts
 
     def _sound(self, draft: Draft, max_draft: int) -> Draft:
         """The draft up to its first token that the model does not have."""

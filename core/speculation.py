@@ -17,7 +17,8 @@ from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
-MAX_FAILURES = 20
+MAX_FAILURES = 20  # in close succession
+FORGIVEN = 0.05  # of a failure, by each plan that succeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,28 +133,50 @@ class FixedDepth:
         return {"depth": self.depth}
 
 
-NO_SPECULATION = FixedDepth(0)
+class NoSpeculation(FixedDepth):
+    """Drafts nothing, whatever a request asks for: there is nobody to ask."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],  # noqa: ARG002
+        *,
+        budget: int,  # noqa: ARG002
+        num_prefill: int,  # noqa: ARG002
+    ) -> Sequence[DraftPlan]:
+        """Nothing for everybody."""
+        return [NOTHING] * len(requests)
+
+
+NO_SPECULATION = NoSpeculation()
 
 
 class Careful:
     """A speculator that may fail: then the step goes on without drafts, and the log says why.
 
-    One that fails `MAX_FAILURES` times is not asked again.
+    One that fails more than now and then is not asked again. A plan that exceeds what was offered
+    is a failure, too.
     """
 
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
-        self.num_failures = 0
+        self._failures = 0.0  # faded
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
         """What the speculator plans, or nothing for everybody."""
         try:
-            return self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
+            plans = self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
+            _check(plans, limits, budget)
         except Exception:
             self._failed()
             return [NOTHING] * len(requests)
+        self._failures = max(0.0, self._failures - FORGIVEN)
+        return plans
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Passed on."""
@@ -191,8 +214,22 @@ class Careful:
 
     def _failed(self) -> None:
         """To be called while the failure is handled."""
-        self.num_failures += 1
+        self._failures += 1
         logger.exception("the speculator failed; this step goes on without drafts")
-        if self.num_failures >= MAX_FAILURES:
-            logger.error("the speculator failed %d times: drafting is off", MAX_FAILURES)
+        if self._failures >= MAX_FAILURES:
+            logger.error("the speculator fails again and again: drafting is off")
             self.inner = NO_SPECULATION
+
+
+def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> None:
+    """Raises ValueError for a plan that the scheduler must not follow."""
+    if len(plans) != len(limits):
+        raise ValueError(f"{len(plans)} plans for {len(limits)} requests")
+    num_rows = 0
+    for plan, limit in zip(plans, limits, strict=True):
+        if plan is NOTHING:
+            continue
+        num_rows += plan.num_rows
+        longest = max([plan.depth, *(len(branch.token_ids) for branch in plan.branches)])
+        if longest > limit or num_rows > budget:
+            raise ValueError(f"a draft of {longest} tokens, {num_rows} rows: more than offered")

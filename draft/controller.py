@@ -105,8 +105,8 @@ class Controller:
             )
         return self._accept(candidates, search.plain, chosen, kind, f"draft: {kind}")
 
-    def is_worth(self, gain_tokens: float, num_rows: int) -> bool:
-        """Whether more rows in the step just allocated pay, an alternative branch's for example.
+    def takes(self, gain_tokens: float, num_rows: int) -> bool:
+        """Adds more rows to the step just allocated if they pay, an alternative branch's say.
 
         ``gain_tokens``: what they are expected to add to its tokens.
         """
@@ -115,7 +115,10 @@ class Controller:
         rows = np.array([self._pass_rows, self._pass_rows + num_rows])
         before, after = self.costs.forward(rows).tolist()
         cost: float = after - before + gain_tokens * self.costs.per_token
-        return gain_tokens * self._token_s > cost * (1.0 + self.guard.margin)
+        if gain_tokens * self._token_s <= cost * (1.0 + self.guard.margin):
+            return False
+        self._pass_rows += num_rows
+        return True
 
     def _choose(self, plain: Option, free: Option, lm: Option | None) -> tuple[Option, str]:
         """The best by the demanded margins, and its kind."""

@@ -63,6 +63,9 @@ class OracleSource:
         for key in list(self._answers):
             if not namespaces or key[0] in namespaces:
                 self._forget(key)
+        for request in self._live:
+            if not namespaces or request.namespace in namespaces:
+                self._live[request] = array("q")
 
     def _forget(self, key: Key) -> None:
         self._num_kept -= len(self._answers.pop(key, ()))

@@ -10,6 +10,7 @@ from .source import Guess
 from .trie import common_len
 
 IN_SYNC, RESYNCED = 0, 1  # kinds
+MAX_ASKEW = 64  # places where the bytes of some tokens are found between tokens
 ORDERS = (8, 4, 3, 2)  # last tokens to find the place again by, the surest first
 STEADY = 16  # tokens that came true since the place was found again: trusted as before
 
@@ -92,9 +93,14 @@ class PredictionSource:
 
 
 def _find(data: bytes, tokens: array[int], start: int) -> int | None:
-    """Index of the first place of ``tokens`` from ``start`` on, in items of ``data``."""
+    """Index of the first place of ``tokens`` from ``start`` on, in items of ``data``.
+
+    A text made so that bytes agree where tokens do not is given up after a while.
+    """
     size, needle = tokens.itemsize, tokens.tobytes()
     at = data.find(needle, start * size)
-    while at >= 0 and at % size:
+    for _ in range(MAX_ASKEW):
+        if at < 0 or at % size == 0:
+            return at // size if at >= 0 else None
         at = data.find(needle, at + 1)
-    return at // size if at >= 0 else None
+    return None

@@ -41,9 +41,9 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
     """Seconds of a pass by its rows, one request's, and what other requests and context add."""
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     far = min(FAR, longest - 1)
-    near = min(NEAR, far // 2)
-    rows = {n: _measure(decoder, pool, [(near, n)]) for n in ROWS if near + n <= longest}
-    cases = [(1, far), (MANY, near), (MANY, far)] if 1 in rows and far > near >= 0 else []
+    near = max(0, min(NEAR, far // 2))
+    rows = {n: _measure(decoder, pool, [(near, n)]) for n in ROWS if near + n <= max(1, longest)}
+    cases = [(1, far), (MANY, near), (MANY, far)] if 1 in rows and far > near else []
     if not cases:
         return rows, LookBack()
     work = [[count - 1, back - near, count * back - near] for count, back in cases]

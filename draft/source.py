@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Protocol
 
 from ..core.request import Request
 
+logger = logging.getLogger(__name__)
+MAX_FAILURES = 5
 INDEX_CHUNK = 2048  # tokens that one call of `Source.index` takes in at most
 
 
@@ -53,3 +56,60 @@ class Source(Protocol):
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget what was seen in these namespaces, in all when none is named."""
+
+
+class CarefulSource:
+    """A source that may fail: it costs its guesses, and after a few failures it is let go."""
+
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        self.priors = source.priors
+        self._inner: Source | None = source
+        self._num_failures = 0
+
+    def propose(self, request: Request, most: int) -> Guess | None:
+        """Its guess, or none."""
+        if self._inner is None:
+            return None
+        try:
+            return self._inner.propose(request, most)
+        except Exception:
+            self._failed()
+            return None
+
+    def index(self, request: Request) -> int:
+        """Tokens that it took in; none once it failed."""
+        if self._inner is None:
+            return 0
+        try:
+            return self._inner.index(request)
+        except Exception:
+            self._failed()
+            return 0
+
+    def leave(self, request: Request) -> None:
+        """Passed on."""
+        if self._inner is None:
+            return
+        try:
+            self._inner.leave(request)
+        except Exception:
+            self._failed()
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Passed on. A source that cannot forget is let go, with all that it knows."""
+        if self._inner is None:
+            return
+        try:
+            self._inner.flush(*namespaces)
+        except Exception:
+            self._num_failures = MAX_FAILURES
+            self._failed()
+
+    def _failed(self) -> None:
+        """To be called while the failure is handled."""
+        self._num_failures += 1
+        logger.exception("draft source %s failed", self.name)
+        if self._num_failures >= MAX_FAILURES:
+            logger.error("draft source %s is let go", self.name)
+            self._inner = None

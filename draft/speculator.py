@@ -23,7 +23,7 @@ from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .calibration import Calibration
 from .controller import Candidates, Controller
 from .meter import Meter
-from .source import INDEX_CHUNK, Guess, Source
+from .source import INDEX_CHUNK, CarefulSource, Guess, Source
 from .trie import Path, Survival, common_len, merge
 
 LM = "lm"
@@ -66,7 +66,7 @@ class DraftSpeculator:
         self.depth = depth
         self.controller = controller
         self.calibration = calibration
-        self._sources = tuple(sources)
+        self._sources = [CarefulSource(source) for source in sources]
         self._has_lm = has_lm
         self._adapts = adapts
         self.meter = Meter(controller, clock)
@@ -148,10 +148,12 @@ class DraftSpeculator:
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         self._uses_lm = any(lm_depth)
-        return [
-            self._choose(track, free, lm)
-            for track, free, lm in zip(tracks, num_free, lm_depth, strict=True)
-        ]
+        room = budget - sum(num_free) - sum(lm_depth)
+        plans = []
+        for track, free, lm in zip(tracks, num_free, lm_depth, strict=True):
+            plans.append(plan := self._choose(track, free, lm, room))
+            room -= plan.num_rows - plan.depth
+        return plans
 
     def _candidates(
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
@@ -184,7 +186,8 @@ class DraftSpeculator:
             return NO_SURVIVAL
         return self.calibration.survival(LM, _lm_kind(request), request.request_id, length)
 
-    def _choose(self, track: _Track, num_free: int, lm_depth: int) -> DraftPlan:
+    def _choose(self, track: _Track, num_free: int, lm_depth: int, room: int) -> DraftPlan:
+        """The drafts of one request; ``room``: rows that its branches may add."""
         if lm_depth:
             return DraftPlan(max_draft=lm_depth)
         if not num_free or not track.paths:
@@ -192,10 +195,12 @@ class DraftSpeculator:
         trunk, *others = track.paths
         branches = []
         for path in others[:MAX_BRANCHES]:
-            length = max(num_free, path.fork + 1)
+            length = min(max(num_free, path.fork + 1), len(path.token_ids))
             gain = float(path.survival[:length].sum())
-            if path.fork < num_free and self.controller.is_worth(gain, length + 1):
+            fits = path.fork < num_free and length < room
+            if fits and self.controller.takes(gain, length + 1):
                 branches.append(path.draft(length))
+                room -= length + 1
         return DraftPlan(trunk.draft(num_free), branches=branches)
 
     # -- what came of it ------------------------------------------------------------------------
@@ -222,8 +227,10 @@ class DraftSpeculator:
         hits = min(output.num_accepted, num_served)
         self.meter.drafted(row.stop - track.lm_len, output.draft_len, hits)
         track.lm_len = row.stop - output.backlog + num_served - 1
-        if output.draft_len:
-            request, missed = track.request, hits < min(output.draft_len, num_served)
+        is_silent = not output.draft_len and not output.backlog  # nothing to catch up, nothing said
+        if output.draft_len or is_silent:
+            missed = is_silent or hits < min(output.draft_len, num_served)
+            request = track.request
             self.calibration.score(LM, _lm_kind(request), request.request_id, hits, missed)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:

@@ -239,10 +239,10 @@ def test_luck_and_stalls_do_not_alarm_the_guard() -> None:
 
 def test_more_rows_are_worth_what_they_bring_at_the_going_rate() -> None:
     controller = Controller(CostModel(CHEAP))
-    assert not controller.is_worth(1.0, 1)  # nothing was allocated yet
+    assert not controller.takes(1.0, 1)  # nothing was allocated yet
     controller.allocate(candidates([[0.9, 0.8]], np.zeros((1, 0))))
-    assert controller.is_worth(0.5, 3)
-    assert not controller.is_worth(0.01, 8)
+    assert controller.takes(0.5, 3)
+    assert not controller.takes(0.01, 8)
 
 
 def test_the_summary_tells_shares_and_starts_anew() -> None:
