@@ -96,7 +96,10 @@ class Search:
         alone, start, at_near, at_far = costs.forward(rows).tolist()
         self._overhead = costs.per_step + costs.per_token * num_requests + candidates.context_s
         self._shared = start - alone
-        plain_s = max(LEAST * start, start + float(candidates.levels[0])) + self._overhead
+        pass_s = max(LEAST * start, start + float(candidates.levels[0]))
+        if candidates.num_prefill:  # what such steps take beyond their rows is the prompts' fault
+            self._shared = max(0.0, pass_s - alone)
+        plain_s = pass_s + self._overhead
         self.plain = Option(float(num_requests), plain_s, self._shared)
         # Tokens that plain decoding yields in the time of one more row.
         self._price = min((at_near - start) / near, (at_far - start) / far) * self.plain.rate

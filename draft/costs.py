@@ -22,6 +22,7 @@ READY_AFTER = 8  # passes; before that an unmeasured model drafts nothing
 
 NUM_SIZES = 12  # classes of draft rows
 LEVEL_RATE, LEVEL_STEADY, LEVEL_CLIP = 0.08, 4, 0.3
+CAUTION = 0.1  # of a pass, that drafts of a size not tried yet may cost beyond their rows
 LEVEL_FORGOTTEN = 1000  # steps with about as many requests
 NO_LEVELS = np.zeros(NUM_SIZES)
 SIZE_OF = np.array([min(n.bit_length(), NUM_SIZES - 1) for n in range(1 << NUM_SIZES)])
@@ -59,7 +60,8 @@ class _Levels:
 
     Steps with and without drafts differ by more than their rows (another shape of the batch,
     say), and that difference decides: so both are measured. [NUM_SIZES] values: no draft rows, 1,
-    2 to 3, 4 to 7, ... What was not seen lately is taken from the next smaller size.
+    2 to 3, 4 to 7, ... What was not seen lately is taken from the next smaller size, and where
+    no draft was seen at all, as dearer than it may be: trying out costs.
     """
 
     def __init__(self) -> None:
@@ -67,6 +69,7 @@ class _Levels:
         self._num_seen = np.zeros(NUM_SIZES, dtype=np.int64)
         self._last_seen = np.zeros(NUM_SIZES, dtype=np.int64)
         self._now = 0
+        self._whole = 0.0  # seconds of such a pass; running mean
         self._filled = np.zeros(NUM_SIZES)
 
     def seconds(self) -> FloatArray:
@@ -81,6 +84,7 @@ class _Levels:
             self._num_seen[size] = 0
         seen = self._num_seen[size] = self._num_seen[size] + 1
         self._last_seen[size] = self._now
+        self._whole += max(LEVEL_RATE, 1.0 / self._now) * (whole - self._whole)
         limit = whole if seen < LEVEL_STEADY else LEVEL_CLIP * whole
         error = min(limit, max(-limit, error - self._seconds[size] if seen > 1 else error))
         before = self._seconds[size] if seen > 1 else 0.0
@@ -93,6 +97,7 @@ class _Levels:
             self._seconds[0] = self._seconds[int(is_known.argmax())]
         source = np.maximum.accumulate(np.where(is_known, np.arange(NUM_SIZES), 0))
         self._filled = self._seconds[source]
+        self._filled[1:][source[1:] == 0] += CAUTION * self._whole
 
 
 class CostModel:

@@ -11,7 +11,14 @@ import pytest
 from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
 from foretoken.core.drafting import fit_pages
 from foretoken.core.request import Request
-from foretoken.core.speculation import MAX_FAILURES, NOTHING, DraftPlan, FixedDepth
+from foretoken.core.speculation import (
+    MAX_FAILURES,
+    NO_SPECULATION,
+    NOTHING,
+    Careful,
+    DraftPlan,
+    FixedDepth,
+)
 from foretoken.core.step import Draft, PlanRow, StepOutput, StepPlan
 from foretoken.radix_cache import KVLease, PrefixCache
 
@@ -165,3 +172,48 @@ def test_half_of_the_budget_is_kept_for_prompts_that_wait() -> None:
     driver.add(make_request("b", [3] * 40, max_tokens=9))
     driver.step()
     assert greedy.offers == [([7], 19, 0), ([6], 9, 19)]
+
+
+class Says(FixedDepth):
+    """Plans what it was given."""
+
+    def __init__(self, *plans: DraftPlan) -> None:
+        super().__init__(0)
+        self.plans = list(plans)
+
+    def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
+        return self.plans
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        [],
+        [DraftPlan(draft(3))] * 2,
+        [DraftPlan(draft(9))],
+        [DraftPlan(max_draft=9)],
+        [DraftPlan(draft(5), branches=(draft(5),))],
+        [DraftPlan(draft(1), branches=(draft(9),))],
+    ],
+)
+def test_a_plan_that_exceeds_what_was_offered_is_not_followed(plans: list[DraftPlan]) -> None:
+    careful = Careful(Says(*plans))
+    request = make_request("a", [1, 2, 3])
+    assert careful.plan([request], [8], budget=10, num_prefill=0) == [NOTHING]
+    fitting = [DraftPlan(draft(4), branches=(draft(4),))]
+    assert Careful(Says(*fitting)).plan([request], [8], budget=10, num_prefill=0) == fitting
+
+
+def test_a_failure_now_and_then_is_forgiven() -> None:
+    said = Says(DraftPlan(draft(2)))
+    careful = Careful(said)
+    request = make_request("a", [1, 2, 3])
+    for turn in range(4000):
+        said.plans = [] if turn % 50 == 0 else [DraftPlan(draft(2))]
+        careful.plan([request], [8], budget=10, num_prefill=0)
+    assert careful.inner is said
+
+
+def test_where_nobody_drafts_a_request_cannot_ask_for_it() -> None:
+    request = make_request("a", [1, 2, 3], depth=8)
+    assert NO_SPECULATION.plan([request], [9], budget=99, num_prefill=0) == [NOTHING]

@@ -11,6 +11,7 @@ from fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from foretoken.core.engine import Engine
 from foretoken.core.errors import EngineDead, InvalidRequest, QueueFull
 from foretoken.core.request import Delta, FinishReason
+from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 
@@ -352,6 +353,73 @@ def test_metrics_count_what_was_served() -> None:
         assert 'num_accepted_tokens_per_pos_total{position="0"}' in text
         assert "foretoken:time_to_first_token_seconds_count 2.0" in text
         assert "foretoken:inter_token_latency_seconds_count 14.0" in text
+        await engine.close()
+
+    run(scenario())
+
+
+class Timing(FixedDepth):
+    """Remembers how long it was told that each step took."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.seconds: list[float] = []
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def test_the_first_step_takes_no_longer_than_the_engine_lives() -> None:
+    async def scenario() -> None:
+        now = 50_000.0  # a machine that has been up for long
+
+        def clock() -> float:
+            nonlocal now
+            now += 0.25
+            return now
+
+        scheduler = make_scheduler(speculator=(timing := Timing()))
+        engine = Engine(scheduler, FakeRunner(scheduler.cache.page_size), clock=clock)
+        await engine.start()
+        await collect(engine.submit(make_request("a", [1, 2], max_tokens=4)))
+        await engine.close()
+        assert len(timing.seconds) == 4
+        assert max(timing.seconds) < 10.0
+
+    run(scenario())
+
+
+def test_a_flush_reaches_the_cache_even_if_the_speculator_fails() -> None:
+    class Stubborn(FixedDepth):
+        def flush(self, *namespaces: str | None) -> None:
+            raise RuntimeError("flush")
+
+    async def scenario() -> None:
+        scheduler = make_scheduler(speculator=Stubborn(0))
+        engine = Engine(scheduler, FakeRunner(scheduler.cache.page_size))
+        await engine.start()
+        await collect(engine.submit(make_request("a", [1] * 9, max_tokens=4)))
+        assert scheduler.cache.num_evictable_pages > 0
+        with pytest.raises(RuntimeError, match="flush"):
+            engine.flush_cache()
+        assert scheduler.cache.num_evictable_pages == 0
+        await engine.close()
+
+    run(scenario())
+
+
+def test_the_engine_is_warm_before_it_serves() -> None:
+    async def scenario() -> None:
+        seen: list[str] = []
+        scheduler = make_scheduler()
+        engine = Engine(
+            scheduler,
+            FakeRunner(scheduler.cache.page_size),
+            warm_up=lambda: seen.append(threading.current_thread().name),
+        )
+        await engine.start()
+        assert len(seen) == 1
+        assert seen[0].startswith("foretoken-model")
         await engine.close()
 
     run(scenario())

@@ -107,3 +107,12 @@ def test_an_accuracy_that_is_no_probability_is_refused(accuracy) -> None:
     with pytest.raises(InvalidRequest) as error:
         oracle(accuracy)
     assert error.value.param == "draft"
+
+
+def test_a_flush_reaches_answers_that_are_being_replayed(make_request) -> None:
+    source = OracleSource(1.0, 100)
+    source.leave(make_request([1, 2], [3, 4, 5], namespace="a"))
+    live = make_request([1, 2], namespace="a")
+    assert source.propose(live, 3) is not None
+    source.flush("a")
+    assert source.propose(live, 3) is None

@@ -112,3 +112,9 @@ def test_each_request_has_its_own_place(predicted) -> None:
     source.leave(one)
     source.flush()
     assert drafted(source, two) == [10, 11, 12]
+
+
+def test_a_text_made_to_be_searched_for_ever_is_given_up(make_request) -> None:
+    # In bytes, 256 holds the pattern of 1 between any two of its tokens.
+    request = make_request([9], [1, 1, 1], prediction=[256] * 4000)
+    assert PredictionSource().propose(request, 4) is None

@@ -16,6 +16,7 @@ from foretoken.draft.controller import Controller
 from foretoken.draft.costs import CostModel, StepProfile
 from foretoken.draft.prediction import PredictionSource
 from foretoken.draft.radix import RadixSource
+from foretoken.draft.source import Guess
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.draft.suffix import SuffixSource
 
@@ -260,3 +261,98 @@ def test_it_says_what_it_does_and_why() -> None:
     bench.tell(TEXT[:6], TEXT[6:])
     said = bench.speculator.describe()
     assert {"share_plain", "share_free", "mean_drafted", "reason"} <= said.keys()
+
+
+class Says:
+    """A source with one opinion."""
+
+    priors = (0.9,)
+
+    def __init__(self, name: str, said: Sequence[int]) -> None:
+        self.name = name
+        self.said = said
+        self.num_calls = 0
+
+    def propose(self, request: Request, most: int) -> Guess | None:
+        self.num_calls += 1
+        return Guess(array("q", self.said[:most]), self.name, 0)
+
+    def index(self, request: Request) -> int:
+        return 0
+
+    def leave(self, request: Request) -> None: ...
+
+    def flush(self, *namespaces: str | None) -> None: ...
+
+
+class Broken(Says):
+    """A source that fails whatever it is asked."""
+
+    def propose(self, request: Request, most: int) -> Guess | None:
+        self.num_calls += 1
+        raise RuntimeError("propose")
+
+    def index(self, request: Request) -> int:
+        raise RuntimeError("index")
+
+    def leave(self, request: Request) -> None:
+        raise RuntimeError("leave")
+
+    def flush(self, *namespaces: str | None) -> None:
+        raise RuntimeError("flush")
+
+
+def over(*sources: Says, profile: StepProfile = CHEAP, **options: object) -> Bench:
+    bench = Bench()
+    bench.speculator = DraftSpeculator(
+        sources,
+        Controller(CostModel(profile)),
+        Calibration(),
+        **options,  # type: ignore[arg-type]
+    )
+    return bench
+
+
+def test_branches_stay_within_the_rows_that_are_offered() -> None:
+    bench = over(Says("a", [1] * 9), Says("b", [2] * 9), Says("c", [3] * 9))
+    requests = [bench.request(TEXT[:4]) for _ in range(3)]
+    seen = set()
+    for budget in (0, 1, 5, 12, 30, 200):
+        plans = bench.speculator.plan(requests, [20] * 3, budget=budget, num_prefill=0)
+        assert sum(plan.num_rows for plan in plans) <= budget
+        seen |= {len(plan.branches) for plan in plans}
+    assert 2 in seen, "no branch was ever opened, so nothing was shown"
+
+
+def test_a_source_that_fails_takes_no_other_with_it() -> None:
+    broken = Broken("broken", [])
+    bench = over(broken, Says("sound", TEXT), depth=5)
+    for _ in range(30):
+        request = bench.request(TEXT[:4])
+        assert bench.step(request, [9]).depth == 5
+        bench.speculator.leave(request)
+        bench.speculator.work()
+    assert broken.num_calls <= 5
+    bench.speculator.flush()
+
+
+def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
+    bench = over(Says("weak", [1, 2, 3]), has_lm=True)
+    request = bench.request(TEXT[:4])
+    asked = 0
+    for _ in range(60):
+        (plan,) = bench.plan(request)
+        asked += plan.max_draft > 0
+        row = PlanRow(
+            request_id=request.request_id,
+            tokens=request.tokens,
+            start=len(request.tokens) - 1,
+            stop=len(request.tokens),
+            page_ids=array("q"),
+            sampling=request.sampling,
+            max_draft=plan.max_draft,
+        )
+        request.tokens.append(1)
+        output = RowOutput(request_id=request.request_id, token_ids=[1])
+        bench.speculator.observe(request, row, output, 1)
+    assert asked < 15
