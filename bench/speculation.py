@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from ..api.build import Built, build
+from ..api.build import BUILTIN, Built, build
 from ..core.config import EngineConfig
 from ..core.params import SamplingParams
 from ..core.request import Request
@@ -283,7 +283,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     report: dict[str, object] = {"command": command(), "machine": machine()}
-    report["read_gb_per_s"] = read_bandwidth() / 1e9
+    bandwidth = read_bandwidth()
+    num_bytes = sum(path.stat().st_size for path in (BUILTIN / "target").glob("*.safetensors"))
+    report["read_gb_per_s"] = bandwidth / 1e9
+    # Weights read once a token: what no plain decoding of one request can exceed.
+    report["roofline_tok_per_s_batch_1"] = bandwidth / num_bytes
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
     if args.part != "engine":
         quality, speed = _measure_sources()
