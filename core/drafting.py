@@ -1,4 +1,4 @@
-"""Pages for drafts: what of a draft plan fits the free pages, and where its branches lie.
+"""Rows with drafts: what of a draft plan fits the free pages, and where its branches lie.
 
 Drafts take free pages only: what is committed is never evicted for a guess. After the step the
 scheduler shrinks the lease back to the committed tokens.
@@ -10,8 +10,9 @@ from array import array
 from collections.abc import Sequence
 
 from ..radix_cache import KVLease, PrefixCache
+from .request import Request
 from .speculation import NOTHING, DraftPlan
-from .step import Branch, Draft
+from .step import Branch, Draft, PlanRow
 
 
 def fit_pages(
@@ -55,6 +56,23 @@ def _own_pages(
         return None
     cache.extend(lease, (len(lease.page_ids) + count) * cache.page_size, evict=False)
     return lease.page_ids[:shared] + lease.page_ids[-count:]
+
+
+def make_row(
+    request: Request, stop: int, plan: DraftPlan = NOTHING, branches: Sequence[Branch] = ()
+) -> PlanRow:
+    """A request's share of a step: its tokens up to ``stop``, and what of ``plan`` fits."""
+    return PlanRow(
+        request_id=request.request_id,
+        tokens=request.tokens,
+        start=request.num_computed,
+        stop=stop,
+        page_ids=request.lease.page_ids if request.lease is not None else array("q"),
+        sampling=request.sampling,
+        draft=plan.draft,
+        max_draft=plan.max_draft,
+        branches=branches,
+    )
 
 
 def share_of(budget: int, *, others_wait: bool) -> int:

@@ -24,11 +24,11 @@ from .admission import (
 )
 from .audit import check_ledger
 from .commit import take_output
-from .drafting import fit_pages, pending_upto, share_of
+from .drafting import fit_pages, make_row, pending_upto, share_of
 from .errors import ForetokenError, InvalidRequest, QueueFull
 from .request import Delta, FinishReason, Request, RequestStatus
 from .speculation import NO_SPECULATION, NOTHING, Careful, DraftPlan, Speculator
-from .step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
+from .step import PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
@@ -167,9 +167,9 @@ class Scheduler:
     def _draft_row(self, request: Request, plan: DraftPlan) -> PlanRow:
         stop = len(request.tokens)
         if request.lease is None or plan is NOTHING:
-            return self._row(request, stop)
+            return make_row(request, stop)
         plan, branches = fit_pages(self.cache, request.lease, stop, plan)
-        return self._row(request, stop, plan, branches)
+        return make_row(request, stop, plan, branches)
 
     def _plan_chunks(self, budget: int, planned: set[str], now: float) -> list[PlanRow]:
         """Prefill chunks, with pages, for what is left of the token budget."""
@@ -221,23 +221,7 @@ class Scheduler:
     def _plan_chunk(self, request: Request, budget: int, planned: set[str]) -> PlanRow | None:
         stop = request.num_computed + min(request.num_pending, budget)
         reserved = self._reserve(request, stop, planned, preempt_self=False)
-        return self._row(request, stop) if reserved else None
-
-    @staticmethod
-    def _row(
-        request: Request, stop: int, plan: DraftPlan = NOTHING, branches: Sequence[Branch] = ()
-    ) -> PlanRow:
-        return PlanRow(
-            request_id=request.request_id,
-            tokens=request.tokens,
-            start=request.num_computed,
-            stop=stop,
-            page_ids=request.lease.page_ids if request.lease is not None else array("q"),
-            sampling=request.sampling,
-            draft=plan.draft,
-            max_draft=plan.max_draft,
-            branches=branches,
-        )
+        return make_row(request, stop) if reserved else None
 
     # -- pages ----------------------------------------------------------------------------------
 

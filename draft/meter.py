@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..core.step import StepOutput, StepPlan
 from .controller import Controller
 
-REST_SHARE = 0.005  # of the time that deciding may take where it decides against drafts
-MAX_REST = 32  # steps for which such a verdict holds
+REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
+MAX_REST = 48  # steps for which such a verdict holds
 MEAN_RATE = 0.1  # of a new value in a running mean
 OBSERVE_EVERY = 8  # steps without drafts, of which one is learnt from
 

@@ -31,6 +31,7 @@ LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those befor
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
+LEAST_ODDS = 0.35  # of a free draft's token in a batch: rows of lower odds cost more than they seem
 NEWS_REST = 4  # steps that a verdict against drafts still holds when a request joins others
 NO_SURVIVAL: Survival = np.zeros(0)
 
@@ -161,7 +162,7 @@ class DraftSpeculator:
         lens = [len(track.request.tokens) for track in tracks]
         context, costs = (len(lens), max(lens), sum(lens)), self.controller.costs
         return Candidates(
-            free=_padded([t.paths[0].survival if t.paths else NO_SURVIVAL for t in tracks]),
+            free=_padded([self._free_survival(track, len(tracks)) for track in tracks]),
             lm=_padded(
                 [
                     self._lm_survival(track, limit, is_busy=num_prefill > 0)
@@ -177,6 +178,14 @@ class DraftSpeculator:
             draft_context_s=costs.draft_look_back(*context),
             decide_s=self.meter.decide_s,
         )
+
+    @staticmethod
+    def _free_survival(track: _Track, num_requests: int) -> Survival:
+        """Of the trunk; what is unlikely is left out where others would wait for it."""
+        if not track.paths:
+            return NO_SURVIVAL
+        survival = track.paths[0].survival
+        return survival if num_requests == 1 else survival[survival >= LEAST_ODDS]
 
     def _lm_survival(self, track: _Track, limit: int, *, is_busy: bool) -> Survival:
         """None while prompts wait and much must be caught up with: the load may be growing."""
