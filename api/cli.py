@@ -127,7 +127,11 @@ def _add_show_drafts(parser: Parser) -> None:
 def _add_engine_flags(parser: Parser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--draft", help="auto, none, or a comma list of radix, suffix, ngram, PATH", metavar="SPEC")
+    add(
+        "--draft",
+        help="auto, none, or a comma list of radix, suffix, ngram, PATH, oracle:P",
+        metavar="SPEC",
+    )
     add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
     add("--verify", choices=("coupled", "rejection"))
     add("--exact", choices=("spec", "batch", "off"))

@@ -220,6 +220,7 @@ class _Cuts:
 
     @classmethod
     def of(cls, rows: Sequence[SampleRow], values: Tensor) -> _Cuts:
+        """The cuts that the rows of ``values`` [num_rows, vocab] ask for."""
         size, params = values.shape[-1], [row.sampling.params for row in rows]
         top_k = [[p.top_k if 0 < p.top_k < size else size] for p in params]
         floor = [[math.log(p.min_p) if p.min_p > 0.0 else _NEVER] for p in params]

@@ -157,6 +157,7 @@ class _Walk:
         return self._start + depth, SampleRow(self._row.tokens, self._row.sampling, tail)
 
     def take(self, choice: Choice) -> None:
+        """The target's token at the next place; the walk ends where the draft differs from it."""
         if self.is_done:
             return
         if choice.error is None:

@@ -12,7 +12,6 @@ from .source import Guess
 from .trie import common_len
 
 SINGLE, FORKED = 0, 1  # kinds: one continuation was ever seen, or several
-BRANCH_SPAN = 4  # draft tokens within which a fork is worth a branch
 FIRST_WAIT = 16  # tokens until a request whose place in the tree is gone searches again
 KEEP_SHARE = 15 / 16  # of the bound, once it is exceeded: every cut has all cursors repaired
 
@@ -50,25 +49,11 @@ class RadixSource:
 
     def propose(self, request: Request, most: int) -> Guess | None:
         """O(new tokens + most), and O(depth) more where the tree was cut since."""
-        draft, forks = self._draft(request, most)
+        draft, forked = self._draft(request, most)
         if not draft:
             return None
-        kind = FORKED if forks or self._cursors[request].forked else SINGLE
+        kind = FORKED if forked or self._cursors[request].forked else SINGLE
         return Guess(draft, self.name, kind)
-
-    def propose_branches(self, request: Request, most: int, width: int) -> list[Guess]:
-        """Up to ``width`` other continuations, from forks among the first few draft tokens.
-
-        Whole paths from the request's position on, the nearest fork first, then the most recent.
-        """
-        draft, forks = self._draft(request, most)
-        guesses: list[Guess] = []
-        for at, node in forks:
-            if at < BRANCH_SPAN:
-                for child in _by_recency(node)[1 : 1 + width - len(guesses)]:
-                    tail, _ = _run_on(child, 0, most - at)
-                    guesses.append(Guess(draft[:at] + tail, self.name, FORKED))
-        return guesses
 
     def index(self, request: Request) -> int:  # noqa: ARG002
         """Nothing: a live request has no continuation yet that others lack."""
@@ -90,11 +75,11 @@ class RadixSource:
 
     # -- the cursor
 
-    def _draft(self, request: Request, most: int) -> tuple[array[int], list[tuple[int, Node]]]:
-        """What follows the request, and the forks on the way; empty where it has left the tree."""
+    def _draft(self, request: Request, most: int) -> tuple[array[int], bool]:
+        """What follows the request, and whether past a fork; empty where it has left the tree."""
         cursor = self._follow(request)
         if cursor.node is None or cursor.length < len(request.tokens):
-            return array("q"), []
+            return array("q"), False
         return _run_on(cursor.node, cursor.offset, most)
 
     def _follow(self, request: Request) -> _Cursor:
@@ -178,29 +163,24 @@ def _passed_fork(cursor: _Cursor, prompt_len: int) -> bool:
     return False
 
 
-def _run_on(node: Node, offset: int, most: int) -> tuple[array[int], list[tuple[int, Node]]]:
+def _run_on(node: Node, offset: int, most: int) -> tuple[array[int], bool]:
     """What follows a place in the tree, most recent child first.
 
-    Returns up to ``most`` tokens, and each fork before the last of them with the tokens before it.
+    Returns up to ``most`` tokens, and whether others once went on otherwise before the last.
     """
     draft = node.key[offset : offset + most]
-    forks = []
+    forked = False
     while len(draft) < most and node.children:
-        if len(node.children) > 1:
-            forks.append((len(draft), node))
+        forked = forked or len(node.children) > 1
         node = _latest(node)
         draft += node.key[: most - len(draft)]
-    return draft, forks
+    return draft, forked
 
 
 def _latest(node: Node) -> Node:
     if len(node.children) == 1:
         return next(iter(node.children.values()))
     return max(node.children.values(), key=_last_used)
-
-
-def _by_recency(node: Node) -> list[Node]:
-    return sorted(node.children.values(), key=_last_used, reverse=True)
 
 
 def _last_used(node: Node) -> int:

@@ -122,25 +122,6 @@ def test_a_prompt_that_joins_the_tree_late_passes_no_fork_of_the_answer(make_req
     assert (list(guess.token_ids), guess.kind) == ([4], SINGLE)
 
 
-def test_branches_are_the_other_ways_on_from_the_first_forks(after, make_request) -> None:
-    radix = after([4, 5, 6], [4, 7], [4, 8, 9], [10, 11])
-    request = make_request(PROMPT)
-    assert drafted(radix, request) == [10, 11]
-    assert [list(g.token_ids) for g in radix.propose_branches(request, 4, 3)] == [[4, 8, 9]]
-    request.tokens.append(4)
-    assert drafted(radix, request) == [8, 9]
-    branches = radix.propose_branches(request, 4, 3)
-    assert [list(guess.token_ids) for guess in branches] == [[7], [5, 6]]
-    assert [list(g.token_ids) for g in radix.propose_branches(request, 1, 1)] == [[7]]
-    request.tokens.append(5)
-    assert radix.propose_branches(request, 4, 3) == []
-
-
-def test_a_branch_keeps_what_it_shares_with_the_draft(after, make_request) -> None:
-    radix, request = after([4, 5, 6], [4, 8, 9]), make_request(PROMPT)
-    assert [list(g.token_ids) for g in radix.propose_branches(request, 4, 2)] == [[4, 5, 6]]
-
-
 def test_namespaces_are_apart(make_request) -> None:
     radix = RadixSource()
     radix.leave(make_request(PROMPT, [4, 5], namespace="a"))
