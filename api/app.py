@@ -22,12 +22,12 @@ from .chat import ChatRoute
 from .completions import CompletionsRoute
 from .errors import ApiError, ClientGone, JsonResponse, handle, unknown_model
 from .host import Host
+from .plain import plain_messages
 from .schema import (
     DetokenizeRequest,
     FlushRequest,
     TokenizeRequest,
     decoder,
-    plain_messages,
 )
 from .service import Service, Settings, read_body
 from .shapes import Body

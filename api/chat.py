@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,19 +11,14 @@ from starlette.responses import Response
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from ..core.step import TokenLogprob
-from .answer import Answer
 from .errors import JsonResponse
-from .results import Choice, Completion, TextDelta
-from .schema import (
-    ChatRequest,
-    decoder,
-    plain_messages,
-    refuse_unsupported_chat,
-    sampling_params,
-)
+from .forms import read_choice, read_tools
+from .plain import plain_messages
+from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
 from .service import Service
 from .shapes import Body, Head, chat_logprobs, reason_body
 from .sse import EventStream, unless_gone
+from .turn import Ask, Call, Turn, TurnChoice, TurnDelta
 from .writer import Writer
 
 decode = decoder(ChatRequest)
@@ -41,27 +35,38 @@ class ChatRoute:
         """Answer one conversation, whole or as a stream."""
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
-        refuse_unsupported_chat(body)
-        params = chat_params(body)
-        self.service.check_room(1, params.n)
         head = Head(prefix="chatcmpl", model=self.service.model)
-        llm = self.service.llm
         try:
-            prompt_ids = await llm.render(plain_messages(body.messages), template_options(body))
-            answer = await llm.open(prompt_ids, params, request_id=head.id)
+            ask = read_ask(body)
+            self.service.check_room(1, ask.params.n)
+            turn = await self.service.turns.open(ask, request_id=head.id)
         except InvalidRequest as error:
-            if error.param == "prompt":  # which this body calls otherwise
-                error.param = "messages"
+            if error.param == "json_schema" and body.response_format is not None:
+                error.param = "response_format"  # as this body calls it
             raise
         writer = ChatWriter(self.service, head, body)
         if body.stream:
             return EventStream(
-                writer.events(answer),
-                close=partial(llm.forget, answer),
+                writer.events(turn),
+                close=turn.close,
                 ping_seconds=self.service.settings.ping_seconds,
             )
-        completion = await unless_gone(request.receive, llm.finish(answer))
-        return JsonResponse(writer.whole(completion))
+        choices = await unless_gone(request.receive, turn.collect())
+        return JsonResponse(writer.whole(turn, choices))
+
+
+def read_ask(body: ChatRequest) -> Ask:
+    """What the body asks for; raises `InvalidRequest`."""
+    refuse_unsupported_chat(body)
+    tools = read_tools(body.tools)
+    parallel = body.parallel_tool_calls is not False
+    return Ask(
+        messages=plain_messages(body.messages),
+        params=chat_params(body),
+        tools=tools,
+        tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
+        template=template_options(body),
+    )
 
 
 def chat_params(body: ChatRequest) -> SamplingParams:
@@ -77,6 +82,8 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 def template_options(body: ChatRequest) -> dict[str, object]:
     """What of the body goes to the chat template."""
     options: dict[str, object] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
@@ -92,15 +99,22 @@ class ChatWriter(Writer):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, completion: Completion) -> Body:
+    def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Body:
         """The answer in one body."""
-        return self.answer([self._choice(each) for each in completion.choices], completion.usage)
+        return self.answer([self.choice(each) for each in choices], turn.usage)
 
-    def _choice(self, choice: Choice) -> Body:
+    def choice(self, choice: TurnChoice) -> Body:
+        """One of the n answers."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        message: Body = {"role": "assistant", "content": choice.words, "refusal": None}
+        if choice.thought:
+            message["reasoning_content"] = choice.thought
+        if choice.calls:
+            message["content"] = choice.words or None
+            message["tool_calls"] = [_whole_call(call) for call in choice.calls]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": reason_body(choice.finish_reason),
             "stop_reason": choice.stop_reason,
@@ -111,33 +125,62 @@ class ChatWriter(Writer):
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, answer: Answer) -> AsyncGenerator[bytes]:
+    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
         """The answer as events."""
         opened = False
-        async with aclosing(answer.deltas()) as deltas:
+        async with aclosing(turn.deltas()) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is not None:
-                    num_tokens = answer.generations[delta.index].usage.completion_tokens
-                    self.refuse_aborted(delta.finish_reason, num_tokens)
+                    self.refuse_aborted(delta.finish_reason, turn.num_tokens(delta.index))
                 if not opened:
                     # Clients number the choices by the order in which they first see them.
                     opened = True
-                    for index in range(answer.params.n):
+                    for index in range(turn.num_choices):
                         yield self.chunk(index, OPENING)
                 for chunk in self._chunks(delta):
                     yield chunk
-        for last in self.end(answer.usage):
+        for last in self.end(turn.usage):
             yield last
 
-    def _chunks(self, delta: TextDelta) -> Iterator[bytes]:
+    def _chunks(self, delta: TurnDelta) -> list[bytes]:
+        """What a step adds, all of it in one chunk, and the end in one of its own."""
+        chunks = []
+        content = _delta_body(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        if delta.text or logprobs:
-            content: Body = {"delta": {"content": delta.text}}
-            yield self.chunk(delta.index, content, logprobs=logprobs)
+        if content or logprobs:
+            content = content or {"content": ""}
+            chunks.append(self.chunk(delta.index, {"delta": content}, logprobs=logprobs))
         if delta.finish_reason is not None:
-            yield self.chunk(
-                delta.index,
-                {"delta": {}},
-                finish_reason=reason_body(delta.finish_reason),
-                stop_reason=delta.stop_reason,
+            reason = reason_body(delta.finish_reason)
+            chunks.append(
+                self.chunk(
+                    delta.index,
+                    {"delta": {}},
+                    finish_reason=reason,
+                    stop_reason=delta.stop_reason,
+                )
             )
+        return chunks
+
+
+def _whole_call(call: Call) -> Body:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _delta_body(delta: TurnDelta) -> Body:
+    body: Body = {}
+    if delta.thought:
+        body["reasoning_content"] = delta.thought
+    if delta.words:
+        body["content"] = delta.words
+    if delta.calls:  # never an empty list: clients count on it
+        body["tool_calls"] = [_call_delta(call) for call in delta.calls]
+    return body
+
+
+def _call_delta(call: Call) -> Body:
+    """Clients concatenate what comes, so id, type and name stand in the first delta alone."""
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_whole_call(call)}

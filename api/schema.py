@@ -6,7 +6,7 @@ is refused by `refuse_unsupported`, because an answer that ignores it would be w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from ..core.errors import InvalidRequest
 from ..core.params import MAX_DEPTH, MAX_LOGPROBS, SamplingParams
 from .errors import bad_json
+from .forms import NamedChoice, ResponseFormat, StructuredOutputs, Tools, form_of
 
 T = TypeVar("T", bound=Struct)
 MAX_PROMPTS = 64
@@ -33,6 +34,22 @@ class StreamOptions(Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # known and not needed: usage comes once
+
+
+class CacheSpec(Struct, kw_only=True):
+    """``cache``: whether this request may borrow from the prefix cache, and leave its own there."""
+
+    read: bool = True
+    write: bool = True
+
+
+class PromptCacheOptions(Struct, kw_only=True):
+    """``prompt_cache_options``: OpenAI's way to keep a prompt, warm it, and ask why it missed."""
+
+    mode: str | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class Sampling(Struct, kw_only=True):
@@ -66,12 +83,18 @@ class Sampling(Struct, kw_only=True):
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
+    json_schema: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    cache: CacheSpec | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    explain_cache: bool | None = None
     # known and refused
     guided_json: Any = None
     guided_regex: Any = None
     guided_grammar: Any = None
     guided_choice: Any = None
-    structured_outputs: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     include_stop_str_in_output: bool | None = None
@@ -93,6 +116,7 @@ class Message(Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class PredictionPart(Struct):
@@ -116,12 +140,6 @@ class Prediction(Struct):
         return "".join(part.text for part in self.content)
 
 
-class ResponseFormat(Struct):
-    """``response_format``; only text is served."""
-
-    type: str
-
-
 class ChatRequest(Sampling, kw_only=True):
     """Body of /v1/chat/completions."""
 
@@ -131,8 +149,10 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     add_generation_prompt: bool | None = None
@@ -186,12 +206,12 @@ SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop",
     "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
-    "choice",
+    "choice", "json_schema",
 )  # fmt: skip
 REFUSED = (
     "guided_json", "guided_regex", "guided_grammar", "guided_choice",
-    "structured_outputs", "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
-    "tools", "functions", "function_call", "chat_template", "audio", "suffix",
+    "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
+    "functions", "function_call", "chat_template", "audio", "suffix",
 )  # fmt: skip
 HARMLESS: tuple[object, ...] = (None, False, "", "none", [], {})
 
@@ -219,6 +239,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of a body; raises `InvalidRequest`."""
     given = {name: getattr(body, name) for name in SAME_NAME}
+    given |= form_of(getattr(body, "response_format", None), body.structured_outputs)
     guess = body.prediction
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
@@ -242,53 +263,7 @@ def refuse_unsupported(body: Sampling) -> None:
 def refuse_unsupported_chat(body: ChatRequest) -> None:
     """The same for the fields of a conversation."""
     refuse_unsupported(body)
-    if body.response_format is not None and body.response_format.type != "text":
-        message = f"response_format {body.response_format.type} is not supported yet"
-        raise InvalidRequest(message, param="response_format")
-    if body.tool_choice not in (*HARMLESS, "auto"):
-        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
     if body.echo:
         raise InvalidRequest("echo is not supported here", param="echo")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-
-
-def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """What a chat template is given: content as one text, developer as system."""
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _plain(message: Message, path: str) -> dict[str, Any]:
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    plain: dict[str, Any] = {"role": role, "content": _content(message.content, path)}
-    for name in ("name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
-    if message.tool_calls:
-        plain["tool_calls"] = [_tool_call(call, path) for call in message.tool_calls]
-    return plain
-
-
-def _content(content: str | list[ContentPart] | None, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for index, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            where = f"{path}.content[{index}]"
-            raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
-    return "\n".join(part.text or "" for part in content)
-
-
-def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Templates want arguments as an object, clients send them as a JSON text."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except RecursionError:
-        where = f"{path}.tool_calls"
-        raise InvalidRequest(f"{where}: arguments are nested too deeply", param=where) from None
-    except (msgspec.DecodeError, ValueError):
-        return dict(call)  # a model may have written anything: it is shown as it is
-    return {**call, "function": {**function, "arguments": arguments}}

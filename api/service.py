@@ -13,6 +13,7 @@ from ..core.errors import InvalidRequest
 from .connection import HEADER_SECONDS, WRITE_SECONDS
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .host import Host
+from .turn import Turns
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 4 * 2**20
@@ -38,6 +39,7 @@ class Service:
 
     def __init__(self, llm: Host, settings: Settings) -> None:
         self.llm = llm
+        self.turns = Turns(llm)
         self.settings = settings
 
     @property

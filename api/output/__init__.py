@@ -1,0 +1,1 @@
+"""What a model's text means: thinking, words for the user, calls of tools."""

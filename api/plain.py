@@ -1,0 +1,52 @@
+"""Messages of OpenAI's bodies in the plain form that chat templates take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..core.errors import InvalidRequest
+from .schema import ContentPart, Message
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """What a chat template is given: content as one text, developer as system."""
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, path: str) -> dict[str, Any]:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    plain: dict[str, Any] = {"role": role, "content": _content(message.content, path)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(call, path) for call in message.tool_calls]
+    return plain
+
+
+def _content(content: str | list[ContentPart] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            where = f"{path}.content[{index}]"
+            raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
+    return "\n".join(part.text or "" for part in content)
+
+
+def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Templates want arguments as an object, clients send them as a JSON text."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except RecursionError:
+        where = f"{path}.tool_calls"
+        raise InvalidRequest(f"{where}: arguments are nested too deeply", param=where) from None
+    except (msgspec.DecodeError, ValueError):
+        return dict(call)  # a model may have written anything: it is shown as it is
+    return {**call, "function": {**function, "arguments": arguments}}

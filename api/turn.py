@@ -1,0 +1,259 @@
+"""Turn: the next message of a conversation, whatever the dialect it was asked for in.
+
+A route reads its body into an `Ask`; `Turns` renders it, constrains what must have a form, and
+gives a `Turn`, whose text is told apart into thinking, words and calls as it comes. What the
+dialects differ in is only how they write that down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from uuid import uuid4
+
+from ..core.errors import InvalidRequest
+from ..core.params import SamplingParams
+from ..core.request import Usage
+from ..core.step import TokenLogprob
+from .answer import Answer
+from .host import Host
+from .output.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    OutputParser,
+    PlainParser,
+    Thought,
+    Words,
+)
+from .results import TextDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call. ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # None: whatever object
+    strict: bool = False  # arguments must be valid, even when the model need not call at all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Whether the model calls a tool: as it likes, not at all, at least one, or one by name."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None  # with "required": this one
+    parallel: bool = True  # False: at most one call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a route wants to be answered.
+
+    ``messages`` are in the plain form of chat templates (`plain.plain_messages`). The form of the
+    words is asked for in ``params`` (json_schema, regex, grammar, choice).
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A call of a tool, or what a delta adds to one."""
+
+    index: int  # among the calls of its choice
+    id: str = ""  # in a delta: in its first one alone, as the name is
+    name: str = ""
+    arguments: str = ""  # JSON text
+    is_done: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class TurnDelta:
+    """What one step adds to a choice. ``finish_reason``: as `TurnChoice` has it, in the last."""
+
+    index: int = 0
+    thought: str = ""
+    words: str = ""
+    calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TurnChoice:
+    """One of n answers. ``finish_reason``: "stop", "length", "abort" or "tool_calls"."""
+
+    index: int
+    thought: str = ""
+    words: str = ""
+    calls: list[Call] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+
+    def add(self, delta: TurnDelta) -> None:
+        """Append what a delta brings."""
+        self.thought += delta.thought
+        self.words += delta.words
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+        for call in delta.calls:
+            if call.index == len(self.calls):
+                self.calls.append(replace(call))
+            else:
+                self.calls[call.index].arguments += call.arguments
+                self.calls[call.index].is_done = call.is_done
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class Turn:
+    """An answer on its way. Whoever opens one must `close` it in a ``finally``."""
+
+    def __init__(
+        self, llm: Host, answer: Answer, ask: Ask, parsers: Sequence[OutputParser]
+    ) -> None:
+        self.answer = answer
+        self._llm = llm
+        self._readers = [
+            _Reader(index, parser, is_single=not ask.tool_choice.parallel)
+            for index, parser in enumerate(parsers)
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        """What it cost so far."""
+        return self.answer.usage
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers there are."""
+        return len(self._readers)
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of one choice so far."""
+        return self.answer.generations[index].usage.completion_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the rendered conversation."""
+        return len(self.answer.prompt_token_ids)
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+        self._llm.forget(self.answer)
+
+    async def deltas(self) -> AsyncGenerator[TurnDelta]:
+        """One delta per step and choice; those of several choices come mixed."""
+        async with aclosing(self.answer.deltas()) as deltas:
+            async for delta in deltas:
+                reader = self._readers[delta.index]
+                if reader.is_done:
+                    continue
+                turned = reader.read(delta)
+                yield turned
+                if turned.finish_reason is not None:
+                    self.answer.generations[delta.index].close()
+
+    async def collect(self) -> list[TurnChoice]:
+        """Read all of it and close it."""
+        choices = [TurnChoice(index=index) for index in range(len(self._readers))]
+        try:
+            async with aclosing(self.deltas()) as deltas:
+                async for delta in deltas:
+                    choices[delta.index].add(delta)
+        finally:
+            self.close()
+        return choices
+
+
+class Turns:
+    """Opens turns on a model."""
+
+    def __init__(self, llm: Host) -> None:
+        self._llm = llm
+
+    async def open(self, ask: Ask, *, request_id: str | None = None) -> Turn:
+        """Render and submit. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        try:
+            prompt_ids = await self.render(ask)
+            answer = await self._llm.open(prompt_ids, ask.params, request_id=request_id)
+        except InvalidRequest as error:
+            if error.param == "prompt":  # which the bodies call otherwise
+                error.param = "messages"
+            raise
+        return Turn(self._llm, answer, ask, [PlainParser() for _ in range(ask.params.n)])
+
+    async def render(self, ask: Ask) -> list[int]:
+        """Token ids of the conversation, tools included, up to where the answer begins."""
+        return await self._llm.render(ask.messages, ask.template)
+
+
+class _Reader:
+    """Turns the text of one choice into parts."""
+
+    def __init__(self, index: int, parser: OutputParser, *, is_single: bool) -> None:
+        self.is_done = False
+        self._index = index
+        self._parser = parser
+        self._is_single = is_single  # the choice ends with its first call
+        self._num_calls = 0
+
+    def read(self, delta: TextDelta) -> TurnDelta:
+        events = list(self._parser.feed(delta.text))
+        reason = delta.finish_reason
+        if reason is not None:
+            events += self._parser.end()
+        turned = TurnDelta(
+            index=self._index,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            stop_reason=delta.stop_reason,
+        )
+        for event in events:
+            self._take(event, turned)
+            if self.is_done:
+                break
+        if self.is_done:
+            turned.finish_reason = "tool_calls"
+        elif reason is not None:
+            self.is_done = True
+            turned.finish_reason = "tool_calls" if reason == "stop" and self._num_calls else reason
+        return turned
+
+    def _take(self, event: Event, turned: TurnDelta) -> None:
+        match event:
+            case Thought(text):
+                turned.thought += text
+            case Words(text):
+                turned.words += text
+            case CallBegin(name):
+                call_id = f"call_{uuid4().hex[:24]}"
+                turned.calls.append(Call(index=self._num_calls, id=call_id, name=name))
+                self._num_calls += 1
+            case CallArguments(text):
+                self._call(turned).arguments += text
+            case CallEnd():
+                self._call(turned).is_done = True
+                self.is_done = self._is_single
+
+    def _call(self, turned: TurnDelta) -> Call:
+        """The delta of the call under way."""
+        index = self._num_calls - 1
+        if not turned.calls or turned.calls[-1].index != index:
+            turned.calls.append(Call(index=index))
+        return turned.calls[-1]
