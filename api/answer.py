@@ -7,6 +7,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from ..core.caching import DEFAULT_CACHE
 from ..core.params import SamplingParams
 from ..core.request import Delta, Request, Usage
 from ..core.step import TokenLogprob
@@ -82,6 +83,8 @@ class Answer:
         self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
         self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
         self.generations: list[Generation] = []  # until the engine has room
+        self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
+        self.cache = DEFAULT_CACHE
         self.aborted = False  # maybe before there is anything to abort
 
     @property

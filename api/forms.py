@@ -7,11 +7,30 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from ..core.caching import CacheOptions, Pin
 from ..core.errors import InvalidRequest
 from .turn import Tool, ToolChoice
 
 MAX_TOOLS = 512
+SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt
+WHOLE = 2**31 - 1  # tokens: more than any prompt has
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+
+
+class CacheSpec(Struct, kw_only=True):
+    """``cache``: whether this request may borrow from the prefix cache, and leave its own there."""
+
+    read: bool = True
+    write: bool = True
+
+
+class PromptCacheOptions(Struct, kw_only=True):
+    """``prompt_cache_options``: OpenAI's way to keep a prompt, warm it, and ask why it missed."""
+
+    mode: str | None = None
+    ttl: Literal["30m", "12h"] | None = None
+    prewarm: bool | None = None
+    comparison_response_id: str | None = None
 
 
 class FunctionSpec(Struct, kw_only=True):
@@ -114,6 +133,18 @@ def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolCho
         message = f"tool_choice names {name}, which is not among the tools"
         raise InvalidRequest(message, param="tool_choice")
     return ToolChoice(mode="required", name=name, parallel=parallel)
+
+
+def read_cache(
+    spec: CacheSpec | None, retention: str | None, options: PromptCacheOptions | None
+) -> CacheOptions:
+    """``cache``, ``prompt_cache_retention`` and ``prompt_cache_options.ttl``; the longest holds."""
+    seconds = max(
+        SECONDS.get(retention or "", 0.0), SECONDS.get((options and options.ttl) or "", 0.0)
+    )
+    spec = spec or CacheSpec()
+    pins = (Pin(WHOLE, seconds),) if seconds else ()
+    return CacheOptions(read=spec.read, write=spec.write, pins=pins)
 
 
 def form_of(format: ResponseFormat | None, outputs: StructuredOutputs | None) -> dict[str, object]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ..core.caching import DEFAULT_CACHE, CacheOptions
 from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
 from ..core.memory import keep_freed_memory
@@ -137,13 +138,21 @@ class Host:
     # -- the way in -----------------------------------------------------------------------------
 
     async def open(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        shown_ids: frozenset[int] = frozenset(),
+        cache: CacheOptions = DEFAULT_CACHE,
     ) -> Answer:
         """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
 
-        Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        ``shown_ids``: special tokens that its text shows. Raises `InvalidRequest`, `QueueFull` and
+        `EngineDead`.
         """
         answer = self._register(params, request_id)
+        answer.shown_ids, answer.cache = shown_ids, cache
         try:
             await self._prepare(answer, prompt)
             self._submit_choices(answer)
@@ -165,13 +174,17 @@ class Host:
         messages: Conversation,
         options: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; ``options`` are its template's."""
+        """Token ids of a conversation in the model's own format; ``options`` are its template's.
+
+        ``tools`` are functions in OpenAI's shape, which is what templates take.
+        """
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         settings = {"add_generation_prompt": add_generation_prompt, **(options or {})}
-        return await self.tokenizer.encode_chat(messages, settings)
+        return await self.tokenizer.encode_chat(messages, settings, tools=tools)
 
     async def finish(self, answer: Answer) -> Completion:
         """Read all of an answer."""
@@ -221,7 +234,7 @@ class Host:
     def _add_choice(self, answer: Answer, params: SamplingParams, seed: int) -> None:
         index = len(answer.generations)
         text = AnswerText(
-            self.tokenizer.detokenizer(answer.prompt_token_ids),
+            self.tokenizer.detokenizer(answer.prompt_token_ids, answer.shown_ids),
             stops=tuple(params.stop),
             min_tokens=params.min_tokens,
         )

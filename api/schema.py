@@ -15,7 +15,15 @@ from msgspec import Meta, Struct
 from ..core.errors import InvalidRequest
 from ..core.params import MAX_DEPTH, MAX_LOGPROBS, SamplingParams
 from .errors import bad_json
-from .forms import NamedChoice, ResponseFormat, StructuredOutputs, Tools, form_of
+from .forms import (
+    CacheSpec,
+    NamedChoice,
+    PromptCacheOptions,
+    ResponseFormat,
+    StructuredOutputs,
+    Tools,
+    form_of,
+)
 
 T = TypeVar("T", bound=Struct)
 MAX_PROMPTS = 64
@@ -34,22 +42,6 @@ class StreamOptions(Struct):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # known and not needed: usage comes once
-
-
-class CacheSpec(Struct, kw_only=True):
-    """``cache``: whether this request may borrow from the prefix cache, and leave its own there."""
-
-    read: bool = True
-    write: bool = True
-
-
-class PromptCacheOptions(Struct, kw_only=True):
-    """``prompt_cache_options``: OpenAI's way to keep a prompt, warm it, and ask why it missed."""
-
-    mode: str | None = None
-    ttl: Literal["30m", "12h"] | None = None
-    prewarm: bool | None = None
-    comparison_response_id: str | None = None
 
 
 class Sampling(Struct, kw_only=True):

@@ -164,16 +164,32 @@ class Tokenizer:
 
     # -- conversations --------------------------------------------------------------------------
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, "" without one."""
+        template = getattr(self._hf, "chat_template", None) or ""
+        if isinstance(template, Mapping):  # several by name; transformers takes this one for tools
+            template = template.get("tool_use", template.get("default", ""))
+        return str(template)
+
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Token ids of a conversation in the model's own format; ``options`` are the template's."""
+        """Token ids of a conversation in the model's own format; ``options`` are the template's.
+
+        ``tools`` are functions in OpenAI's shape.
+        """
         if not getattr(self._hf, "chat_template", None):
             raise InvalidRequest("the model has no chat template", param="messages")
         _check_messages(messages)
         self._check_options(options)
-        num_chars = _num_chars(messages, options)
-        text = await self._work(num_chars, lambda: self._render(messages, options))
+        settings = {**options, "tools": list(tools)} if tools else options
+        num_chars = _num_chars(messages, settings)
+        text = await self._work(num_chars, lambda: self._render(messages, settings))
         return await self.encode(text, add_special_tokens=False)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -199,14 +215,16 @@ class Tokenizer:
 
     # -- ids to text ----------------------------------------------------------------------------
 
-    def detokenizer(self, context_ids: Sequence[int] = ()) -> Detokenizer:
-        """For an answer that follows these prompt tokens."""
+    def detokenizer(
+        self, context_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """For an answer that follows these prompt tokens; special ones of ``shown`` are text."""
         if self.is_byte_level:
-            return ByteDetokenizer(self._piece)
+            return ByteDetokenizer(partial(self._shown_piece, shown) if shown else self._piece)
         return WindowDetokenizer(
-            self.decode,
+            partial(self.decode, skip_special_tokens=not shown),
             context_ids=context_ids[-NUM_CONTEXT_IDS:],
-            skipped=self.special_ids,
+            skipped=self.special_ids - shown,
             byte_values=self._byte_values,
         )
 
@@ -229,6 +247,9 @@ class Tokenizer:
             piece = b"" if token_id in self.special_ids else self._bytes_of(token_id)
             self._pieces[token_id] = piece
         return piece
+
+    def _shown_piece(self, shown: frozenset[int], token_id: int) -> bytes:
+        return self._bytes_of(token_id) if token_id in shown else self._piece(token_id)
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) or ""
