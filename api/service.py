@@ -28,6 +28,8 @@ class Settings:
 
     api_keys: tuple[str, ...] = ()
     served_name: str | None = None  # None: the model's own
+    tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
+    reasoning_parser: str = "auto"
     max_body_bytes: int = MAX_BODY_BYTES
     ping_seconds: float = 10.0  # between signs of life of a stream that has nothing to say
     header_seconds: float = HEADER_SECONDS  # for a header to arrive

@@ -15,6 +15,7 @@ import pytest
 
 import foretoken
 from foretoken.api import cli, terminal
+from foretoken.api.flags import server_settings
 from foretoken.api.paint import wants_colour
 from foretoken.core.config import EngineConfig
 
@@ -107,10 +108,13 @@ def test_flags_that_are_not_given_leave_the_defaults_to_the_config():
 
 def test_keys_come_from_flags_or_else_from_the_environment(monkeypatch):
     monkeypatch.setenv("FORETOKEN_API_KEY", "env")
-    assert cli._api_keys(parse("serve")) == ("env",)
-    assert cli._api_keys(parse("serve", "--api-key", "a", "--api-key", "b")) == ("a", "b")
+    assert server_settings(parse("serve")).api_keys == ("env",)
+    assert server_settings(parse("serve", "--api-key", "a", "--api-key", "b")).api_keys == (
+        "a",
+        "b",
+    )
     monkeypatch.delenv("FORETOKEN_API_KEY")
-    assert cli._api_keys(parse("serve")) == ()
+    assert server_settings(parse("serve")).api_keys == ()
 
 
 def test_serve_listens_as_its_flags_say(monkeypatch, here):

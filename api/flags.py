@@ -1,0 +1,177 @@
+"""The flags of the command ``foretoken``: what they are called, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..core.config import EngineConfig, parse_size
+from ..core.errors import InvalidRequest
+from ..core.params import SamplingParams
+from .output.syntax import REASONING_PARSERS, TOOL_PARSERS
+
+if TYPE_CHECKING:
+    from .service import Settings
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+MAX_PORT = 65535
+SAMPLING_FLAGS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line; flags are not guessed from their beginnings."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def add_model(parser: Parser) -> None:
+    """Which model."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder in Hugging Face layout, or a hub id; nothing: the built-in pair",
+    )
+
+
+def add_show_drafts(parser: Parser) -> None:
+    """Colours by source."""
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="colour each token by the source that drafted it, the target's own plain, and end "
+        "with a legend; in colour on a terminal or with FORCE_COLOR, never with NO_COLOR",
+    )
+
+
+def add_engine_flags(parser: Parser) -> None:
+    """The options of `EngineConfig`."""
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add(
+        "--draft",
+        help="auto, none, or a comma list of radix, suffix, ngram, PATH, oracle:P",
+        metavar="SPEC",
+    )
+    add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
+    add("--verify", choices=("coupled", "rejection"))
+    add("--exact", choices=("spec", "batch", "off"))
+    add("--device", choices=("auto", "cpu", "cuda"))
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--quantize", choices=("none", "int8", "int4"))
+    add("--kv-cache-dtype", choices=("auto", "int8", "fp8"))
+    pool = group.add_mutually_exclusive_group()
+    pool.add_argument("--kv-memory", type=_size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
+    pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
+    add("--page-size", type=int, metavar="N", help="tokens of one KV page")
+    add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
+    add("--max-running", type=int, metavar="N", help="requests in one step")
+    add("--max-queued", type=int, metavar="N", help="requests that may wait")
+    add("--threads", type=int, metavar="N", help="of the model on the CPU")
+    add("--load-format", choices=("auto", "random"), help="random: seeded random weights")
+
+
+def add_server_flags(parser: Parser) -> None:
+    """The options of the HTTP side."""
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=_port, default=8000, help="0: any free one")
+    add("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    add("--api-key", action="append", metavar="KEY", help="or FORETOKEN_API_KEY; repeatable")
+    add("--served-model-name", metavar="NAME")
+    add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
+    add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
+    add("--log-level", choices=LOG_LEVELS, default="info")
+    add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="after SIGTERM")
+
+
+def add_sampling_flags(parser: Parser) -> None:
+    """The fields of `SamplingParams`."""
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max-tokens", type=int, metavar="N")
+    add("--min-tokens", type=int, metavar="N")
+    add("--temperature", type=float, metavar="T", help="0: greedy")
+    add("--top-p", type=float, metavar="P")
+    add("--top-k", type=int, metavar="K")
+    add("--min-p", type=float, metavar="P")
+    add("--seed", type=int, metavar="N")
+    add("--stop", action="append", metavar="TEXT", help="repeatable")
+    add("--ignore-eos", action="store_true", default=None)
+    add("--presence-penalty", type=float, metavar="X")
+    add("--frequency-penalty", type=float, metavar="X")
+    add("--repetition-penalty", type=float, metavar="X")
+
+
+def _depth(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' is not auto, off or a number")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except InvalidRequest:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4GiB") from None
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port from 0 to {MAX_PORT}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e6:  # also false for nan
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
+    return seconds
+
+
+def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that were given."""
+    given = {name: getattr(parsed, name) for name in EngineConfig.names()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
+    """The sampling flags that were given."""
+    given = {name: getattr(parsed, name) for name in SAMPLING_FLAGS}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def server_settings(parsed: argparse.Namespace) -> Settings:
+    """The options of the HTTP side."""
+    from .service import Settings
+
+    return Settings(
+        api_keys=_api_keys(parsed),
+        served_name=parsed.served_model_name,
+        tool_parser=parsed.tool_parser,
+        reasoning_parser=parsed.reasoning_parser,
+    )
+
+
+def _api_keys(parsed: argparse.Namespace) -> tuple[str, ...]:
+    keys = list(parsed.api_key or ())
+    if "FORETOKEN_API_KEY" in os.environ and not keys:
+        keys = [os.environ["FORETOKEN_API_KEY"]]
+    if not all(keys):
+        parsed.parser.error("an API key must not be empty")
+    return tuple(keys)
