@@ -12,7 +12,7 @@ from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from ..core.step import TokenLogprob
 from .errors import JsonResponse
-from .forms import read_choice, read_tools
+from .forms import read_cache, read_choice, read_tools
 from .plain import plain_messages
 from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
 from .service import Service
@@ -66,6 +66,7 @@ def read_ask(body: ChatRequest) -> Ask:
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
         template=template_options(body),
+        cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
     )
 
 

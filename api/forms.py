@@ -55,12 +55,26 @@ class FunctionName(Struct):
     name: str
 
 
+class AllowedTool(Struct, kw_only=True):
+    """One of ``allowed_tools.tools``."""
+
+    type: str = "function"
+    function: FunctionName | None = None
+
+
+class AllowedTools(Struct, kw_only=True):
+    """``tool_choice.allowed_tools``: some of the tools, without a change of the prompt."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[AllowedTool] = []
+
+
 class NamedChoice(Struct, kw_only=True):
     """``tool_choice`` that names a function, or lists those that may be called."""
 
     type: str = "function"
     function: FunctionName | None = None
-    allowed_tools: dict[str, Any] | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class JsonSchemaSpec(Struct, kw_only=True):
@@ -119,12 +133,21 @@ def read_choice(
 ) -> ToolChoice:
     """``tool_choice`` and ``parallel_tool_calls``; raises `InvalidRequest`."""
     if isinstance(choice, NamedChoice):
+        if choice.allowed_tools is not None:
+            return _allowed_choice(choice.allowed_tools, tools, parallel=parallel)
         if choice.function is None:
             raise InvalidRequest("tool_choice must name a function", param="tool_choice")
         return named_choice(choice.function.name, tools, parallel=parallel)
     if choice == "required" and not tools:
         raise InvalidRequest("tool_choice needs tools", param="tool_choice")
     return ToolChoice(mode=choice or "auto", parallel=parallel)
+
+
+def _allowed_choice(allowed: AllowedTools, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:
+    names = {spec.function.name for spec in allowed.tools if spec.function is not None}
+    for name in names:
+        named_choice(name, tools, parallel=parallel)
+    return ToolChoice(mode=allowed.mode, parallel=parallel, allowed=frozenset(names))
 
 
 def named_choice(name: str, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:

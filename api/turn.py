@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from uuid import uuid4
 
+from ..core.caching import DEFAULT_CACHE, CacheOptions
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from ..core.request import Usage
@@ -41,6 +42,16 @@ class Tool:
     parameters: Mapping[str, Any] | None = None  # None: whatever object
     strict: bool = False  # arguments must be valid, even when the model need not call at all
 
+    @property
+    def body(self) -> Mapping[str, Any]:
+        """In OpenAI's shape."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
@@ -49,6 +60,7 @@ class ToolChoice:
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None  # with "required": this one
     parallel: bool = True  # False: at most one call
+    allowed: frozenset[str] | None = None  # those that may be called; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,15 @@ class Ask:
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
+    cache: CacheOptions = DEFAULT_CACHE
+
+    @property
+    def callable_tools(self) -> Sequence[Tool]:
+        """Those that the model may call in this turn."""
+        choice = self.tool_choice
+        if choice.mode == "none" or choice.allowed is None:
+            return () if choice.mode == "none" else self.tools
+        return [tool for tool in self.tools if tool.name in choice.allowed]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +107,9 @@ class TurnDelta:
     words: str = ""
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # as `TextDelta` has them
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -101,6 +124,7 @@ class TurnChoice:
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: int | str | None = None
 
@@ -111,6 +135,7 @@ class TurnChoice:
         self.token_ids += delta.token_ids
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+        self.prompt_logprobs += delta.prompt_logprobs
         for call in delta.calls:
             if call.index == len(self.calls):
                 self.calls.append(replace(call))
@@ -182,16 +207,21 @@ class Turn:
 
 
 class Turns:
-    """Opens turns on a model."""
+    """Opens turns on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`."""
 
-    def __init__(self, llm: Host) -> None:
+    def __init__(
+        self, llm: Host, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
         self._llm = llm
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
 
     async def open(self, ask: Ask, *, request_id: str | None = None) -> Turn:
         """Render and submit. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        prompt_ids = await self.render(ask)
         try:
-            prompt_ids = await self.render(ask)
-            answer = await self._llm.open(prompt_ids, ask.params, request_id=request_id)
+            answer = await self._llm.open(
+                prompt_ids, ask.params, request_id=request_id, cache=ask.cache
+            )
         except InvalidRequest as error:
             if error.param == "prompt":  # which the bodies call otherwise
                 error.param = "messages"
@@ -200,7 +230,14 @@ class Turns:
 
     async def render(self, ask: Ask) -> list[int]:
         """Token ids of the conversation, tools included, up to where the answer begins."""
-        return await self._llm.render(ask.messages, ask.template)
+        try:
+            return await self._llm.render(
+                ask.messages, ask.template, tools=[tool.body for tool in ask.tools]
+            )
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = "messages"
+            raise
 
 
 class _Reader:
@@ -221,7 +258,9 @@ class _Reader:
         turned = TurnDelta(
             index=self._index,
             token_ids=delta.token_ids,
+            sources=delta.sources,
             logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
             stop_reason=delta.stop_reason,
         )
         for event in events:
