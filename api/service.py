@@ -13,6 +13,7 @@ from ..core.errors import InvalidRequest
 from .connection import HEADER_SECONDS, WRITE_SECONDS
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .host import Host
+from .messages.normalize import SteadyTurns
 from .turn import Turns
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ class Settings:
     served_name: str | None = None  # None: the model's own
     tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
     reasoning_parser: str = "auto"
+    normalize: bool = False  # leave out what clients change in their system text, see its rules
+    cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any
     max_body_bytes: int = MAX_BODY_BYTES
     ping_seconds: float = 10.0  # between signs of life of a stream that has nothing to say
     header_seconds: float = HEADER_SECONDS  # for a header to arrive
@@ -41,7 +44,10 @@ class Service:
 
     def __init__(self, llm: Host, settings: Settings) -> None:
         self.llm = llm
-        self.turns = Turns(llm)
+        make_turns = SteadyTurns if settings.normalize else Turns
+        self.turns = make_turns(
+            llm, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+        )
         self.settings = settings
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -26,11 +27,14 @@ from .output.events import (
     CallEnd,
     Event,
     OutputParser,
-    PlainParser,
     Thought,
     Words,
 )
+from .output.syntax import Syntax, check_tools
+from .prompts import PromptNote, conversation_parts
 from .results import TextDelta
+
+TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,13 @@ class Ask:
     tool_choice: ToolChoice = ToolChoice()
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
     cache: CacheOptions = DEFAULT_CACHE
+    cache_key: str | None = None  # ``prompt_cache_key``: told when a miss is explained
+
+    @property
+    def note(self) -> PromptNote:
+        """What is remembered of it, to explain why later prompts miss the cache."""
+        parts = conversation_parts(self.messages, [tool.body for tool in self.tools])
+        return PromptNote(parts=parts, cache_key=self.cache_key)
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
@@ -123,6 +134,7 @@ class TurnChoice:
     words: str = ""
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_thought_tokens: int = 0  # of the steps that brought thoughts
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
@@ -133,6 +145,7 @@ class TurnChoice:
         self.thought += delta.thought
         self.words += delta.words
         self.token_ids += delta.token_ids
+        self.num_thought_tokens += len(delta.token_ids) if delta.thought else 0
         if delta.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
         self.prompt_logprobs += delta.prompt_logprobs
@@ -215,18 +228,40 @@ class Turns:
         self._llm = llm
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
 
+    @cached_property
+    def syntax(self) -> Syntax:
+        """How the model writes thoughts and calls; only once it is loaded."""
+        tokenizer = self._llm.tokenizer
+        return Syntax.choose(
+            tokenizer.chat_template,
+            tokenizer.vocab,
+            tokenizer.special_ids,
+            tool_parser=self._tool_parser,
+            reasoning_parser=self._reasoning_parser,
+        )
+
     async def open(self, ask: Ask, *, request_id: str | None = None) -> Turn:
         """Render and submit. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        self._check_tools(ask)
         prompt_ids = await self.render(ask)
+        tools, tail = ask.callable_tools, self._tail(prompt_ids)
         try:
             answer = await self._llm.open(
-                prompt_ids, ask.params, request_id=request_id, cache=ask.cache
+                prompt_ids,
+                self._constrained(ask, tail),
+                request_id=request_id,
+                shown_ids=self.syntax.shown_ids(tools=bool(tools)),
+                cache=ask.cache,
+                note=ask.note,
             )
         except InvalidRequest as error:
             if error.param == "prompt":  # which the bodies call otherwise
                 error.param = "messages"
+            elif error.param == "grammar" and ask.params.grammar is None:
+                error.param = "tools"  # the grammar that they became
             raise
-        return Turn(self._llm, answer, ask, [PlainParser() for _ in range(ask.params.n)])
+        parsers = [self.syntax.parser(tools=tools, prompt_tail=tail) for _ in range(ask.params.n)]
+        return Turn(self._llm, answer, ask, parsers)
 
     async def render(self, ask: Ask) -> list[int]:
         """Token ids of the conversation, tools included, up to where the answer begins."""
@@ -238,6 +273,25 @@ class Turns:
             if error.param == "prompt":
                 error.param = "messages"
             raise
+
+    def _check_tools(self, ask: Ask) -> None:
+        check_tools(ask.tools, ask.tool_choice)
+        if ask.callable_tools and not self.syntax.has_tools:
+            message = "the model's chat template has no tools (a --tool-parser may be named)"
+            raise InvalidRequest(message, param="tools")
+
+    def _constrained(self, ask: Ask, tail: str) -> SamplingParams:
+        """The parameters, with one grammar for thoughts, calls and words where one is needed."""
+        grammar = self.syntax.constrain(
+            ask.params, tools=ask.callable_tools, choice=ask.tool_choice, prompt_tail=tail
+        )
+        if grammar is None:
+            return ask.params
+        return replace(ask.params, grammar=grammar, json_schema=None, regex=None, choice=None)
+
+    def _tail(self, prompt_ids: Sequence[int]) -> str:
+        """The end of the prompt, which may have opened a thought."""
+        return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
 
 
 class _Reader:

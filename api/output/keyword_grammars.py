@@ -1,0 +1,118 @@
+"""Grammars for calls whose arguments are written one by one, not as one object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import InvalidRequest
+from ..grammar import lark_text
+from . import formats as f
+from .lark import Lark, value
+from .qwen_coder import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, kinds, listed_values
+
+if TYPE_CHECKING:
+    from ..turn import Tool
+
+# What says more of an object than which properties it has, and can not be followed here.
+_ABOUT_WHOLE = (
+    "anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "propertyNames",
+    "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
+)  # fmt: skip
+_ABOUT_TEXT = ("pattern", "format", "minLength", "maxLength")
+_KEY = re.compile(r"\w+", re.ASCII)
+
+
+def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
+    """``[f(city="Paris"), g()]``; values are written as in JSON, which the reader takes too."""
+    rules = []
+    for index, tool in enumerate(tools):
+        name = f"tool_{index}"
+        inside = _keywords(lark, tool, name)
+        rules.append(lark.rule(name, f'"{tool.name}(" {inside} ")"'))
+    one = lark.rule("tool", " | ".join(rules))
+    return f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
+
+
+def _keywords(lark: Lark, tool: Tool, name: str) -> str:
+    properties = _properties(tool)
+    if not properties and (tool.parameters or {}).get("additionalProperties") is not False:
+        lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")
+        lark.rule("keyword", 'KEY "=" %json {}')
+        return '(keyword (", " keyword)*)?'
+    members = []
+    for key, schema in properties.items():
+        written = f"{lark_text(key + '=')} {value(schema, strict=tool.strict)}"
+        members.append((written, key in _required(tool)))
+    return _listed(lark, members, name)
+
+
+def _listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str) -> str:
+    """All of them in order, those that are not required perhaps, with commas between them.
+
+    Two chains of rules: ``first`` where nothing was written yet, ``rest`` behind something.
+    """
+    first = rest = lark.rule(f"{name}_end", '""')
+    for index in reversed(range(len(members))):
+        written, is_required = members[index]
+        member = lark.rule(f"{name}_{index}", written)
+        skips = ("", "") if is_required else (f" | {first}", f" | {rest}")
+        first = lark.rule(f"{name}_first_{index}", f"{member} {rest}{skips[0]}")
+        rest = lark.rule(f"{name}_rest_{index}", f'", " {member} {rest}{skips[1]}')
+    return first
+
+
+def qwen_coder_block(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
+    """One function with tags; several calls are several blocks."""
+    # A text is whatever comes before the tag.
+    lark.rule("plain", rf"/(?s:.*){PARAMETER_END.replace('/', chr(92) + '/')}/", options="[lazy]")
+    rules = []
+    for index, tool in enumerate(tools):
+        inside = _tagged(tool)
+        begin, end = lark_text(f"\n{FUNCTION}{tool.name}>\n"), lark_text(f"{FUNCTION_END}\n")
+        rules.append(lark.rule(f"tool_{index}", f"{begin} {inside} {end}"))
+    return f"{lark.rule('tool', ' | '.join(rules))} {lark.mark(f.HERMES_END)}"
+
+
+def _tagged(tool: Tool) -> str:
+    parts = []
+    for key, schema in _properties(tool).items():
+        begin, end = lark_text(f"{PARAMETER}{key}>\n"), lark_text(f"\n{PARAMETER_END}\n")
+        if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
+            part = f"{begin} {value(schema, strict=tool.strict)} {end}"
+        elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
+            part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
+        else:
+            _check_text(tool, schema)
+            part = rf'{begin} plain "\n"'
+        parts.append(part if key in _required(tool) else f"({part})?")
+    return " ".join(parts)
+
+
+def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
+    if tool.strict and (found := [key for key in _ABOUT_TEXT if key in schema]):
+        message = f"tools: {tool.name} cannot be strict: {found[0]} of a text cannot be followed"
+        raise InvalidRequest(f"{message} in this model's format", param="tools")
+
+
+def _properties(tool: Tool) -> dict[str, Mapping[str, Any]]:
+    """Schemas of the arguments, each with the definitions that it may refer to."""
+    schema = tool.parameters or {}
+    if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
+        message = f"tools: {tool.name} cannot be strict: {found[0]} at the top cannot be followed"
+        raise InvalidRequest(f"{message} in this model's format", param="tools")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, Mapping) or not all(map(_KEY.fullmatch, properties)):
+        message = f"tools: the arguments of {tool.name} need names of letters, digits and _"
+        raise InvalidRequest(message, param="tools")
+    return {
+        key: {**shared, **(each if isinstance(each, Mapping) else {})}
+        for key, each in properties.items()
+    }
+
+
+def _required(tool: Tool) -> Sequence[str]:
+    required = (tool.parameters or {}).get("required")
+    return required if isinstance(required, list | tuple) else ()

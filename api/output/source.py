@@ -1,0 +1,210 @@
+"""Text that arrives in pieces, read as if it were whole.
+
+A reader is a generator: it yields what it found, and None where it needs more text. What it does
+depends on the characters alone, never on where the pieces were cut. It goes through the text once;
+what was read is let go, unless `Source.keep` asks for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import groupby
+from typing import TypeAlias, TypeVar
+
+from .events import CallArguments, Event, Thought, Words
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[Event | None, None, T]
+_WHITE = re.compile(r"\s+")
+
+
+class Malformed(Exception):  # noqa: N818 - models make them, it is no error of ours
+    """What was being read is no call."""
+
+
+class Cut(Exception):  # noqa: N818
+    """The text ended in the middle of what was being read."""
+
+
+class Source:
+    """What has arrived and was not read yet."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+        self._text = ""
+        self._pos = 0
+        self._kept: list[str] = []
+        self._is_keeping = False
+
+    def add(self, text: str) -> None:
+        """More has arrived."""
+        self._text = self._text[self._pos :] + text
+        self._pos = 0
+
+    # -- looking back ---------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Remember what is read from here on; what was remembered before is let go."""
+        self._kept, self._is_keeping = [], True
+
+    def let_go(self) -> str:
+        """What was read since `keep`, which is no longer remembered."""
+        kept, self._kept, self._is_keeping = self._kept, [], False
+        return "".join(kept)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._text) - self._pos
+
+    def take(self, count: int) -> str:
+        """The next characters, at most ``count`` of those that are there."""
+        piece = self._text[self._pos : self._pos + count]
+        self._pos += len(piece)
+        if self._is_keeping:
+            self._kept.append(piece)
+        return piece
+
+    def take_all(self) -> str:
+        """All that is there."""
+        return self.take(self._num_left)
+
+    def match(self, pattern: re.Pattern[str]) -> str:
+        """What is there of a run of characters; perhaps nothing."""
+        found = pattern.match(self._text, self._pos)
+        return self.take(found.end() - self._pos) if found else ""
+
+    def want(self, count: int) -> Reading[None]:
+        """Wait until so many characters are there, or the text has ended."""
+        while self._num_left < count and not self.is_ended:
+            yield None
+
+    def peek(self) -> Reading[str]:
+        """The next character, which stays; "" at the end of the text."""
+        yield from self.want(1)
+        return self._text[self._pos : self._pos + 1]
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """A whole run of characters; ``pattern`` matches any part of one."""
+        pieces = []
+        while True:
+            pieces.append(self.match(pattern))
+            if self._num_left or self.is_ended:
+                return "".join(pieces)
+            yield None
+
+    def white(self) -> Reading[str]:
+        """White space, if any."""
+        return (yield from self.run(_WHITE))
+
+    def ahead(self, literal: str) -> Reading[bool]:
+        """Whether the text goes on like this; nothing is taken."""
+        while not self.is_ended and self._begins(literal):
+            yield None
+        return self._text.startswith(literal, self._pos)
+
+    def _begins(self, literal: str) -> bool:
+        """Whether what is left is a beginning of ``literal``, and not all of it."""
+        left = self._num_left
+        return left < len(literal) and self._text.startswith(literal[:left], self._pos)
+
+    def literal(self, literal: str) -> Reading[bool]:
+        """Take exactly this, if the text goes on so."""
+        is_there = yield from self.ahead(literal)
+        if is_there:
+            self.take(len(literal))
+        return is_there
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Take exactly this. Raises `Malformed`, or `Cut` if the end of the text is in it."""
+        if not (yield from self.literal(literal)):
+            raise Cut if self._begins(literal) else Malformed
+
+    def closing(self, literal: str) -> Reading[None]:
+        """The same; of a mark that the end of the text cuts off nothing is left over."""
+        if not (yield from self.literal(literal)):
+            if not self._begins(literal):
+                raise Malformed
+            self.take_all()
+
+    def until(self, mark: str, wrap: Callable[[str], Event]) -> Reading[bool]:
+        """Give the text before a mark, which stays; False if the text ends without one."""
+        while True:
+            at = self._text.find(mark, self._pos)
+            held = 0 if at >= 0 or self.is_ended else self._num_held(mark)
+            end = at if at >= 0 else len(self._text) - held
+            if piece := self.take(end - self._pos):
+                yield wrap(piece)
+            if at >= 0 or self.is_ended:
+                return at >= 0
+            yield None
+
+    def _num_held(self, mark: str) -> int:
+        """Characters at the end that may be the beginning of the mark."""
+        for count in range(min(len(mark) - 1, self._num_left), 0, -1):
+            if self._text.endswith(mark[:count]):
+                return count
+        return 0
+
+    def rest(self, wrap: Callable[[str], Event]) -> Reading[None]:
+        """Give all that follows."""
+        while True:
+            if piece := self.take_all():
+                yield wrap(piece)
+            if self.is_ended:
+                return
+            yield None
+
+
+def collected(reading: Reading[object]) -> Reading[str]:
+    """The text of the events, together, instead of the events."""
+    pieces = []
+    for event in reading:
+        if event is None:
+            yield None
+        else:
+            assert isinstance(event, (Words, CallArguments))
+            pieces.append(event.text)
+    return "".join(pieces)
+
+
+class ReaderParser:
+    """An `OutputParser` made of a reader."""
+
+    def __init__(self, reader: Callable[[Source], Reading[None]]) -> None:
+        self._source = Source()
+        self._reading = reader(self._source)
+
+    def feed(self, text: str) -> Sequence[Event]:
+        """What is certain now."""
+        if not text:
+            return []
+        self._source.add(text)
+        return self._go_on()
+
+    def end(self) -> Sequence[Event]:
+        """What is left when nothing follows."""
+        self._source.is_ended = True
+        return self._go_on()
+
+    def _go_on(self) -> list[Event]:
+        events: list[Event] = []
+        for event in self._reading:
+            if event is None:
+                break
+            events.append(event)
+        return merged(events)
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same with neighbours of one kind put together."""
+    together: list[Event] = []
+    for kind, group in groupby(events, type):
+        if kind in (Words, Thought, CallArguments):
+            text = "".join(event.text for event in group)  # type: ignore[union-attr]
+            together.append(kind(text))
+        else:
+            together += group
+    return together

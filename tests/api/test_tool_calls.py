@@ -1,0 +1,154 @@
+"""Calls of tools over HTTP, as OpenAI's own client reads them."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+TALK = [{"role": "user", "content": "What is the weather?"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tell the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+OTHER = CALL.replace("Paris", "Rome")
+
+
+@pytest.fixture
+def client(serve):
+    server = serve(tool_parser="hermes", reasoning_parser="think")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+def ask(client, **options):
+    return client.chat.completions.create(
+        model=client.models.list().data[0].id, messages=TALK, tools=[WEATHER], **options
+    )
+
+
+def read(stream):
+    """What a client makes of a stream: words, thoughts, calls, the reason."""
+    words, thoughts, calls, reasons = "", "", {}, []
+    for chunk in stream:
+        for choice in chunk.choices:
+            delta = choice.delta
+            words += delta.content or ""
+            thoughts += getattr(delta, "reasoning_content", None) or ""
+            for part in delta.tool_calls or ():
+                if part.id:
+                    assert part.index not in calls, "an id is told once"
+                    assert part.type == "function"
+                    calls[part.index] = [part.function.name, ""]
+                else:
+                    assert part.function.name is None, "a name is told once"
+                calls[part.index][1] += part.function.arguments or ""
+            if choice.finish_reason:
+                reasons.append(choice.finish_reason)
+    return words, thoughts, [tuple(calls[index]) for index in sorted(calls)], reasons
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 100])
+def test_a_call_arrives_whole_and_as_a_stream(client, engine, say, tokens_per_step):
+    engine.tokens_per_step = tokens_per_step
+    say("Let me look. " + CALL)
+    whole = ask(client).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content.strip() == "Let me look."
+    (call,) = whole.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+
+    words, _, calls, reasons = read(ask(client, stream=True))
+    assert (words, reasons) == (whole.message.content, ["tool_calls"])
+    assert calls == [("get_weather", call.function.arguments)]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 100])
+def test_calls_come_in_parallel_unless_one_is_enough(client, engine, say, tokens_per_step):
+    engine.tokens_per_step = tokens_per_step
+    say(f"{CALL}\n{OTHER}")
+    both = ask(client).choices[0].message.tool_calls
+    assert [json.loads(call.function.arguments)["city"] for call in both] == ["Paris", "Rome"]
+    assert both[0].id != both[1].id
+    choice = ask(client, parallel_tool_calls=False).choices[0]
+    assert len(choice.message.tool_calls) == 1
+    assert choice.finish_reason == "tool_calls"
+    *_, calls, reasons = read(ask(client, parallel_tool_calls=False, stream=True))
+    assert (len(calls), reasons) == (1, ["tool_calls"])
+
+
+def test_without_tools_or_with_none_a_call_is_words(client, say):
+    say(CALL)
+    assert ask(client, tool_choice="none").choices[0].message.content == CALL
+    assert ask(client, tool_choice="none").choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 100])
+def test_thoughts_are_told_apart(client, engine, say, tokens_per_step):
+    engine.tokens_per_step = tokens_per_step
+    say("<think>He wants Paris.</think>\n\nLooking. " + CALL)
+    message = ask(client).choices[0].message
+    assert message.reasoning_content == "He wants Paris."
+    assert message.content.strip() == "Looking."
+    assert len(message.tool_calls) == 1
+    words, thoughts, calls, _ = read(ask(client, stream=True))
+    assert (words, thoughts) == (message.content, message.reasoning_content)
+    assert len(calls) == 1
+
+
+def test_a_call_that_is_cut_short_ends_by_length(client, say):
+    say(CALL)
+    choice = ask(client, max_tokens=24).choices[0]
+    assert choice.finish_reason == "length"
+
+
+def test_each_choice_has_calls_of_its_own(client, say):
+    say(CALL)
+    choices = ask(client, n=2).choices
+    assert [len(choice.message.tool_calls) for choice in choices] == [1, 1]
+    assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
+
+
+def test_a_model_without_a_way_to_call_refuses_tools(serve, say):
+    server = serve()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.BadRequestError) as info:
+        ask(client)
+    assert info.value.param == "tools"
+    say("hello")
+    assert ask(client, tool_choice="none").choices[0].message.content == "hello"
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "object", "properties": {"a": {"type": "nothing"}}}, {"type": "array"}]
+)
+def test_a_bad_schema_names_the_tools(client, parameters):
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    with pytest.raises(openai.BadRequestError) as info:
+        client.chat.completions.create(
+            model=client.models.list().data[0].id,
+            messages=TALK,
+            tools=[{"type": "function", "function": function}],
+            tool_choice="required",
+        )
+    assert info.value.param == "tools"
+
+
+def test_the_chosen_tool_is_forced_by_a_grammar(client, engine, say):
+    say(CALL)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice in ("required", named):
+        ask(client, tool_choice=choice)
+        assert engine.requests[-1].sampling.constraint is not None
+    ask(client)
+    assert engine.requests[-1].sampling.constraint is None
