@@ -9,7 +9,7 @@ from typing import Literal
 from .errors import InvalidRequest
 
 MAX_N = 16
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
@@ -19,7 +19,9 @@ MAX_DEPTH = 64  # draft tokens of one request in one step
 MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
 MAX_INT = 2**31 - 1
-UNSUPPORTED = ("json_schema", "regex", "grammar", "choice")
+MAX_GRAMMAR_CHARS = 2**18  # of json_schema, regex, grammar, or all of choice
+MAX_CHOICES = 4096
+FORMS = ("json_schema", "regex", "grammar", "choice")  # one at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,9 @@ class SamplingParams:
     and ``top_p=1`` are off. With a ``seed`` the output is a function of the model, the prompt and
     these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
     wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
+    One of ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and
+    ``choice`` may give the answer its form. Such an answer ends where it is complete, whatever
+    ``ignore_eos`` and ``min_tokens`` say.
     ``prediction``: the caller's own guess at the answer, as text or token ids; it is drafted from,
     so it can make the answer faster and never another one.
     ``priority``: lower runs first. ``deadline``: seconds after which the request is given up.
@@ -72,8 +77,7 @@ class SamplingParams:
         self._check_strings()
         self._check_prediction()
         self._check_speculation()
-        for name in UNSUPPORTED:
-            _require(getattr(self, name) is None, name, "is not supported yet")
+        self._check_form()
 
     def _normalise(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -83,6 +87,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             ids = _tuple("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", ids)
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _tuple("choice", self.choice))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         if self.prediction is not None and not isinstance(self.prediction, str):
@@ -149,6 +155,20 @@ class SamplingParams:
             _integer("prediction", min(prediction), 0, MAX_INT)
             _integer("prediction", max(prediction), 0, MAX_INT)
 
+    def _check_form(self) -> None:
+        """Types and sizes; what they mean is found out when they are compiled."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"{given[1]} cannot go with {given[0]}", param=given[1])
+        schema = self.json_schema
+        if schema is not None and not isinstance(schema, Mapping):
+            _require(isinstance(schema, str), "json_schema", "must be an object or its text")
+            _grammar_text("json_schema", schema)
+        _grammar_text("regex", self.regex)
+        _grammar_text("grammar", self.grammar)
+        if self.choice is not None:
+            _choices(self.choice)
+
     def _check_speculation(self) -> None:
         depth = self.speculation
         if isinstance(depth, str):
@@ -160,6 +180,19 @@ class SamplingParams:
 def _require(holds: bool, param: str, message: str) -> None:
     if not holds:
         raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def _grammar_text(param: str, text: object) -> None:
+    _require(text is None or isinstance(text, str), param, "must be text")
+    fits = text is None or 0 < len(text) <= MAX_GRAMMAR_CHARS  # type: ignore[arg-type]
+    _require(fits, param, f"takes 1 to {MAX_GRAMMAR_CHARS} characters")
+
+
+def _choices(choice: Sequence[str]) -> None:
+    _require(0 < len(choice) <= MAX_CHOICES, "choice", f"takes 1 to {MAX_CHOICES} texts")
+    _require(all(isinstance(text, str) and text for text in choice), "choice", "takes texts")
+    fits = sum(map(len, choice)) <= MAX_GRAMMAR_CHARS
+    _require(fits, "choice", f"takes at most {MAX_GRAMMAR_CHARS} characters")
 
 
 def _tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """Logits processors, per row and position-exact: each row sees the history of its own path.
 
 Order within a row: logit_bias -> repetition, frequency, presence penalty -> allowed_token_ids ->
-bad words, min_tokens -> temperature -> top-k -> min-p -> top-p. What is left is drawn in verify.py.
+bad words, constraint, min_tokens -> temperature -> top-k -> min-p -> top-p. What is left is drawn
+in verify.py. min_tokens gives way to a constraint: an answer that is complete may end.
 
 A row's result depends on that row alone, bit for bit: masses are summed as integers, whose order
 does not matter, and all else is elementwise or a maximum. Ties go to the lowest token id, so
@@ -14,12 +15,13 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .constraint import ConstraintFailed
 from .step import RowSampling
 
 _NEVER = -math.inf
@@ -78,6 +80,7 @@ def is_edited(row: SampleRow) -> bool:
         or params.presence_penalty != 0.0
         or params.allowed_token_ids is not None
         or bool(row.sampling.bad_words_ids)
+        or row.sampling.constraint is not None
         or row.position < params.min_tokens
     )
 
@@ -93,11 +96,17 @@ def edit_rows(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
 
     Returns, per row, what makes its parameters impossible to serve.
     """
-    rules = [_rules(row.sampling, values.shape[-1], values.device) for row in rows]
-    for row_values, row, rule in zip(values, rows, rules, strict=True):
-        if rule.error is None:
-            _edit(row_values, row, rule)
-    return [rule.error for rule in rules]
+    return [_edited(row_values, row) for row_values, row in zip(values, rows, strict=True)]
+
+
+def _edited(values: Tensor, row: SampleRow) -> str | None:
+    rules = _rules(row.sampling, values.shape[-1], values.device)
+    if rules.error is None:
+        try:
+            _edit(values, row, rules)
+        except ConstraintFailed as error:
+            return str(error)
+    return rules.error
 
 
 def scaled(values: Tensor, rows: Sequence[SampleRow], tau: float = 1.0) -> Tensor:
@@ -159,8 +168,18 @@ class _Rules:
     error: str | None
 
 
-@lru_cache(maxsize=256)
+# By request and no longer than it lives: it may hold a big matcher.
+_RULES: WeakKeyDictionary[RowSampling, dict[tuple[int, torch.device], _Rules]] = WeakKeyDictionary()
+
+
 def _rules(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Rules:
+    known, place = _RULES.setdefault(sampling, {}), (vocab_size, device)
+    if place not in known:
+        known[place] = _make_rules(sampling, vocab_size, device)
+    return known[place]
+
+
+def _make_rules(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Rules:
     params = sampling.params
     bias, allowed = params.logit_bias or {}, params.allowed_token_ids
     stops = sorted(i for i in sampling.stop_ids if 0 <= i < vocab_size)
@@ -183,8 +202,27 @@ def _edit(values: Tensor, row: SampleRow, rules: _Rules) -> None:
     for word in row.sampling.bad_words_ids:
         if word and row.ending(len(word) - 1) == tuple(word[:-1]):
             values[word[-1]] = _NEVER
-    if row.position < row.sampling.params.min_tokens:
+    allowed = _constrain(values, row)
+    if row.position < row.sampling.params.min_tokens and not _must_stop(allowed, rules):
         values[rules.stops] = _NEVER
+
+
+def _constrain(values: Tensor, row: SampleRow) -> Tensor | None:
+    """Ban what the row's constraint does not allow; returns what it allows, bool [vocab]."""
+    constraint, start = row.sampling.constraint, row.sampling.prompt_len
+    if constraint is None:
+        return None
+    mask = constraint.allowed(row.tokens, start, row.tail)
+    if mask is None:
+        return None
+    allowed = torch.from_numpy(mask).to(values.device)
+    values.masked_fill_(~allowed, _NEVER)
+    return allowed
+
+
+def _must_stop(allowed: Tensor | None, rules: _Rules) -> bool:
+    """Whether the constraint leaves nothing but stop tokens."""
+    return allowed is not None and int(allowed.sum()) == int(allowed[rules.stops].sum())
 
 
 def _penalise(values: Tensor, row: SampleRow) -> None:

@@ -11,14 +11,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .constraint import Constraint
 from .params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class RowSampling:
     """What the sampler must know of one request, resolved once at admission.
 
-    Equal to itself alone, so that what is derived from it can be cached by it.
+    Equal to itself alone, so that what is derived from it can be cached by it, while it lives.
+    ``constraint`` belongs to the model thread; others fork it.
     """
 
     params: SamplingParams
@@ -26,6 +28,7 @@ class RowSampling:
     prompt_len: int  # tokens; output position = token index - prompt_len
     stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

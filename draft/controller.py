@@ -158,6 +158,8 @@ class Controller:
         none = np.zeros(len(candidates.free), dtype=np.int64)
         num_free, depths = (none if rest.num_free is None else rest.num_free.copy()), none.copy()
         num_free[row], depths[row] = 0, 1
+        if int(num_free.sum()) >= candidates.budget:
+            return None
         probe = Option(rest.tokens, rest.seconds + extra_s, rest.shared, num_free, depths)
         return self._accept(
             candidates, plain, probe, "probe", "probe: trying the draft model", extra_s / plain_s

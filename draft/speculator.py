@@ -1,10 +1,10 @@
 """DraftSpeculator: which tokens each request guesses in a step, and how many.
 
-Free sources look the next tokens up in what was said before; a draft model, if there is one, is
-asked in the model thread. How far to trust each is measured (calibration.py), what a step costs
-is measured (costs.py), and the controller spends draft rows where they return most tokens per
-second, which may be nowhere. Look-ups come before a step; what was committed is taken into the
-indexes while the next step runs.
+Free sources look the next tokens up in what was said before, or know what a grammar forces; a
+draft model, if there is one, is asked in the model thread. How far to trust each is measured
+(calibration.py), what a step costs is measured (costs.py), and the controller spends draft rows
+where they return most tokens per second, which may be nowhere. Look-ups come before a step; what
+was committed is taken into the indexes while the next step runs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..core.speculation import NOTHING, DraftPlan
 from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .calibration import Calibration
 from .controller import Candidates, Controller
+from .grammar import GrammarSource
 from .meter import Meter
 from .source import INDEX_CHUNK, CarefulSource, Guess, Source
 from .trie import Path, Survival, common_len, merge
@@ -68,6 +69,7 @@ class DraftSpeculator:
         self.controller = controller
         self.calibration = calibration
         self._sources = [CarefulSource(source) for source in sources]
+        self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self._has_lm = has_lm
         self._adapts = adapts
         self.meter = Meter(controller, clock)
@@ -94,10 +96,12 @@ class DraftSpeculator:
                 most = min(limits[index], depth, share)
                 plans[index] = self._fixed(self._track(requests[index]), most)
                 budget -= plans[index].num_rows
+        tracks = [self._track(requests[index]) for index in auto]
+        if self.meter.is_resting and any(map(self._is_forced, tracks)):
+            self.meter.shorten_rest(0)
         if not auto or self.meter.rests():
             return plans
         began = self.meter.clock()
-        tracks = [self._track(requests[index]) for index in auto]
         chosen = self._plan_auto(tracks, [limits[index] for index in auto], budget, num_prefill)
         for index, plan in zip(auto, chosen, strict=True):
             plans[index] = plan
@@ -126,6 +130,8 @@ class DraftSpeculator:
             for source in self._sources
             if (guess := source.propose(request, most)) is not None and guess.token_ids
         ]
+        if request.sampling.constraint is not None:
+            guesses = self._possible(request, guesses)
         track.guesses = guesses
         if not guesses:
             return []
@@ -134,6 +140,21 @@ class DraftSpeculator:
             for g in guesses
         ]
         return merge(guesses, survivals)
+
+    def _possible(self, request: Request, guesses: Sequence[Guess]) -> list[Guess]:
+        """What a request's constraint leaves of its guesses."""
+        if self._grammar is None:
+            return list(guesses)
+        own, trim = self._grammar.name, self._grammar.trim
+        left = [guess if guess.source == own else trim(request, guess) for guess in guesses]
+        return [guess for guess in left if guess is not None]
+
+    def _is_forced(self, track: _Track) -> bool:
+        """Whether a constraint tells what follows: such drafts come true, whatever others did."""
+        request = track.request
+        if self._grammar is None or request.sampling.constraint is None:
+            return False
+        return self._grammar.propose(request, FREE_LEN) is not None
 
     def _plan_auto(
         self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int

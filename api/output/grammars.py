@@ -68,27 +68,38 @@ class Bare:
         return lark.rule("mixed", f"{self.calls(lark, tools, parallel=parallel)} | {words}")
 
 
+def _between(before: str, after: str) -> Callable[[Tool], str]:
+    """Arguments between two texts, with the tool's name for %s."""
+
+    def written(tool: Tool) -> str:
+        begin = lark_text(before.replace("%s", tool.name))
+        return f"{begin} {arguments(tool)} {lark_text(after)}"
+
+    return written
+
+
+def _behind_name(mark: str) -> Callable[[Tool], str]:
+    """The name, a mark, the arguments."""
+    return lambda tool: f"{lark_text(tool.name)} {mark} {arguments(tool)}"
+
+
 def _hermes(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
-    one = lark.each(tools, '\n{"name": "%s", "arguments": ', "}\n")
+    one = lark.each(tools, _between('\n{"name": "%s", "arguments": ', "}\n"))
     return f"{one} {lark.mark(f.HERMES_END)}"
 
 
 def _llama3(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    one = lark.each(tools, '{"name": "%s", "parameters": ', "}")
+    one = lark.each(tools, _between('{"name": "%s", "parameters": ', "}"))
     return f'{one} ("; " {one})*' if parallel else one
 
 
 def _mistral_list(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    one = lark.each(tools, '{"name": "%s", "arguments": ', "}")
+    one = lark.each(tools, _between('{"name": "%s", "arguments": ', "}"))
     return f'" [" {one} (", " {one})* "]"' if parallel else f'" [" {one} "]"'
 
 
 def _mistral_args(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
-    rules = [
-        lark.rule(f"tool_{i}", f'"{tool.name}" {lark.mark(f.MISTRAL_ARGS)} {arguments(tool)}')
-        for i, tool in enumerate(tools)
-    ]
-    return lark.rule("tool", " | ".join(rules))
+    return lark.each(tools, _behind_name(lark.mark(f.MISTRAL_ARGS)))
 
 
 def _deepseek(lark: Lark, one: str, between: str, parallel: bool) -> str:
@@ -98,16 +109,13 @@ def _deepseek(lark: Lark, one: str, between: str, parallel: bool) -> str:
 
 
 def _deepseek_v3(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    one = lark.each(tools, "%s\n```json\n", "\n```")
+    one = lark.each(tools, _between("%s\n```json\n", "\n```"))
     return _deepseek(lark, f'"function" {lark.mark(f.DEEPSEEK_SEP)} {one}', r'"\n" ', parallel)
 
 
 def _deepseek_v31(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-    rules = [
-        lark.rule(f"tool_{i}", f'"{tool.name}" {lark.mark(f.DEEPSEEK_SEP)} {arguments(tool)}')
-        for i, tool in enumerate(tools)
-    ]
-    return _deepseek(lark, lark.rule("tool", " | ".join(rules)), "", parallel)
+    one = lark.each(tools, _behind_name(lark.mark(f.DEEPSEEK_SEP)))
+    return _deepseek(lark, one, "", parallel)
 
 
 HERMES = Marked(f.HERMES_BEGIN, _hermes, between="\n")

@@ -26,12 +26,12 @@ _KEY = re.compile(r"\w+", re.ASCII)
 
 def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
     """``[f(city="Paris"), g()]``; values are written as in JSON, which the reader takes too."""
-    rules = []
-    for index, tool in enumerate(tools):
-        name = f"tool_{index}"
-        inside = _keywords(lark, tool, name)
-        rules.append(lark.rule(name, f'"{tool.name}(" {inside} ")"'))
-    one = lark.rule("tool", " | ".join(rules))
+    indices = {tool.name: index for index, tool in enumerate(tools)}
+
+    def written(tool: Tool) -> str:
+        return f'"{tool.name}(" {_keywords(lark, tool, f"args_{indices[tool.name]}")} ")"'
+
+    one = lark.each(tools, written)
     return f'"[" {one} (", " {one})* "]"' if parallel else f'"[" {one} "]"'
 
 
@@ -39,7 +39,7 @@ def _keywords(lark: Lark, tool: Tool, name: str) -> str:
     properties = _properties(tool)
     if not properties and (tool.parameters or {}).get("additionalProperties") is not False:
         lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")
-        lark.rule("keyword", 'KEY "=" %json {}')
+        lark.rule("keyword", f'KEY "=" {value({}, strict=False)}')
         return '(keyword (", " keyword)*)?'
     members = []
     for key, schema in properties.items():
@@ -66,13 +66,14 @@ def _listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str) -> str:
 def qwen_coder_block(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
     """One function with tags; several calls are several blocks."""
     # A text is whatever comes before the tag.
-    lark.rule("plain", rf"/(?s:.*){PARAMETER_END.replace('/', chr(92) + '/')}/", options="[lazy]")
-    rules = []
-    for index, tool in enumerate(tools):
-        inside = _tagged(tool)
-        begin, end = lark_text(f"\n{FUNCTION}{tool.name}>\n"), lark_text(f"{FUNCTION_END}\n")
-        rules.append(lark.rule(f"tool_{index}", f"{begin} {inside} {end}"))
-    return f"{lark.rule('tool', ' | '.join(rules))} {lark.mark(f.HERMES_END)}"
+    lark.up_to(PARAMETER_END, "plain")
+    end = lark_text(f"{FUNCTION_END}\n")
+
+    def written(tool: Tool) -> str:
+        begin = lark_text(f"\n{FUNCTION}{tool.name}>\n")
+        return f"{begin} {_tagged(tool)} {end}"
+
+    return f"{lark.each(tools, written)} {lark.mark(f.HERMES_END)}"
 
 
 def _tagged(tool: Tool) -> str:
@@ -103,8 +104,9 @@ def _properties(tool: Tool) -> dict[str, Mapping[str, Any]]:
         message = f"tools: {tool.name} cannot be strict: {found[0]} at the top cannot be followed"
         raise InvalidRequest(f"{message} in this model's format", param="tools")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties = schema.get("properties") or {}
-    if not isinstance(properties, Mapping) or not all(map(_KEY.fullmatch, properties)):
+    properties: dict[str, Any] = {key: {} for key in _required(tool)}
+    properties |= dict(schema.get("properties", {}))
+    if not all(map(_KEY.fullmatch, properties)):
         message = f"tools: the arguments of {tool.name} need names of letters, digits and _"
         raise InvalidRequest(message, param="tools")
     return {
@@ -115,4 +117,5 @@ def _properties(tool: Tool) -> dict[str, Mapping[str, Any]]:
 
 def _required(tool: Tool) -> Sequence[str]:
     required = (tool.parameters or {}).get("required")
-    return required if isinstance(required, list | tuple) else ()
+    listed = required if isinstance(required, list | tuple) else ()
+    return [key for key in listed if isinstance(key, str)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
@@ -73,17 +73,10 @@ class Lark:
     def _all_but(self, name: str, pattern: str) -> str:
         return self.rule(f"{name.upper()}_TEXT", f"/(?s:.*)/ & ~/{pattern}/")
 
-    def each(self, tools: Sequence[Tool], before: str, after: str, name: str = "tool") -> str:
-        """One object of arguments; ``before`` and ``after`` are texts with the tool's name as %s.
-
-        A rule for each tool, so that references inside a schema stay what they were.
-        """
-        rules = []
-        for index, tool in enumerate(tools):
-            begin, end = (lark_text(text.replace("%s", tool.name)) for text in (before, after))
-            body = f"{begin} {arguments(tool)}" + (f" {end}" if after else "")
-            rules.append(self.rule(f"{name}_{index}", body))
-        return self.rule(name, " | ".join(rules))
+    def each(self, tools: Sequence[Tool], written: Callable[[Tool], str]) -> str:
+        """Any of these; a rule for each, so that references inside a schema stay what they were."""
+        rules = [self.rule(f"tool_{i}", written(tool)) for i, tool in enumerate(tools)]
+        return self.rule("tool", " | ".join(rules))
 
     def form(self, params: SamplingParams) -> str | None:
         """What ``params`` ask of the words, as a rule."""

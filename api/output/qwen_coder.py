@@ -58,7 +58,7 @@ def _call(call: CallState, schemas: Schemas) -> Reading[None]:
 
 def _parameters(call: CallState, name: str, schema: Mapping[str, Any]) -> Reading[None]:
     source = call.source
-    properties = schema.get("properties") or {}
+    properties = schema.get("properties", {})
     yield from source.white()
     while (yield from source.literal(PARAMETER)):
         key = yield from source.run(_NAME)

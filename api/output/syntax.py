@@ -22,7 +22,7 @@ MAX_TOOLS = 1024
 THINKING = {"think": THINK, "mistral": MISTRAL_THINK}
 TOOL_PARSERS = ("auto", "none", *FAMILIES)
 REASONING_PARSERS = ("auto", "none", *THINKING)
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,11 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
 
 def _check_tool(tool: Tool) -> None:
     if not _TOOL_NAME.fullmatch(tool.name):
-        message = "tools: a name takes 1 to 64 letters, digits, _ and -"
+        message = "tools: a name takes 1 to 128 letters, digits, _ and -"
         raise InvalidRequest(message, param="tools")
-    if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
+    schema = tool.parameters or {}
+    properties = schema.get("properties", {})
+    if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
         message = f"tools: the parameters of {tool.name} must be a schema of an object"
         raise InvalidRequest(message, param="tools")
 

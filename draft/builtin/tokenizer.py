@@ -23,12 +23,8 @@ SPECIAL_TOKENS = [
 # GPT-4's split, arranged for code).
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|[^\S\r\n]+(?=[\r\n])|[^\S\r\n]+(?!\S)|\s"
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+# ChatML, and tools in the form of Hermes: see docs/tools.md.
+CHAT_TEMPLATE = (Path(__file__).parent / "target" / "chat_template.jinja").read_text("utf-8")
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -32,7 +32,10 @@ BAD: list[tuple[str, object]] = [
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025),
     ("speculation", "on"), ("speculation", -1), ("speculation", 65), ("speculation", 1.0),
-    ("json_schema", {}), ("regex", "a"), ("grammar", "a"), ("choice", ["a"]),
+    ("json_schema", []), ("json_schema", ""), ("json_schema", "x" * (2**18 + 1)), ("regex", ""),
+    ("regex", 5), ("regex", "x" * (2**18 + 1)), ("grammar", ""), ("grammar", b"x"),
+    ("choice", "ab"), ("choice", []), ("choice", [""]), ("choice", [5]), ("choice", ["a"] * 4097),
+    ("choice", ["x" * 2**17, "y" * (2**17 + 1)]),
 ]  # fmt: skip
 BAD_OPTIONS: list[tuple[str, object]] = [
     *((name, None) for name in ("draft", "speculation", "exact", "page_size", "max_running")),
@@ -68,6 +71,15 @@ def test_a_bad_option_is_refused_by_name(field: str, value: object) -> None:
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     with pytest.raises(InvalidRequest):
         SamplingParams(min_tokens=3, max_tokens=2)
+
+
+def test_an_answer_has_one_form_at_most() -> None:
+    forms = {"json_schema": {}, "regex": "a", "grammar": "start: X", "choice": iter(["a", "b"])}
+    for name, value in forms.items():
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^choice cannot go with regex$") as caught:
+        SamplingParams(regex="a", choice=["a"])
+    assert caught.value.param == "choice"
 
 
 def test_sequences_become_tuples_and_one_stop_string_a_list_of_one() -> None:

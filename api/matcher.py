@@ -1,0 +1,274 @@
+"""GrammarMatcher: llguidance follows one request's output, wherever drafts may lead it.
+
+A matcher is at one path at a time. It goes to another one by rolling back to what the two share
+and consuming the rest; the masks along its path are kept, since a draft model asks for each of
+them, and the verifier asks again.
+
+Where the grammar forces bytes, only the token that the tokenizer itself would write is allowed:
+so a run of such tokens is known in advance, and the text is tokenised as the model saw it in
+training. (Guidance's fast-forward tokens, https://github.com/guidance-ai/llguidance.)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from typing import TypeVar
+
+import numpy as np
+from llguidance import LLMatcher
+
+from ..core.constraint import ConstraintFailed, Mask
+from .tokenizer import Tokenizer
+
+T = TypeVar("T")
+NUM_FORCED_TEXTS = 4096  # whose tokens are kept: requests of one schema share them
+MAX_ERROR_CHARS = 300
+
+
+class Vocabulary:
+    """The model's tokens as llguidance wants them, and the way from a text to their ids.
+
+    It adds one more token, ``end``, behind the model's own: it stands for the end of the answer.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = None  # let llguidance add it
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self.size = self.end = vocab_size
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        # A token that ends the answer is never a part of its text, however it is spelt.
+        special = {i for i in tokenizer.special_ids | eos_ids if 0 <= i < vocab_size}
+        self.special_token_ids = sorted(special)
+        self._texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
+        self._ids = {text: i for i, text in reversed([*enumerate(self._texts)]) if text}
+        self._longest = max(map(len, self._ids), default=0)
+        self._encode = tokenizer.encode_word
+        self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text that stands inside a longer one; they spell exactly these bytes."""
+        return list(self._forced(text))
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
+        """The tokenizer's own ids, if need be behind a line break, else the longest ones.
+
+        Some tokenizers put a space before a text's first word.
+        """
+        data = text.encode()
+        for before in ("", "\n"):
+            ids = self._ending(self._encode(before + text), data)
+            if ids is not None:
+                return ids
+        return self._greedy(data)
+
+    def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
+        """The last of ``ids`` if they spell ``data``, nothing more and nothing less."""
+        length = 0
+        for index in range(len(ids), -1, -1):
+            if length == len(data):
+                found = tuple(ids[index:])
+                return found if b"".join(self._texts[i] for i in found) == data else None
+            if index == 0 or not (0 <= ids[index - 1] < self.size):
+                return None
+            length += len(self._texts[ids[index - 1]])
+        return None
+
+    def _greedy(self, data: bytes) -> tuple[int, ...]:
+        """The longest token that fits, over and over; stops at a byte that no token begins with."""
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            lengths = range(min(self._longest, len(data) - at), 0, -1)
+            length = next((n for n in lengths if data[at : at + n] in self._ids), 0)
+            if not length:
+                break
+            ids.append(self._ids[data[at : at + length]])
+            at += length
+        return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled grammar, shared by requests: nobody moves its matcher, all copy it."""
+
+    prototype: LLMatcher
+    vocabulary: Vocabulary
+
+    def matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
+        """A constraint whose complete answers end with any of ``stop_ids``."""
+        return GrammarMatcher(self, stop_ids)
+
+
+class GrammarMatcher:
+    """A `Constraint` by a grammar. Copied from the grammar when it is first asked."""
+
+    def __init__(self, grammar: Grammar, stop_ids: frozenset[int]) -> None:
+        self._grammar = grammar
+        self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
+        self._stops = sorted(self._stop_ids)
+        self._matcher: LLMatcher | None = None
+        self._num_sure = 0  # tokens of the output that are consumed: they never change
+        self._tail: list[int] = []  # what is consumed behind them
+        self._masks: dict[int, Mask] = {}  # by tokens before, none of fewer than the sure ones
+
+    def fork(self) -> GrammarMatcher:
+        """Another one at the beginning of the output."""
+        return GrammarMatcher(self._grammar, self._stop_ids)
+
+    def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
+        """Which tokens may follow, [vocab]; see `Constraint`."""
+        return self._sound(lambda: self._allowed(tokens, start, tail))
+
+    def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
+        """What must follow, up to the end of the answer if there is just one way to end it."""
+        return self._sound(lambda: self._forced(tokens, start, most))
+
+    def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
+        """Leading tokens of ``guess`` that fit, whether or not they are the forced ones."""
+        return self._sound(lambda: self._count_allowed(tokens, start, guess))
+
+    def _sound(self, job: Callable[[], T]) -> T:
+        """A matcher that fails stays broken, and drafts wear one out: a new one tries again."""
+        try:
+            return job()
+        except ConstraintFailed:
+            self._restart()
+        try:
+            return job()
+        except ConstraintFailed:
+            self._restart()
+            raise
+
+    # -- what may follow, once ------------------------------------------------------------------
+
+    def _allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
+        new = self._new(tokens, start, tail)
+        depth = self._num_sure + len(new)
+        is_known = depth in self._masks and _common_len(self._tail, new) == len(new)
+        is_allowed = is_known or self._goto(new)
+        self._settle(len(tokens) - start)
+        if is_allowed and not is_known:
+            self._masks[depth] = self._mask()
+        return self._masks[depth] if is_allowed else None
+
+    def _forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
+        run: list[int] = []
+        self._goto(self._new(tokens, start, ()))
+        self._settle(len(tokens) - start)
+        while len(run) < most and (token_id := self._only()) is not None:
+            run.append(token_id)
+            if not self._consume([token_id]):
+                break
+        return run
+
+    def _count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
+        self._goto(self._new(tokens, start, ()))
+        self._settle(len(tokens) - start)
+        possible = [*takewhile(self._is_text, guess)]
+        count: int = self._live.validate_tokens(possible) if possible else 0
+        self._check()
+        follows = count < len(guess) and count == len(possible) and guess[count] in self._stop_ids
+        return count + follows
+
+    # -- the path -------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._grammar.prototype.deep_copy()
+        return self._matcher
+
+    def _restart(self) -> None:
+        self._matcher = None
+        self._num_sure = 0
+        self._tail.clear()
+        self._masks.clear()
+
+    def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
+        """The path behind the sure tokens."""
+        return [*tokens[start + self._num_sure :], *tail]
+
+    def _goto(self, new: Sequence[int]) -> bool:
+        """Be at the path that ends so; False where that is refused, at a prefix of it then."""
+        same = _common_len(self._tail, new)
+        if same < len(self._tail):
+            self._roll_back(len(self._tail) - same)
+        return self._consume(new[same:])
+
+    def _settle(self, num_output: int) -> None:
+        """Of what is consumed, so many tokens are the output now."""
+        num_new = num_output - self._num_sure
+        if num_new > len(self._tail):
+            raise ConstraintFailed("the grammar does not allow the answer so far")
+        if num_new > 0:
+            del self._tail[:num_new]
+            self._num_sure = num_output
+            self._masks = {depth: m for depth, m in self._masks.items() if depth >= num_output}
+
+    def _consume(self, token_ids: Sequence[int]) -> bool:
+        """Go on along these tokens as far as they are allowed; whether all are."""
+        possible = [*takewhile(self._is_text, token_ids)]
+        count = self._live.try_consume_tokens(possible) if possible else 0
+        self._check()
+        self._tail += possible[:count]
+        return count == len(token_ids)
+
+    def _roll_back(self, count: int) -> None:
+        self._live.rollback(count)
+        self._check()
+        del self._tail[len(self._tail) - count :]
+        last = self._num_sure + len(self._tail)
+        self._masks = {depth: mask for depth, mask in self._masks.items() if depth <= last}
+
+    def _is_text(self, token_id: int) -> bool:
+        """Whether the answer goes on behind this token."""
+        return 0 <= token_id < self._grammar.vocabulary.size and token_id not in self._stop_ids
+
+    # -- what may follow it ---------------------------------------------------------------------
+
+    def _mask(self) -> Mask:
+        bits = np.frombuffer(self._live.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        vocabulary = self._grammar.vocabulary
+        mask = np.unpackbits(bits, count=vocabulary.end + 1, bitorder="little").view(np.bool_)
+        is_complete, mask = mask[vocabulary.end], mask[: vocabulary.size]
+        if is_complete:
+            mask[self._stops] = True
+        return mask
+
+    def _only(self) -> int | None:
+        """The token that must come next, if the grammar forces one."""
+        if self._live.is_stopped():
+            self._check()
+            return self._stops[0] if len(self._stops) == 1 else None
+        forced = self._live.compute_ff_tokens()
+        self._check()
+        return forced[0] if forced else None
+
+    def _check(self) -> None:
+        if self._live.is_error():
+            raise ConstraintFailed(f"the grammar cannot go on: {error_text(self._live)}")
+
+
+def error_text(matcher: LLMatcher) -> str:
+    """What is wrong, in a line that a caller may read."""
+    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    if text == "NoExtensionBias":
+        return "no token of the model fits"
+    return text[:MAX_ERROR_CHARS]
+
+
+def _common_len(first: Sequence[int], second: Sequence[int]) -> int:
+    """Leading tokens that two sequences share."""
+    length = 0
+    for ours, theirs in zip(first, second, strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return length

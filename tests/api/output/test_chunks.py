@@ -1,0 +1,84 @@
+"""Whatever a model writes, and wherever it is cut: the same parts, no error, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parsing import WEATHER, F, by_kind, parse, syntax
+
+from foretoken.api.output.families import FAMILIES
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": ["\\"}", {}]}}\n</tool_call>',
+    "qwen3-coder": "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "llama3": '{"name": "f", "parameters": {"a": "é\\n"}}; {"name": "f", "parameters": {}}',
+    "pythonic": "[f(a='it\\'s', b=[1, {'c': None}]), get_weather(city=\"Pa\\u00e9\", days=3)]",
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f"}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+    '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+}
+ODDS = [
+    "{",
+    "}",
+    '"',
+    "\\",
+    "[",
+    "]",
+    "(",
+    ")",
+    "=",
+    ",",
+    ":",
+    ";",
+    "'",
+    "\n",
+    " ",
+    "f",
+    "x<",
+    "</",
+]
+ODDS += ['"name"', '"arguments": ', "<think>", "</think>", "null", "é😀", "[ARGS]"]
+ODDS += ["<function=f>", "</function>"]
+THOUGHTS = st.sampled_from(["", "<think>", "<think>hm</think>\n"])
+
+
+@st.composite
+def answers(draw: st.DrawFn, family: str) -> str:
+    """Something like what a model of this family writes, spoilt here and there."""
+    piece = st.sampled_from([CALLS[family], *FAMILIES[family].marks, *ODDS]) | st.text(max_size=5)
+    text = draw(THOUGHTS) + "".join(draw(st.lists(piece, max_size=8)))
+    begin, end = sorted((draw(st.integers(0, len(text))), draw(st.integers(0, len(text)))))
+    return text[begin:] if draw(st.booleans()) else text[:begin] + text[end:]
+
+
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_parts_do_not_depend_on_the_cuts(family, reasoning, data):
+    model = syntax(family, reasoning=reasoning)
+    text = data.draw(answers(family))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole, by_chars, cut = (
+        parse(model.parser(tools=(F, WEATHER)), each) for each in ([text], list(text), pieces)
+    )
+    assert whole == by_chars == cut
+    found = by_kind(whole)
+    if reasoning == "none" and not found.calls:
+        assert found.words == text
+    assert all(name for name, _, _ in found.calls)
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_the_calls_of_this_test_are_whole_ones(family):
+    found = by_kind(parse(syntax(family).parser(tools=(F, WEATHER)), [CALLS[family]]))
+    assert found.calls
+    assert all(is_done for _, _, is_done in found.calls)
+    assert found.words == ""
+
+
+def test_every_family_is_tested():
+    assert set(CALLS) == set(FAMILIES)

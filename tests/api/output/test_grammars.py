@@ -1,0 +1,278 @@
+"""Grammars and readers agree: what the one lets through, the other reads into valid calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from parsing import WEATHER, F, read, syntax
+from walking import Model
+
+from foretoken import InvalidRequest, SamplingParams
+from foretoken.api.output.families import FAMILIES
+from foretoken.api.turn import Tool, ToolChoice
+
+NODE = Tool(
+    name="tree",
+    strict=True,
+    parameters={
+        "type": "object",
+        "properties": {
+            "root": {"$ref": "#/$defs/node"},
+            "flag": {"type": "boolean"},
+            "kind": {"enum": ["a b", "c"]},
+        },
+        "required": ["root", "kind"],
+        "additionalProperties": False,
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+                "required": ["next"],
+                "additionalProperties": False,
+            }
+        },
+    },
+)
+STRICT = replace(WEATHER, strict=True)
+TEXT = Tool(name="say", parameters={"properties": {"text": {"type": "string"}}})
+TOOLS = (STRICT, NODE, F)
+REQUIRED, AUTO = ToolChoice(mode="required"), ToolChoice()
+ANY = SamplingParams()
+
+
+BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+V31 = f"{BEGIN}<｜tool▁call▁begin｜>f<｜tool▁sep｜>{{}}<｜tool▁call▁end｜>{CALLS_END}"
+V3 = V31.replace(">f<｜tool▁sep｜>{}", ">function<｜tool▁sep｜>f\n```json\n{}\n```")
+V31, V3 = (
+    text.replace(CALLS_END, between + text.removeprefix(BEGIN))
+    for text, between in ((V31, ""), (V3, "\n"))
+)
+
+
+def hermes(body: str) -> str:
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module", params=["spelt", "special", "added"])
+def model(request, runner) -> Iterator[Model]:
+    model = Model(request.param, runner)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def plain(runner) -> Iterator[Model]:
+    model = Model("spelt", runner)
+    yield model
+    model.close()
+
+
+def check_calls(calls: list[tuple[str, str, bool]]) -> None:
+    for name, arguments, is_done in calls:
+        assert is_done
+        value = json.loads(arguments)
+        if name == "get_weather":
+            assert set(value) <= {"city", "days"}
+            assert len(value["city"]) <= 12
+            assert 1 <= value.get("days", 1) <= 14
+        elif name == "tree":
+            assert set(value) <= {"root", "flag", "kind"}
+            assert value["kind"] in ("a b", "c")
+            assert value.get("flag", True) in (True, False)
+            node = value["root"]
+            while node is not None:
+                [node] = node.values()
+        elif name == "say":
+            assert isinstance(value.get("text", ""), str)
+        else:
+            assert name == "f"
+            assert isinstance(value, dict)
+
+
+@pytest.mark.parametrize(
+    ("family", "template"), [*((family, "") for family in FAMILIES), ("deepseek", "```json")]
+)
+def test_forced_calls_are_read_as_valid_calls(model, family, template):
+    tools = (STRICT, NODE, F) if family != "qwen3-coder" else (TEXT, NODE, F)
+    syntax = model.syntax(family, template=template)
+    text = syntax.constrain(ANY, tools=tools, choice=REQUIRED)
+    for seed in range(6):
+        answer = model.spell(model.walk(text, seed), syntax.shown_ids(tools=True))
+        found = read(lambda: syntax.parser(tools=tools), answer)
+        assert found.words == "", answer
+        assert found.calls
+        check_calls(found.calls)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "answer"),
+    [
+        ("hermes", "", "\n".join([hermes('{"name": "f", "arguments": {}}')] * 2)),
+        ("qwen3-coder", "", "\n".join([hermes("<function=f>\n</function>")] * 2)),
+        ("llama3", "", '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}'),
+        ("pythonic", "", "[f(), f()]"),
+        ("mistral", "", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}"),
+        ("deepseek", "", V31),
+        ("deepseek", "```json", V3),
+    ],
+)
+def test_several_calls_only_where_they_may_be(model, family, template, answer):
+    if family == "mistral" and "[ARGS]" not in model.tokenizer.vocab:
+        answer = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
+    syntax = model.syntax(family, template=template)
+    assert read(lambda: syntax.parser(tools=[F]), answer).calls == [("f", "{}", True)] * 2
+    single = ToolChoice(mode="required", parallel=False)
+    assert model.accepts(syntax.constrain(ANY, tools=[F], choice=REQUIRED), answer)
+    assert not model.accepts(syntax.constrain(ANY, tools=[F], choice=single), answer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_of_one_tool_where_that_is_what_is_asked(plain, family):
+    syntax = plain.syntax(family)
+    choice = ToolChoice(mode="required", name="tree", parallel=False)
+    text = syntax.constrain(ANY, tools=(NODE, F), choice=choice)
+    for seed in range(3):
+        answer = plain.spell(plain.walk(text, seed), frozenset())
+        found = read(lambda: syntax.parser(tools=(NODE, F)), answer)
+        assert [name for name, _, _ in found.calls] == ["tree"]
+        check_calls(found.calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_words_are_free_and_calls_among_them_valid(model, family):
+    syntax = model.syntax(family)
+    text = syntax.constrain(ANY, tools=(NODE, F), choice=AUTO)
+    assert model.accepts(text, "Plain words, <b>tags</b> and (brackets).")
+    assert model.accepts(text, "")
+    begin = {"llama3": "{", "pythonic": "["}.get(family) or f"Hm.\n{FAMILIES[family].marks[0]}"
+    for seed in range(3):
+        ids = model.walk(text, seed, begin)
+        answer = model.spell(ids, syntax.shown_ids(tools=True))
+        found = read(lambda: syntax.parser(tools=(NODE, F)), answer)
+        assert found.calls, answer
+        check_calls(found.calls)
+
+
+PARIS = hermes('{"name": "get_weather", "arguments": {"city": "Paris"}}')
+
+
+@pytest.mark.parametrize(
+    ("choice", "answer", "fits"),
+    [
+        (REQUIRED, PARIS, True),
+        (REQUIRED, f"{PARIS}\n{PARIS}", True),
+        (REQUIRED, "no", False),
+        (REQUIRED, "", False),
+        (REQUIRED, PARIS.replace("get_weather", "nobody"), False),
+        (REQUIRED, PARIS.replace("city", "town"), False),
+        (REQUIRED, PARIS.replace(": {", ":  {"), False),
+        (REQUIRED, PARIS.replace('{"city": "Paris"}', "{}"), False),
+        (ToolChoice(mode="required", parallel=False), f"{PARIS}\n{PARIS}", False),
+        (ToolChoice(mode="required", name="f"), PARIS, False),
+        (ToolChoice(mode="required", allowed=frozenset({"f"})), PARIS, False),
+        (ToolChoice(mode="required", name="get_weather"), PARIS, True),
+        (AUTO, "no", True),
+        (AUTO, f"Well.\n{PARIS}\n{PARIS} So.", True),
+        (AUTO, f"Well.\n{PARIS.replace('city', 'town')}", False),
+        (AUTO, "Well. <tool_call>", False),
+        (ToolChoice(parallel=False), f"Well.\n{PARIS}", True),
+        (ToolChoice(parallel=False), f"{PARIS}\n{PARIS}", False),
+    ],
+)
+def test_what_a_grammar_for_hermes_allows(model, choice, answer, fits):
+    text = model.syntax("hermes").constrain(ANY, tools=TOOLS, choice=choice)
+    assert model.accepts(text, answer) == fits
+
+
+def test_arguments_of_any_tool_are_forced_strict_or_not(plain):
+    text = plain.syntax("hermes").constrain(ANY, tools=[WEATHER], choice=REQUIRED)
+    assert plain.accepts(text, PARIS)
+    assert not plain.accepts(text, PARIS.replace("city", "town"))
+
+
+def test_what_a_loose_schema_says_beyond_the_known_is_left_out(plain):
+    odd = {"type": "object", "properties": {"a": {"type": "string", "format": "of-my-own"}}}
+    loose, strict = Tool(name="f", parameters=odd), Tool(name="f", parameters=odd, strict=True)
+    syntax = plain.syntax("hermes")
+    answer = hermes('{"name": "f", "arguments": {"a": "x"}}')
+    assert plain.accepts(syntax.constrain(ANY, tools=[loose], choice=REQUIRED), answer)
+    with pytest.raises(InvalidRequest):
+        plain.grammar(syntax.constrain(ANY, tools=[strict], choice=REQUIRED))
+
+
+@pytest.mark.parametrize(
+    ("params", "answer"),
+    [
+        (SamplingParams(json_schema={"type": "object", "required": ["x/y"]}), '{"x/y": 1}'),
+        (SamplingParams(json_schema='{"type": "integer"}'), "12"),
+        (SamplingParams(regex=r"a/b\/c\d+\\"), "a/b/c12\\"),
+        (SamplingParams(regex="a\nb"), "a\nb"),
+        (SamplingParams(choice=['say "no"\n', "yes"]), 'say "no"\n'),
+        (SamplingParams(grammar='start: call\ncall: "call" // }\n'), "call"),
+        (SamplingParams(grammar='root ::= "a" b\nb ::= "b"+'), "abb"),
+    ],
+)
+def test_words_in_a_form_or_calls(plain, params, answer):
+    syntax = plain.syntax("hermes", reasoning="think")
+    text = syntax.constrain(params, tools=[WEATHER], choice=AUTO)
+    assert plain.accepts(text, answer)
+    assert plain.accepts(text, PARIS)
+    assert not plain.accepts(text, "else")
+    assert not plain.accepts(text, answer + PARIS)
+    assert plain.accepts(text, f"<think>hm</think>\n\n{answer}")
+    without = syntax.constrain(params)
+    assert plain.accepts(without, f"<think>hm</think>\n\n{answer}")
+    assert not plain.accepts(without, PARIS)
+
+
+def test_a_thought_is_free_and_what_follows_is_not(model):
+    syntax = model.syntax("hermes", reasoning="think")
+    text = syntax.constrain(ANY, tools=TOOLS, choice=REQUIRED)
+    assert model.accepts(text, PARIS)
+    assert model.accepts(text, f"<think>\n<tool_call> hm\n</think>\n\n{PARIS}")
+    assert not model.accepts(text, "<think>hm</think>\n\nno")
+    assert not model.accepts(text, "<think>hm")
+    opened = syntax.constrain(ANY, tools=TOOLS, choice=REQUIRED, prompt_tail="<think>\n")
+    assert model.accepts(opened, f"hm\n</think>\n\n{PARIS}")
+    assert not model.accepts(opened, PARIS)
+    closed = syntax.constrain(ANY, tools=TOOLS, choice=REQUIRED, prompt_tail="</think>\n\n")
+    assert model.accepts(closed, PARIS)
+    assert not model.accepts(closed, f"<think>hm</think>{PARIS}")
+
+
+def test_nothing_is_constrained_that_need_not_be():
+    model = syntax("hermes", reasoning="think")
+    form = SamplingParams(json_schema={})
+    assert model.constrain(ANY, tools=[WEATHER, F], choice=AUTO) is None
+    assert model.constrain(ANY) is None
+    assert model.constrain(ANY, tools=[STRICT], choice=ToolChoice(mode="none")) is None
+    assert model.constrain(form, prompt_tail="</think>") is None
+    assert syntax("hermes").constrain(form) is None
+
+
+@pytest.mark.parametrize("family", ["pythonic", "qwen3-coder"])
+def test_what_is_required_comes_even_if_it_is_described_nowhere(plain, family):
+    tool = Tool(name="f", parameters={"required": ["a"], "properties": {"b": {"type": "null"}}})
+    syntax = plain.syntax(family)
+    text = syntax.constrain(ANY, tools=[tool], choice=REQUIRED)
+    found = read(lambda: syntax.parser(tools=[tool]), plain.spell(plain.walk(text, 0), frozenset()))
+    assert all("a" in json.loads(arguments) for _, arguments, _ in found.calls)
+    assert found.calls
+
+
+def test_a_text_of_qwen_coder_can_not_be_held_to_a_length(plain):
+    model = plain.syntax("qwen3-coder")
+    with pytest.raises(InvalidRequest) as info:
+        model.constrain(ANY, tools=[STRICT], choice=REQUIRED)
+    assert info.value.param == "tools"
+    assert model.constrain(ANY, tools=[WEATHER], choice=REQUIRED)

@@ -1,0 +1,148 @@
+"""Calls written in Python or between tags become JSON as they come; thoughts stand before all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from parsing import TOOLS, Read, read, syntax
+
+from foretoken.api.output.events import CallArguments, CallBegin
+from foretoken.api.turn import Tool
+
+TYPED = Tool(
+    name="f",
+    parameters={
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "s": {"type": "string"},
+            "o": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "l": {"type": "array"},
+            "b": {"enum": [True, False]},
+        },
+    },
+)
+
+
+def pythonic(text: str) -> Read:
+    return read(lambda: syntax("pythonic").parser(tools=TOOLS), text)
+
+
+def coder(text: str) -> Read:
+    return read(lambda: syntax("qwen3-coder").parser(tools=[TYPED]), text)
+
+
+def think(text: str, *, tail: str = "", family: str = "hermes") -> Read:
+    model = syntax(family, reasoning="think")
+    return read(lambda: model.parser(tools=TOOLS, prompt_tail=tail), text)
+
+
+def test_pythonic_calls():
+    found = pythonic('\n[get_weather(city="Paris", days=2), f()]\n')
+    assert found == Read(
+        calls=[("get_weather", '{"city": "Paris", "days": 2}', True), ("f", "{}", True)]
+    )
+    assert pythonic("<|python_start|>[f()]<|python_end|>") == Read(calls=[("f", "{}", True)])
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'it\\'s \"\\n\\x41\\u00e9\\U0001F600\\d\\/'", "it's \"\nAé😀\\d/"),
+        ('"""a "b" c"""', 'a "b" c'),
+        ("'\\ud83d\\ude00'", "😀"),
+        ("-1.5e3", -1500.0),
+        (".5", 0.5),
+        ("[True, False, None, true, null]", [True, False, None, True, None]),
+        ("(1, [2, ()],)", [1, [2, []]]),
+        ("{'a': {'b': 1,}, \"c\": {}}", {"a": {"b": 1}, "c": {}}),
+        ("12345678901234567890", 12345678901234567890),
+    ],
+)
+def test_pythonic_values_become_json(written, value):
+    [(_, arguments, is_done)] = pythonic(f"[f(x={written})]").calls
+    assert json.loads(arguments) == {"x": value}
+    assert is_done
+
+
+def test_pythonic_arguments_stream():
+    parser = syntax("pythonic").parser(tools=TOOLS)
+    assert parser.feed('[f(a="x') == [CallBegin("f"), CallArguments('{"a": "x')]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[see](http://x)", "[nobody(x=1)]", "[1, 2]", "[f", "f(x=1)", "[f(x)]", "[]", "[f (x=1)]"],
+)
+def test_brackets_that_are_no_calls_are_words(text):
+    assert pythonic(text) == Read(words=text)
+
+
+def test_a_pythonic_call_that_breaks_off_stays_open():
+    assert pythonic("[f(a=1, b=g(2))] so") == Read(
+        words="(2))] so", calls=[("f", '{"a": 1, "b": ', False)]
+    )
+    assert pythonic("[f(a=" + "[" * 100 + "]" * 100 + ")]").calls[0][2] is False
+    assert pythonic("[f(") == Read(calls=[("f", "", False)])
+
+
+def test_calls_of_qwen_coder_by_the_types_of_the_schema():
+    found = coder(
+        "Hm.\n<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\n"
+        'one\n"two"\n\n</parameter>\n<parameter=o>\nnull\n</parameter>\n<parameter=l>[1, 2]'
+        "</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=new>\n7\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    [(name, arguments, is_done)] = found.calls
+    assert (found.words, name, is_done) == ("Hm.\n", "f", True)
+    assert json.loads(arguments) == {
+        "n": 3, "s": 'one\n"two"\n', "o": None, "l": [1, 2], "b": True, "new": "7",
+    }  # fmt: skip
+
+
+def test_a_value_of_qwen_coder_that_its_type_does_not_fit_is_a_string():
+    [(_, arguments, _)] = coder(
+        "<tool_call><function=f><parameter=n>NaN</parameter></function></tool_call>"
+    ).calls
+    assert json.loads(arguments) == {"n": "NaN"}
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>x", "<tool_call>\n<function=>", "<tool_call><function=f"]
+)
+def test_tags_of_qwen_coder_that_are_no_call_are_words(text):
+    assert coder(text) == Read(words=text)
+
+
+def test_a_thought_is_told_apart_at_its_mark():
+    assert think("<think>\nhm\n</think>\n\nHi\n") == Read(thought="hm\n", words="Hi\n")
+
+
+def test_a_thought_that_the_prompt_opened_needs_no_mark():
+    found = think("hm</think>\n\nHi", tail="<|im_start|>assistant\n<think>\n")
+    assert found == Read(thought="hm", words="Hi")
+
+
+def test_a_thought_that_the_prompt_closed_does_not_open_again():
+    found = think("<think> is a tag", tail="<think>\n\n</think>\n\n")
+    assert found == Read(words="<think> is a tag")
+
+
+def test_a_mark_behind_the_first_word_is_a_word():
+    assert think("\nUse <think> here") == Read(words="\nUse <think> here")
+
+
+def test_a_thought_without_an_end_is_all_thought():
+    assert think("<think>hm</thin") == Read(thought="hm</thin")
+
+
+def test_calls_inside_a_thought_are_thought():
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    found = think(f"<think>{call}</think>\n{call}")
+    assert found == Read(thought=call, calls=[("f", "{}", True)])
+
+
+def test_mistrals_thoughts_have_marks_of_their_own():
+    model = syntax("none", reasoning="mistral")
+    assert read(model.parser, "[THINK]hm[/THINK]Hi") == Read(thought="hm", words="Hi")

@@ -1,0 +1,84 @@
+"""A model without weights: what its grammars allow, and answers at random within them."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import numpy as np
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from foretoken import SamplingParams
+from foretoken.api.build import BUILTIN
+from foretoken.api.grammar import Grammars
+from foretoken.api.matcher import Grammar
+from foretoken.api.output.families import FAMILIES
+from foretoken.api.output.syntax import Syntax
+from foretoken.api.tokenizer import Tokenizer
+
+MARKS = sorted({mark for family in FAMILIES.values() for mark in family.marks})
+MARKS += ["<think>", "</think>"]
+END = 2  # <|im_end|>
+
+
+class Model:
+    """A tokenizer, what is compiled for it, and one that answers at random within a grammar."""
+
+    def __init__(self, marks: str, runner: asyncio.Runner) -> None:
+        hf = AutoTokenizer.from_pretrained(BUILTIN / "target")
+        if marks != "spelt":
+            tokens = [AddedToken(m, normalized=False, special=marks == "special") for m in MARKS]
+            hf.add_tokens(tokens, special_tokens=marks == "special")
+        self.tokenizer = Tokenizer(hf, max_model_len=4096)
+        self.grammars = Grammars(self.tokenizer, len(hf), frozenset({END}))
+        self._runner = runner
+        texts = [self.tokenizer.token_bytes(i) for i in range(len(hf))]
+        self._tag_end = self.tokenizer.encode_word("</parameter>")  # no other end of free text
+        self._weights = np.array([40.0 if set(b'"}])>\n<') & set(t) else 1.0 for t in texts])
+
+    def close(self) -> None:
+        self.tokenizer.close()
+        self.grammars.close()
+
+    def syntax(self, family: str, *, reasoning: str = "none", template: str = "") -> Syntax:
+        vocab, special = self.tokenizer.vocab, self.tokenizer.special_ids
+        return Syntax.choose(
+            template, vocab, special, tool_parser=family, reasoning_parser=reasoning
+        )
+
+    def grammar(self, text: str | None) -> Grammar:
+        assert text is not None
+        grammar = self._runner.run(self.grammars.compile(SamplingParams(grammar=text)))
+        assert grammar is not None
+        return grammar
+
+    def accepts(self, text: str | None, answer: str) -> bool:
+        """Whether the grammar allows exactly this and then the end."""
+        matcher = self.grammar(text).matcher(frozenset({END}))
+        ids = self.tokenizer.encode_word(answer)
+        mask = matcher.allowed(array("i"), 0, ids)
+        return mask is not None and bool(mask[END])
+
+    def walk(self, text: str | None, seed: int, begin: str = "") -> list[int]:
+        """An answer at random; it ends soon after it may."""
+        matcher, rng = self.grammar(text).matcher(frozenset({END})), np.random.default_rng(seed)
+        ids = array("i", self.tokenizer.encode_word(begin))
+        for _ in range(600):
+            mask = matcher.allowed(ids, 0, ())
+            assert mask is not None
+            if mask[END] and rng.random() < 0.5:
+                return list(ids)
+            weights = np.where(mask, self._weights, 0.0)
+            weights[END] = 0.0
+            if not weights.any():
+                return list(ids)
+            if rng.random() < 0.2 and matcher.allowed(ids, 0, self._tag_end) is not None:
+                ids.extend(self._tag_end)
+                continue
+            ids.append(int(rng.choice(len(weights), p=weights / weights.sum())))
+        raise AssertionError(f"no end: {self.tokenizer.decode(ids)}")
+
+    def spell(self, ids: list[int], shown: frozenset[int]) -> str:
+        detokenizer = self.tokenizer.detokenizer((), shown)
+        return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
