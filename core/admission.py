@@ -56,6 +56,8 @@ def cache_limit(request: Request) -> int | None:
 
     Log-probabilities of the prompt need its rows computed: nothing beyond those told is read.
     """
+    if not request.cache.read:
+        return 0
     told, wanted = request.num_prompt_logprobs, request.prompt_len - 1
     asks = request.sampling.params.prompt_logprobs is not None
     return told if asks and told < wanted else None
@@ -74,7 +76,7 @@ def shares_prefill(cache: PrefixCache, request: Request, running: Iterable[Reque
         and other.namespace == request.namespace
         and other.tokens[:upto] == page
         for other in running
-        if other.num_pending > 1
+        if other.num_pending > 1 and other.cache.write
     )
 
 
@@ -88,5 +90,6 @@ def would_fit(cache: PrefixCache, request: Request, num_running: int) -> bool:
         request.tokens,
         len(request.tokens) + 1,
         namespace=request.namespace,
+        limit=cache_limit(request),
         slack=num_running * -(-growth // cache.page_size),
     )

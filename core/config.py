@@ -18,6 +18,7 @@ _LOWEST = {
     "max_queued": 0,
     "threads": 1,
 }
+_SHARES = ("pin_quota",)
 _OPTIONAL = {"kv_tokens", "max_model_len", "threads"}
 _HIGHEST = 2**40
 REJECTION_WANTS_DEPTH = (
@@ -33,7 +34,8 @@ class EngineConfig:
     ``draft``: auto, none, or a comma list of sources and draft-model paths, tried in order.
     ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:
     coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
-    ``kv_memory`` ("4GiB") size the KV pool. ``exact``: which batches must give equal bits.
+    ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
+    may pin, all together twice as much. ``exact``: which batches must give equal bits.
     """
 
     draft: str = "auto"
@@ -47,6 +49,7 @@ class EngineConfig:
     kv_memory: str | int | None = None
     kv_tokens: int | None = None
     page_size: int = 16
+    pin_quota: float = 0.25
     max_model_len: int | None = None
     max_batch_tokens: int = 256
     max_running: int = 64
@@ -61,6 +64,8 @@ class EngineConfig:
         for name, lowest in _LOWEST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), lowest)
+        for name in _SHARES:
+            _check_share(name, getattr(self, name))
         _require(isinstance(self.draft, str), "draft", "must be a string")
         if self.speculation not in ("auto", "off"):
             _check_integer("speculation", self.speculation, 0)
@@ -105,6 +110,11 @@ def _check_integer(name: str, value: object, lowest: int) -> None:
     _require(is_int, name, "must be an integer")
     _require(value >= lowest, name, f"must be at least {lowest}")  # type: ignore[operator]
     _require(value <= _HIGHEST, name, f"must be at most {_HIGHEST}")  # type: ignore[operator]
+
+
+def _check_share(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_number and 0 <= value <= 1, name, "must be from 0 to 1")  # type: ignore[operator]
 
 
 def _require(holds: bool, param: str, message: str) -> None:

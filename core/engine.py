@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from typing import Protocol
 
 from .errors import EngineDead, InvalidRequest, QueueFull
 from .metrics import EngineMetrics
+from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Delta, Request
 from .scheduler import Event, Scheduler
@@ -74,6 +76,11 @@ class Engine:
         task = self._task
         return task is not None and not task.done() and not task.cancelling()
 
+    @property
+    def now(self) -> float:
+        """Seconds, on the clock of arrivals, pins and losses."""
+        return self._clock()
+
     def submit(self, request: Request) -> TokenStream:
         """Take a request; its answer arrives on the stream.
 
@@ -111,18 +118,30 @@ class Engine:
             num_pages = self.scheduler.cache.flush(*namespaces)
         return num_pages
 
-    def cache_info(self) -> dict[str, object]:
-        """Occupancy and hit counters of the prefix cache, in pages and tokens."""
+    def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+        """Drop what begins with these tokens and is not in use, pins or not.
+
+        Drafts of the namespace go altogether: they know no prefixes. Returns how many pages that
+        freed. Raises `InvalidRequest` for tokens that do not fill a page.
+        """
         cache = self.scheduler.cache
-        return {
-            "page_size": cache.page_size,
-            "total_pages": cache.num_total_pages,
-            "free_pages": cache.num_free_pages,
-            "evictable_pages": cache.num_evictable_pages,
-            "usage": cache.usage,
-            "queried_tokens": cache.num_queries,
-            "hit_tokens": cache.num_hits,
-        }
+        if len(tokens) < cache.page_size:
+            message = f"a prefix must fill a page of {cache.page_size} tokens, not {len(tokens)}"
+            raise InvalidRequest(message, param="prefix")
+        try:
+            self.scheduler.speculator.flush(namespace)
+        finally:
+            num_pages = cache.flush_prefix(tokens, namespace=namespace)
+        return num_pages
+
+    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
+        """Occupancy and hit counters of the prefix cache, in pages and tokens.
+
+        ``pins`` are those of one namespace: nobody else's are told one by one.
+        """
+        cache = self.scheduler.cache
+        cache.tick(self._clock())  # no round looks after the pins while nothing runs
+        return describe_cache(cache, namespace)
 
     def _obituary(self) -> str:
         return "a step failed; the engine stopped" if self.failure else "the engine is not running"

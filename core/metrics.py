@@ -44,6 +44,9 @@ class _Levels(Collector):
                           len(scheduler.running))  # fmt: skip
         yield from _gauge("num_requests_waiting", "Requests in the queue", len(scheduler.waiting))
         yield from _gauge("kv_cache_usage_perc", "Share of KV pages that are held", cache.usage)
+        yield from _gauge(
+            "kv_cache_pinned_pages", "KV pages that pins keep", cache.num_pinned_pages
+        )
         yield from _counter("prefix_cache_queries", "Prompt tokens looked up", cache.num_queries)
         yield from _counter("prefix_cache_hits", "Prompt tokens found", cache.num_hits)
         yield from _counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)

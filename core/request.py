@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal
 
-from ..radix_cache import KVLease
+from ..radix_cache import KVLease, Loss
+from .caching import DEFAULT_CACHE, CacheOptions
 from .errors import ForetokenError
 from .step import RowSampling, TokenLogprob
 
@@ -38,6 +39,8 @@ class Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
+    cache_loss: Loss | None = None  # what became of the first page that was not found, if known
     completion_tokens: int = 0
     proposed_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were served
@@ -99,6 +102,7 @@ class Request:
     depth: int | Literal["auto"] | None = None  # draft tokens a step; None: as the engine is set
     prediction: array[int] | None = None  # the caller's own guess at the answer
     namespace: str | None = None  # cache_salt: shares KV and drafts with its like alone
+    cache: CacheOptions = DEFAULT_CACHE
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
     on_token: OnToken | None = None
@@ -112,6 +116,7 @@ class Request:
     usage: Usage = field(default_factory=Usage)
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # told so far
+    num_noted: int = 0  # leading tokens that count as found or written already
 
     @property
     def prompt_len(self) -> int:

@@ -14,18 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from sortedcontainers import SortedKeyList
 
 from ..radix_cache import PrefixCache
-from .admission import (
-    SchedulerLimits,
-    cache_limit,
-    check_fits,
-    check_token_ids,
-    shares_prefill,
-    would_fit,
-)
+from .admission import SchedulerLimits, check_fits, check_token_ids, shares_prefill, would_fit
 from .audit import check_ledger
 from .commit import take_output
 from .drafting import fit_pages, make_row, pending_upto, share_of
 from .errors import ForetokenError, InvalidRequest, QueueFull
+from .pages import borrow, give_back, pin_prompt, publish
 from .request import Delta, FinishReason, Request, RequestStatus
 from .speculation import NO_SPECULATION, NOTHING, Careful, DraftPlan, Speculator
 from .step import PlanRow, RowOutput, StepOutput, StepPlan
@@ -123,6 +117,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """The next step. Empty when nothing is to be done; never empty while a request runs."""
+        self.cache.tick(now)
         budget = self.limits.max_batch_tokens
         decodes = self._plan_decodes(budget)
         drafts = self._plan_drafts(decodes, budget - len(decodes))
@@ -202,19 +197,12 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request its lease."""
-        request.lease = self.cache.acquire(
-            request.tokens,
-            namespace=request.namespace,
-            limit=cache_limit(request),
-            priority=request.priority,
-            is_first=request.num_preemptions == 0,
-        )
+        request.lease = borrow(self.cache, request)
         request.num_computed = request.lease.num_cached_tokens
         self.waiting.remove(request)
         self.running[request.request_id] = request
         request.status = RequestStatus.RUNNING
         if request.num_preemptions == 0:
-            request.usage.cached_tokens = request.num_computed
             request.usage.queue_time = now - request.arrival_time
         self.speculator.join(request)
 
@@ -253,9 +241,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def _release(self, request: Request, *, keep: bool = True) -> None:
-        lease, request.lease = request.lease, None
-        if lease is not None:
-            self.cache.release(lease, request.tokens, request.num_computed, keep=keep)
+        give_back(self.cache, request, keep=keep)
         del self.running[request.request_id]
         request.num_computed = 0
         self._departed.append(request.request_id)
@@ -284,11 +270,13 @@ class Scheduler:
         if delta.token_ids:
             self.speculator.observe(request, row, out, len(delta.token_ids))
         if delta.terminal:
-            return self._finish(request, delta, now)
-        if request.lease is not None:
-            if row.stop - row.start > 1:
-                self.cache.publish(request.lease, request.tokens, request.num_computed)
+            self._finish(request, delta, now)
+        elif request.lease is not None:
+            if row.stop - row.start > 1 or row.start < request.prompt_len:
+                publish(self.cache, request)
             self.cache.shrink(request.lease, len(request.tokens))
+        if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
+            pin_prompt(self.cache, request)
         return delta
 
     def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:

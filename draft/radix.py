@@ -49,6 +49,8 @@ class RadixSource:
 
     def propose(self, request: Request, most: int) -> Guess | None:
         """O(new tokens + most), and O(depth) more where the tree was cut since."""
+        if request.cache.is_private:
+            return None
         draft, forked = self._draft(request, most)
         if not draft:
             return None
@@ -62,7 +64,7 @@ class RadixSource:
     def leave(self, request: Request) -> None:
         """Its tokens join the tree. O(len(tokens)), at memcmp speed for those already there."""
         self._cursors.pop(request, None)
-        if not request.num_output:
+        if not request.num_output or request.cache.is_private:
             return
         tokens, tree = request.tokens, self._tree
         tree.insert(tokens, array("q", bytes(8 * len(tokens))), namespace=request.namespace)

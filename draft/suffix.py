@@ -220,6 +220,9 @@ class SuffixSource:
 
     def leave(self, request: Request) -> None:
         """What no one had said before is kept."""
+        if request.cache.is_private:
+            self._forget(request)
+            return
         if request not in self._live and not request.num_output:
             return
         segment = self._segment(request)
@@ -230,6 +233,11 @@ class SuffixSource:
         self._num_kept += len(segment.tokens)
         while self._num_kept > self._max_tokens:
             self._drop(next(iter(self._ended.values())))
+
+    def _forget(self, request: Request) -> None:
+        segment = self._live.pop(request, None)
+        if segment is not None:
+            self._index.drop(segment)
 
     def flush(self, *namespaces: str | None) -> None:
         """Live requests stay, as their KV does."""
@@ -246,9 +254,12 @@ class SuffixSource:
         return self._live.get(request) or self._open(request)
 
     def _open(self, request: Request) -> Segment:
-        scope, num_known = request.namespace, request.usage.cached_tokens
+        num_known, name = request.usage.cached_tokens, request.namespace
+        scope: Hashable = name
+        if request.cache.is_private:  # it draws on its own tokens, and nobody else does
+            num_known, scope, name = 0, request, request.request_id
         start = max(0, num_known - MAX_ORDER)
-        segment = self._index.open(request.tokens, scope=scope, salt=_salt(scope), start=start)
+        segment = self._index.open(request.tokens, scope=scope, salt=_salt(name), start=start)
         segment.num_indexed = num_known
         self._live[request] = segment
         return segment

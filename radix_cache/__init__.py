@@ -4,8 +4,20 @@ Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
 from .eviction import POLICIES
+from .losses import Loss
 from .node import Lock, Match, Node
+from .pins import Pinned
 from .prefix_cache import KVLease, PrefixCache
 from .tree import RadixTree
 
-__all__ = ["POLICIES", "KVLease", "Lock", "Match", "Node", "PrefixCache", "RadixTree"]
+__all__ = [
+    "POLICIES",
+    "KVLease",
+    "Lock",
+    "Loss",
+    "Match",
+    "Node",
+    "Pinned",
+    "PrefixCache",
+    "RadixTree",
+]

@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from .eviction import EvictionIndex
-from .node import Lock, Node
+from .node import Lock, Node, PageCounts
 
 
-def check_pages(nodes: Sequence[Node], num_pages: int, num_locked: int, num_nodes: int) -> None:
+def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> None:
     """The counters are right, and no page is in two nodes. O(pages)."""
     owned = [page_id for node in nodes for page_id in node.page_ids]
-    locked = sum(len(node.page_ids) for node in nodes if node.locks)
     below_roots = sum(node.parent is not None for node in nodes)
-    assert num_pages == len(owned), f"{len(owned)} pages are counted as {num_pages}"
-    assert num_locked == locked, f"{locked} locked pages are counted as {num_locked}"
+    found = PageCounts()
+    for node in nodes:
+        found.add(node)
+    assert counts == found, f"{found} are counted as {counts}"
     assert num_nodes == below_roots, f"{below_roots} nodes are counted as {num_nodes}"
     assert len(set(owned)) == len(owned), "two nodes own the same page"
 
@@ -43,20 +44,23 @@ def _check_root(root: Node, roots: Mapping[str | None, Node]) -> None:
 def _check_child(node: Node, child: Node) -> None:
     assert child.parent is node, "a child does not know its parent"
     assert child.namespace == node.namespace, "a child is in another namespace than its parent"
-    assert 0 <= child.locks <= node.locks, "a child is pinned more often than its parent"
+    assert 0 <= child.locks <= node.locks, "a child is held more often than its parent"
 
 
 def check_locks(nodes: Sequence[Node], locks: Set[Lock]) -> None:
-    """Every node is pinned exactly by the live receipts at or below it. O(locks * depth)."""
+    """Every node is held exactly by the live receipts at or below it. O(locks * depth)."""
     paths = {lock: lock.node.path() for lock in locks}
     live = Counter(node for path in paths.values() for node in path)
+    kept = Counter(node for lock, path in paths.items() if lock.is_pin for node in path)
     for node in nodes:
         held = live.pop(node, 0)
+        pins = kept.pop(node, 0)
         assert node.locks == held, f"a node with {held} live receipts has {node.locks} locks"
-    assert not live, "a live receipt pins a node that left the tree"
+        assert node.pins == pins, f"a node with {pins} live pins counts {node.pins}"
+    assert not live, "a live receipt holds a node that left the tree"
     for lock, path in paths.items():
         depth = sum(len(node.page_ids) for node in path)
-        assert lock.num_pages == depth, f"a receipt for {lock.num_pages} pages pins {depth}"
+        assert lock.num_pages == depth, f"a receipt for {lock.num_pages} pages holds {depth}"
         assert lock.is_live, "a released receipt is held to be live"
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Cause = Literal["evicted", "flushed"]
+OnLoss = Callable[[str | None, bytes, Cause], None]
+"""Told of pages that are dropped: their namespace, and the tokens of the first and of the page
+before it."""
 
 
 def _no_ids() -> array[int]:
@@ -25,6 +31,7 @@ class Node:
     page_ids: array[int] = field(default_factory=_no_ids)  # KV of ``key``; owned by this node
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
     locks: int = 0  # live receipts at or below this node
+    pins: int = 0  # those of them that are pins
     last_used: int = 0  # tick when it was last locked or unlocked; equal ticks lie on one path
     num_hits: int = 0  # receipts that ever held it
     priority: int = 0  # of the most important receipt that ever held it; lower matters more
@@ -48,12 +55,45 @@ class Node:
                 bound = middle - 1
         return same
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether a lease needs it; what pins alone hold can be had back."""
+        return self.locks > self.pins
+
     def path(self) -> list[Node]:
         """Nodes from the root to this one. O(depth)."""
         nodes = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
         return nodes[::-1]
+
+    def below(self) -> Iterator[Node]:
+        """This node and all below it, parents first. O(n)."""
+        stack = [self]
+        while stack:
+            yield (node := stack.pop())
+            stack.extend(node.children.values())
+
+
+@dataclass(slots=True)
+class PageCounts:
+    """How many pages the nodes of a tree own, and who holds them."""
+
+    num_pages: int = 0
+    num_locked: int = 0  # some receipt holds them
+    num_pinned: int = 0  # some pin does
+    num_yielding: int = 0  # pins alone do
+
+    def add(self, node: Node, sign: int = 1) -> None:
+        """Count a node, or with -1 count it no longer: before and after each change of one."""
+        count = sign * len(node.page_ids)
+        self.num_pages += count
+        if node.locks:
+            self.num_locked += count
+        if node.pins:
+            self.num_pinned += count
+            if not node.is_borrowed:
+                self.num_yielding += count
 
 
 class Match(NamedTuple):
@@ -70,23 +110,24 @@ class Match(NamedTuple):
     epoch: int  # of the tree when it was matched
 
     @property
-    def num_unlocked_pages(self) -> int:
-        """Pages of the match that no receipt pins now. O(depth)."""
+    def num_idle_pages(self) -> int:
+        """Pages of the match that no lease borrows now. O(depth)."""
         if self.node is None:
             return 0
         *above, last = self.node.path()
-        num_pages = 0 if last.locks else self.num_node_pages
-        return num_pages + sum(len(node.page_ids) for node in above if not node.locks)
+        num_pages = 0 if last.is_borrowed else self.num_node_pages
+        return num_pages + sum(len(node.page_ids) for node in above if not node.is_borrowed)
 
 
 @dataclass(slots=True, eq=False)
 class Lock:
-    """A receipt: it pins every page from the root to the end of ``node`` until unlocked.
+    """A receipt: it holds every page from the root to the end of ``node`` until unlocked.
 
     Splitting leaves the lower half in place, so a receipt never has to be told of it.
     """
 
-    node: Node  # the deepest node pinned
-    num_pages: int  # pinned pages, root to ``node``; 0 once released
+    node: Node  # the deepest node held
+    num_pages: int  # held pages, root to ``node``; 0 once released
     priority: int = 0  # of the request behind it; lower matters more
+    is_pin: bool = False  # whether there is a pin behind it, not a lease
     is_live: bool = True  # False once released

@@ -6,8 +6,12 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .losses import Loss, LossLog
 from .node import Lock
+from .pins import PinBoard
 from .tree import RadixTree
+
+PIN_QUOTA = 0.25  # of the pool
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +22,7 @@ class KVLease:
     lock: Lock  # pins the shared pages; owned by this lease
     num_cached_tokens: int  # found at acquire; their KV need not be computed
     namespace: str | None  # cache salt; None is the shared default
+    loss: Loss | None = None  # when the first page that was not found had been cached before
 
     @property
     def num_shared_pages(self) -> int:
@@ -29,18 +34,30 @@ class PrefixCache:
     """Lends KV pages to requests and keeps what they computed for those who come later.
 
     Four verbs move pages: `acquire` borrows the longest cached prefix, `extend` adds private pages,
-    `publish` gives finished ones to the tree, `release` ends the lease. ``policy`` orders eviction:
-    "lru", "lfu" or "priority". Raises ValueError for bad sizes or an unknown policy.
+    `publish` gives finished ones to the tree, `release` ends the lease. `pin` keeps cached pages
+    past pressure for a while, `tick` is told the time. ``policy`` orders eviction: "lru", "lfu" or
+    "priority". ``pin_quota`` is the share of the pool that one namespace may pin; all together may
+    pin twice as much. Raises ValueError for bad sizes or an unknown policy.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, policy: str = "lru") -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        policy: str = "lru",
+        pin_quota: float = PIN_QUOTA,
+    ) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.page_size = page_size  # tokens
         self.num_total_pages = num_pages
         self.num_queries = 0  # tokens asked for, over all acquires
         self.num_hits = 0  # tokens of those that were cached
-        self.tree = RadixTree(page_size, policy)  # owns the cached pages; others only look
+        self.losses = LossLog(page_size)
+        # The tree owns the cached pages; others only look.
+        self.tree = RadixTree(page_size, policy, on_loss=self.losses.note)
+        self.pins = PinBoard(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
         self._fresh = array("q")  # handed out since take_fresh_pages; owned by their leases
 
@@ -51,17 +68,22 @@ class PrefixCache:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Cached pages that no lease borrows. O(1)."""
+        """Cached pages that no lease borrows and no pin keeps. O(1)."""
         return self.tree.num_pages - self.tree.num_locked_pages
 
     @property
+    def num_pinned_pages(self) -> int:
+        """Cached pages that some pin keeps, each counted once. O(1)."""
+        return self.tree.counts.num_pinned
+
+    @property
     def num_available_pages(self) -> int:
-        """Pages that `extend` could hand out now: free or evictable. O(1)."""
-        return self.num_free_pages + self.num_evictable_pages
+        """Pages that `extend` could hand out now: free, evictable, or pinned only. O(1)."""
+        return self.num_free_pages + self.num_evictable_pages + self.tree.counts.num_yielding
 
     @property
     def usage(self) -> float:
-        """Share of the pool that live leases hold, 0 to 1: cached but unused pages do not count."""
+        """Share of the pool that live leases hold, 0 to 1: what is merely kept does not count."""
         return 1 - self.num_available_pages / self.num_total_pages
 
     def match_len(
@@ -72,17 +94,23 @@ class PrefixCache:
         return self.tree.match(tokens, namespace=namespace, limit=limit).num_tokens
 
     def would_fit(
-        self, tokens: array[int], upto: int, *, namespace: str | None = None, slack: int = 0
+        self,
+        tokens: array[int],
+        upto: int,
+        *,
+        namespace: str | None = None,
+        limit: int | None = None,
+        slack: int = 0,
     ) -> bool:
         """Whether `acquire` and then `extend` to ``upto`` would leave ``slack`` pages available.
 
-        Pages of the match count once: as borrowed, no longer as evictable. Changes nothing.
-        O(len + depth).
+        Pages of the match count once: as borrowed, no longer as evictable. Pins do not stand in
+        the way, for they yield. Changes nothing. O(len + depth).
         """
-        limit = _borrowable(len(tokens), None)
+        limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
         num_pages = max(-(-upto // self.page_size), len(match.page_ids))
-        needed = num_pages - len(match.page_ids) + match.num_unlocked_pages
+        needed = num_pages - len(match.page_ids) + match.num_idle_pages
         return needed + slack <= self.num_available_pages
 
     def acquire(
@@ -99,7 +127,8 @@ class PrefixCache:
         ``is_first=False`` leaves the counters alone: a preempted request finds what it wrote.
 
         The last token is never borrowed, for its logits must be computed. A lower ``priority``
-        matters more (policy "priority" evicts it later). O(len + depth + log n).
+        matters more (policy "priority" evicts it later). The time of pins that it hits begins anew.
+        O(len + depth + log n).
         """
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
@@ -107,14 +136,17 @@ class PrefixCache:
         if is_first:
             self.num_queries += len(tokens)
             self.num_hits += match.num_tokens
-        return KVLease(match.page_ids, lock, match.num_tokens, namespace)
+        self.pins.touch(lock.node)
+        loss = self.losses.find(namespace, tokens, match.num_tokens)
+        return KVLease(match.page_ids, lock, match.num_tokens, namespace, loss)
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
         """Makes the page table reach position ``upto`` (exclusive): all or nothing.
 
         False means that it does not fit, and then nothing has changed. With ``evict=False`` only
-        free pages are taken: drafts never push out what is committed. Raises ValueError for a
-        released lease. O(pages added + log n per leaf evicted).
+        free pages are taken: drafts never push out what is committed. Pins yield when all else is
+        gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted), and
+        O(pins) for each that yields.
         """
         _require_live(lease)
         needed = -(-upto // self.page_size) - len(lease.page_ids)
@@ -122,13 +154,18 @@ class PrefixCache:
             return True
         if needed > (self.num_available_pages if evict else self.num_free_pages):
             return False
-        self._free += self.tree.evict(needed - len(self._free))
+        self._free += self._evict(needed - len(self._free))
         taken = self._free[-needed:]
         taken.reverse()
         del self._free[-needed:]
         lease.page_ids += taken
         self._fresh += taken
         return True
+
+    def _evict(self, num_pages: int) -> array[int]:
+        while num_pages > self.num_evictable_pages:
+            self.pins.give_way()
+        return self.tree.evict(num_pages)
 
     def shrink(self, lease: KVLease, upto: int) -> None:
         """Gives private pages back that positions below ``upto`` do not need.
@@ -141,40 +178,70 @@ class PrefixCache:
         self._free += lease.page_ids[keep:][::-1]
         del lease.page_ids[keep:]
 
-    def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> None:
+    def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> range:
         """Gives the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
 
         Where the tree has the same prefix already, the lease adopts the tree's pages and frees its
-        own copies. Raises ValueError for a released lease, or when ``num_computed`` goes beyond
-        the tokens or the page table. O(new pages + nodes they pass).
+        own copies. Returns the positions that were not cached before. Raises ValueError for a
+        released lease, or when ``num_computed`` goes beyond the tokens or the page table.
+        O(new pages + nodes they pass).
         """
         _require_live(lease)
         if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):
             raise ValueError(f"{num_computed} computed tokens exceed the tokens or the page table")
         start, stop = lease.num_shared_pages, num_computed // self.page_size
         if start >= stop:
-            return
+            return range(0)
         own = lease.page_ids[start:stop]
         new_tokens = tokens[start * self.page_size : stop * self.page_size]
         adopted = self.tree.insert_below(lease.lock, new_tokens, own)
         lease.page_ids[start : start + len(adopted)] = adopted
         self._free += own[: len(adopted)]
+        return range((start + len(adopted)) * self.page_size, stop * self.page_size)
 
     def release(
         self, lease: KVLease, tokens: array[int], num_computed: int, *, keep: bool = True
-    ) -> None:
+    ) -> range:
         """Ends a lease: publishes what is committed, frees the rest, gives the borrowed back.
 
         With ``keep=False`` nothing more is published: what a failed request computed (NaN, say)
-        must not reach others. Raises ValueError as `publish` does, the second time above all.
-        O(new pages + depth + log n).
+        must not reach others. Returns what `publish` does, and raises as it does, ValueError the
+        second time above all. O(new pages + depth + log n).
         """
         _require_live(lease)
-        if keep:
-            self.publish(lease, tokens, num_computed)
+        written = self.publish(lease, tokens, num_computed) if keep else range(0)
         self._free += lease.page_ids[lease.num_shared_pages :]
         self.tree.unlock(lease.lock)
         lease.page_ids = array("q")  # anew, not emptied: a running step may still read the old one
+        return written
+
+    def pin(
+        self,
+        tokens: array[int],
+        num_tokens: int,
+        *,
+        ttl: float,
+        namespace: str | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Keeps the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
+
+        Whole pages, as far as they are cached and the namespace's quota goes; returns how many
+        tokens that is. Then older pins of the namespace give way. O(num_tokens + depth + pins).
+        """
+        limit = min(num_tokens, self.pins.quota * self.page_size)
+        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        if match.num_tokens:
+            self.pins.keep(match, ttl, priority)
+        return match.num_tokens
+
+    def tick(self, now: float) -> None:
+        """Tells the time in seconds; pins that are over decay to what is merely cached.
+
+        O(1), and O(depth + log n) for each pin that is over.
+        """
+        self.losses.now = now
+        self.pins.expire(now)
 
     def take_fresh_pages(self) -> array[int]:
         """Pages handed out from the free list since the last call, each once.
@@ -188,10 +255,28 @@ class PrefixCache:
     def flush(self, *namespaces: str | None) -> int:
         """Drops what is cached and not borrowed, in these namespaces or in all when none is named.
 
-        ``flush(None)`` empties the shared default only. Returns how many pages became free.
-        O(leaves + nodes dropped).
+        ``flush(None)`` empties the shared default only. Pins go, too. Returns how many pages became
+        free. O(leaves + nodes dropped + pins).
         """
+        self.pins.drop(*namespaces)
         freed = self.tree.flush(*namespaces)
+        self._free += freed
+        return len(freed)
+
+    def flush_prefix(self, tokens: array[int], *, namespace: str | None = None) -> int:
+        """Drops what begins with the whole pages of ``tokens`` and is not borrowed, pins or not.
+
+        The pages of ``tokens`` go as well, up to where what begins otherwise branches off. Raises
+        ValueError for less than a page. Returns how many pages became free. O(len + nodes below).
+        """
+        limit = len(tokens) // self.page_size * self.page_size
+        if not limit:
+            raise ValueError(f"a prefix of {len(tokens)} tokens does not fill a page")
+        match = self.tree.match(tokens, namespace=namespace, limit=limit)
+        if match.num_tokens < limit or match.node is None:
+            return 0
+        self.pins.drop_below(match.node)
+        freed = self.tree.flush_below(match)
         self._free += freed
         return len(freed)
 
@@ -199,7 +284,8 @@ class PrefixCache:
         """Asserts that every page has exactly one owner; ``leases`` are all live ones. O(pages)."""
         leases = list(leases)
         self.tree.check()
-        self.tree.check_receipts(lease.lock for lease in leases)
+        self.pins.check()
+        self.tree.check_receipts([*(lease.lock for lease in leases), *self.pins.locks()])
         owned = [*self._free, *(p for node in self.tree.nodes() for p in node.page_ids)]
         for lease in leases:
             self._check_lease(lease)

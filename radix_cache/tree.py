@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from .audit import check_leaves, check_links, check_locks, check_pages
 from .eviction import EvictionIndex
-from .node import Lock, Match, Node
+from .node import Cause, Lock, Match, Node, OnLoss, PageCounts
 
 ITEM_SIZE = array("q").itemsize
 
@@ -27,25 +27,37 @@ def token_bytes(tokens: array[int], limit: int | None = None) -> bytes:
 class RadixTree:
     """Cached prefixes and the pages that hold them, one tree for each namespace.
 
-    `match` looks and changes nothing. `lock` pins a match, `unlock` gives it back; both refresh its
-    recency. `insert_below` grows what a receipt pins. `evict` takes unlocked leaves in the order
-    of ``policy`` ("lru", "lfu" or "priority"). Raises ValueError for an unknown policy or a page
-    size below one token.
+    `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
+    its recency. `insert_below` grows what a receipt holds. `evict` takes unlocked leaves in the
+    order of ``policy`` ("lru", "lfu" or "priority"). Raises ValueError for an unknown policy or a
+    page size below one token.
     """
 
-    def __init__(self, page_size: int, policy: str = "lru") -> None:
+    def __init__(
+        self, page_size: int, policy: str = "lru", *, on_loss: OnLoss | None = None
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
         self.page_size = page_size  # tokens
-        self.num_pages = 0  # owned by nodes
-        self.num_locked_pages = 0  # owned by nodes that some receipt pins
+        self.counts = PageCounts()
         self.num_nodes = 0  # roots not counted
         self._page_bytes = page_size * ITEM_SIZE
+        self._on_loss = on_loss
         self._roots: dict[str | None, Node] = {}  # those with a child or a receipt
         self._index: EvictionIndex[Node] = EvictionIndex(policy)  # unlocked leaves, no roots
         self._locks: set[Lock] = set()  # live receipts
         self._clock = 0  # one tick per lock, growth and unlock
         self.epoch = 0  # one tick per node cut or dropped: older matches are void
+
+    @property
+    def num_pages(self) -> int:
+        """Pages owned by nodes."""
+        return self.counts.num_pages
+
+    @property
+    def num_locked_pages(self) -> int:
+        """Pages that some receipt holds."""
+        return self.counts.num_locked
 
     def match(
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
@@ -66,10 +78,10 @@ class RadixTree:
                 break
         return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
 
-    def lock(self, match: Match, *, priority: int = 0) -> Lock:
-        """Pins exactly the pages of ``match``, cutting the last node where the match ends.
+    def lock(self, match: Match, *, priority: int = 0, is_pin: bool = False) -> Lock:
+        """Holds exactly the pages of ``match``, cutting the last node where the match ends.
 
-        Without the cut, a short match into a long node would pin pages that nobody reads.
+        Without the cut, a short match into a long node would hold pages that nobody reads.
         Raises ValueError when the tree has cut or dropped a node since. O(depth + log n).
         """
         if match.epoch != self.epoch:
@@ -77,11 +89,11 @@ class RadixTree:
         node = match.node or self._root(match.namespace)
         if match.num_node_pages < len(node.page_ids):
             node = self._split(node, match.num_node_pages)
-        lock = Lock(node, len(match.page_ids), priority)
+        lock = Lock(node, len(match.page_ids), priority, is_pin)
         self._locks.add(lock)
         self._clock += 1
-        for pinned in node.path():
-            self._pin(pinned, priority)
+        for held in node.path():
+            self._hold(held, lock)
         return lock
 
     def unlock(self, lock: Lock) -> None:
@@ -91,7 +103,7 @@ class RadixTree:
         lock.is_live, lock.num_pages = False, 0
         self._clock += 1
         for node in lock.node.path():
-            self._unpin(node)
+            self._let_go(node, lock)
         self._settle(lock.node)
 
     def insert(
@@ -102,7 +114,7 @@ class RadixTree:
         namespace: str | None = None,
         priority: int = 0,
     ) -> array[int]:
-        """`insert_below` the namespace's root; nothing stays pinned. O(len(tokens) + log n)."""
+        """`insert_below` the namespace's root; nothing stays held. O(len(tokens) + log n)."""
         lock = self.lock(self.match(array("q"), namespace=namespace), priority=priority)
         try:
             return self.insert_below(lock, tokens, page_ids)
@@ -110,7 +122,7 @@ class RadixTree:
             self.unlock(lock)
 
     def insert_below(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> array[int]:
-        """Caches the tokens that follow what ``lock`` pins, and moves the receipt to their end.
+        """Caches the tokens that follow what ``lock`` holds, and moves the receipt to their end.
 
         Returns the page ids that the tree already had for the first of these tokens: the caller
         keeps its own copies of those. The rest of ``page_ids`` belongs to the tree from now on.
@@ -137,7 +149,7 @@ class RadixTree:
         while len(freed) < num_pages and (leaf := self._index.first()) is not None:
             missing = num_pages - len(freed)
             fits = len(leaf.page_ids) <= missing
-            freed += self._drop(leaf) if fits else self._trim(leaf, missing)
+            freed += self._drop(leaf, "evicted") if fits else self._trim(leaf, missing)
         return freed
 
     def flush(self, *namespaces: str | None) -> array[int]:
@@ -147,25 +159,29 @@ class RadixTree:
         """
         freed = array("q")
         for leaf in list(self._index):
-            node = leaf
-            while not namespaces or node.namespace in namespaces:
-                if node.parent is None or node.locks or node.children:
-                    break
-                freed += self._drop(node)
-                node = node.parent
+            if not namespaces or leaf.namespace in namespaces:
+                freed += self._drop_upwards(leaf)
+        return freed
+
+    def flush_below(self, match: Match) -> array[int]:
+        """Drops every unlocked node that goes through the end of ``match``; returns its pages.
+
+        The pages on the way there go as well, up to where others branch off. O(nodes below).
+        """
+        freed = array("q")
+        if match.node is not None:
+            for leaf in [node for node in match.node.below() if not node.children]:
+                freed += self._drop_upwards(leaf)
         return freed
 
     def nodes(self) -> Iterator[Node]:
         """Every node, roots included, parents first. O(n)."""
-        stack = list(self._roots.values())
-        while stack:
-            yield (node := stack.pop())
-            stack.extend(node.children.values())
+        return (node for root in self._roots.values() for node in root.below())
 
     def check(self) -> None:
         """Asserts every invariant of the tree. O(pages), for tests and for idle moments."""
         nodes = list(self.nodes())
-        check_pages(nodes, self.num_pages, self.num_locked_pages, self.num_nodes)
+        check_pages(nodes, self.counts, self.num_nodes)
         check_links(nodes, self._roots, self.page_size)
         check_locks(nodes, self._locks)
         check_leaves(nodes, self._index, self._clock)
@@ -188,7 +204,7 @@ class RadixTree:
         while (child := self._child(lock.node, data, start)) is not None:
             same = child.common_pages(data, start)
             lock.node = child if same == len(child.page_ids) else self._split(child, same)
-            self._pin(lock.node, lock.priority)
+            self._hold(lock.node, lock)
             found += lock.node.page_ids
             start += same * self._page_bytes
         return found
@@ -200,21 +216,22 @@ class RadixTree:
             lock.node.locks, lock.node.num_hits, lock.node.last_used = 1, 1, self._clock
             self._link(lock.node)
             self.num_nodes += 1
-        else:  # pinned by this receipt alone: growing in place avoids one node per publish
+        else:  # held by this receipt alone: growing in place avoids one node per publish
+            self.counts.add(node, -1)
             node.key += tokens
             node.page_ids += page_ids
-        self.num_pages += len(page_ids)
-        self.num_locked_pages += len(page_ids)
+        self.counts.add(lock.node)
 
     def _split(self, lower: Node, num_pages: int) -> Node:
         """Cuts a node after ``num_pages``: a new one above it takes the front.
 
         The node itself stays the lower half, so receipts, children and the eviction index still
-        point at the right end. The caller pins the upper half at once.
+        point at the right end. The caller holds the upper half at once.
         """
         cut = num_pages * self.page_size
         upper = Node(lower.namespace, lower.parent, lower.key[:cut], lower.page_ids[:num_pages])
-        upper.locks, upper.num_hits, upper.priority = lower.locks, lower.num_hits, lower.priority
+        upper.locks, upper.pins = lower.locks, lower.pins
+        upper.num_hits, upper.priority = lower.num_hits, lower.priority
         del lower.key[:cut], lower.page_ids[:num_pages]
         self._link(upper)
         lower.parent = upper
@@ -230,23 +247,25 @@ class RadixTree:
     def _first_page(self, node: Node) -> bytes:
         return node.key[: self.page_size].tobytes()
 
-    # -- pins
+    # -- receipts
 
-    def _pin(self, node: Node, priority: int) -> None:
-        if node.locks == 0:
-            self.num_locked_pages += len(node.page_ids)
-            if not node.children and node.parent is not None:
-                self._index.remove(node)
-        node.priority = min(node.priority, priority)
+    def _hold(self, node: Node, lock: Lock) -> None:
+        if node.locks == 0 and not node.children and node.parent is not None:
+            self._index.remove(node)
+        self.counts.add(node, -1)
         node.locks += 1
+        node.pins += lock.is_pin
+        self.counts.add(node)
+        node.priority = min(node.priority, lock.priority)
         node.num_hits += 1
         node.last_used = self._clock
 
-    def _unpin(self, node: Node) -> None:
+    def _let_go(self, node: Node, lock: Lock) -> None:
+        self.counts.add(node, -1)
         node.locks -= 1
+        node.pins -= lock.is_pin
+        self.counts.add(node)
         node.last_used = self._clock
-        if node.locks == 0:
-            self.num_locked_pages -= len(node.page_ids)
 
     def _require_live(self, lock: Lock) -> None:
         if lock not in self._locks:
@@ -263,19 +282,40 @@ class RadixTree:
         else:
             self._index.add(node)
 
-    def _drop(self, leaf: Node) -> array[int]:
+    def _drop_upwards(self, node: Node) -> array[int]:
+        """Drops a node, then those above it, for as long as they are unlocked leaves."""
+        freed = array("q")
+        while node.parent is not None and not node.locks and not node.children:
+            freed += self._drop(node, "flushed")
+            node = node.parent
+        return freed
+
+    def _drop(self, leaf: Node, cause: Cause) -> array[int]:
         assert leaf.parent is not None, "a root is never dropped as a leaf"
+        self._tell(leaf, 0, cause)
         self._index.remove(leaf)
         del leaf.parent.children[self._first_page(leaf)]
         self.num_nodes -= 1
-        self.num_pages -= len(leaf.page_ids)
+        self.counts.add(leaf, -1)
         self.epoch += 1
         self._settle(leaf.parent)
         return leaf.page_ids
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
+        self._tell(leaf, len(leaf.page_ids) - num_pages, "evicted")
         tail = leaf.page_ids[-num_pages:]
+        self.counts.add(leaf, -1)
         del leaf.page_ids[-num_pages:], leaf.key[-num_pages * self.page_size :]
-        self.num_pages -= num_pages
+        self.counts.add(leaf)
         self.epoch += 1
         return tail
+
+    def _tell(self, node: Node, page: int, cause: Cause) -> None:
+        """Say that a node's pages go, from this one on. O(page size)."""
+        if self._on_loss is None or node.parent is None:
+            return
+        first = page * self.page_size
+        before = node.key[max(0, first - self.page_size) : first]
+        before = before or node.parent.key[-self.page_size :]
+        seam = before + node.key[first : first + self.page_size]
+        self._on_loss(node.namespace, seam.tobytes(), cause)

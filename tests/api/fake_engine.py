@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,10 @@ class FakeEngine:
         self.scheduler = SimpleNamespace(limits=limits)
         self._live: dict[str, Live] = {}
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
 
     async def start(self) -> None:
         self.alive = True
@@ -126,7 +131,7 @@ class FakeEngine:
         self.flushed.append((namespace, everything))
         return 3
 
-    def cache_info(self) -> dict[str, object]:
+    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         return {"total_pages": 10}
 
     async def _run(self) -> None:

@@ -21,7 +21,7 @@ class Engine:
     """Metrics over a scheduler that has nothing to tell, fed as the engine feeds them."""
 
     def __init__(self) -> None:
-        cache = SimpleNamespace(usage=0.0, num_queries=0, num_hits=0)
+        cache = SimpleNamespace(usage=0.0, num_queries=0, num_hits=0, num_pinned_pages=0)
         scheduler: Any = SimpleNamespace(running={}, waiting=[], num_preemptions=0, cache=cache)
         self.metrics = EngineMetrics(scheduler)
         sampling = RowSampling(params=SamplingParams(), seed=1, prompt_len=1)

@@ -1,0 +1,151 @@
+"""POST /v1/branches over the fake engine: its shapes, its streams, its refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+SYSTEM = {"role": "system", "content": "Answer."}
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+def fork(http: httpx.Client, *branches: dict[str, Any], **fields: Any) -> httpx.Response:
+    if "prompt" not in fields and "messages" not in fields:
+        fields["messages"] = [SYSTEM]
+    return http.post("/v1/branches", json={"branches": list(branches), **fields})
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_each_branch_is_a_choice_with_its_own_usage(http, say, engine):
+    say("well")
+    body = fork(http, user("a"), user("bcd")).json()
+    assert body["object"] == "branches"
+    assert body["id"].startswith("branches-")
+    assert "choices" not in body
+    first, second = body["branches"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["message"] == {"role": "assistant", "content": "well", "refusal": None}
+    assert first["finish_reason"] == "stop"
+    total = body["usage"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert total[name] == first["usage"][name] + second["usage"][name]
+    assert first["usage"]["prompt_tokens"] < second["usage"]["prompt_tokens"]
+
+
+def test_every_branch_begins_with_what_all_share(http, engine, tokenizer):
+    fork(http, user("a"), user("b"), max_tokens=1)
+    texts = [tokenizer.decode(r.tokens[: r.prompt_len], skip_special_tokens=False)
+             for r in engine.requests]  # fmt: skip
+    for text, said in zip(texts, "ab", strict=True):
+        assert text.startswith("<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\n" + said)
+
+
+def test_a_branch_may_sample_otherwise_than_the_body_says(http, engine):
+    hot = {**user("b"), "temperature": 0.5, "seed": 4, "max_tokens": 2}
+    body = fork(http, user("a"), hot, temperature=0, seed=3, max_tokens=1).json()
+    params = [request.sampling.params for request in engine.requests]
+    assert [p.temperature for p in params] == [0, 0.5]
+    assert [p.seed for p in params] == [3, 4]
+    assert [b["usage"]["completion_tokens"] for b in body["branches"]] == [1, 2]
+
+
+@pytest.mark.parametrize(("prompt", "ends"), [("ab", ["c", None]), ([65, 66], [[67], None])])
+def test_a_text_or_token_ids_are_continued(http, engine, tokenizer, prompt, ends):
+    branches = [{} if end is None else {"prompt": end} for end in ends]
+    body = fork(http, *branches, prompt=prompt, max_tokens=1).json()
+    assert len(body["branches"]) == 2
+    longer, shorter = (list(r.tokens[: r.prompt_len]) for r in engine.requests)
+    if isinstance(prompt, str):
+        assert tokenizer.decode(longer) == "abc"
+        assert tokenizer.decode(shorter) == "ab"
+    else:
+        assert (longer, shorter) == ([65, 66, 67], [65, 66])
+
+
+def test_the_beginning_alone_may_be_branched_by_seed(http, engine):
+    fork(http, {"seed": 1}, {"seed": 2}, max_tokens=1)
+    assert engine.requests[0].tokens[:5] == engine.requests[1].tokens[:5]
+    assert [request.sampling.seed for request in engine.requests] == [1, 2]
+
+
+def test_a_stream_brings_chat_chunks_with_the_branches_index(http, say, engine):
+    say("well then")
+    answer = fork(http, user("a"), user("b"), stream=True, stream_options={"include_usage": True})
+    *chunks, last = events(answer)
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    assert len({chunk["id"] for chunk in [*chunks, last]}) == 1
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["index"] for choice in choices[:2]] == [0, 1]
+    for index in (0, 1):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in own) == "well then"
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["stop"]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 2 * len(engine.answers(None))
+
+
+def test_a_reader_who_leaves_aborts_every_branch(http, engine):
+    engine.by_hand = True
+    body = {"messages": [SYSTEM], "branches": [user("a"), user("b")], "stream": True}
+    with http.stream("POST", "/v1/branches", json=body) as answer:
+        assert answer.status_code == 200
+        assert engine.submitted.acquire(timeout=20)
+        assert engine.submitted.acquire(timeout=20)
+    assert engine.was_aborted.acquire(timeout=20)
+    assert engine.was_aborted.acquire(timeout=20)
+
+
+def test_when_one_branch_is_refused_none_runs_on(http, engine):
+    engine.by_hand = True
+    long = user("x" * 4000)
+    answer = fork(http, user("a"), long)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert engine.was_aborted.acquire(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"branches": []}, "branches"),
+        ({"branches": [{"seeed": 1}]}, "branches[0]"),
+        ({"branches": [{"prompt": "x"}]}, "branches[0].prompt"),
+        ({"branches": [{"max_tokens": 0}]}, "branches[0].max_tokens"),
+        ({"branches": [{}], "n": 2}, "n"),
+        ({"branches": [{}], "prompt": "x"}, "prompt"),
+        ({"branches": [{}], "messages": None}, "prompt"),
+        ({"branches": [{"prompt": [1]}], "messages": None, "prompt": "x"}, "branches[0].prompt"),
+        ({"branches": [{"messages": []}], "messages": None, "prompt": "x"}, "branches[0].messages"),
+        ({"branches": [{"temperature": -1}]}, "temperature"),
+        ({"branches": [{}] * 65}, "branches"),
+    ],
+)
+def test_a_body_that_cannot_be_branched_is_a_400_that_names_the_field(http, fields, param):
+    body = {"messages": [SYSTEM], **fields}
+    if body["messages"] is None:
+        del body["messages"]
+    answer = http.post("/v1/branches", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_an_unknown_model_is_a_404(http):
+    assert fork(http, user("a"), model="other").status_code == 404

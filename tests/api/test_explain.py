@@ -1,0 +1,338 @@
+"""Why a prompt missed the cache: causes, differences, and what the clients' own fields say."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from foretoken.api.explain import (
+    Explainer,
+    Explanation,
+    anthropic_diagnostics,
+    first_difference,
+    openai_diagnostics,
+)
+from foretoken.api.prompts import Part, PromptLog, PromptNote, conversation_parts
+from foretoken.core.caching import CacheOptions
+from foretoken.core.params import SamplingParams
+from foretoken.core.request import Request
+from foretoken.core.step import RowSampling
+from foretoken.radix_cache import Loss
+
+PAGE = 4
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+class Scene:
+    """Prompts that came one after the other, a second apart; tokens are the text's characters."""
+
+    def __init__(self, max_bytes: int = 10**6) -> None:
+        self.log = PromptLog(max_bytes=max_bytes)
+        self.now = 0.0
+
+    def say(
+        self,
+        name: str,
+        *messages: str,
+        found: bool = False,
+        salt: str | None = None,
+        loss: Loss | None = None,
+        tools: list[dict[str, object]] | None = None,
+        plain: bool = False,
+        cache_key: str | None = None,
+        model: str = "m",
+        **options: bool,
+    ) -> Explanation:
+        """Serve a prompt and explain it; ``found``: the pages of the most similar were cached."""
+        said = [
+            {"role": "user" if index else "system", "content": text}
+            for index, text in enumerate(messages)
+        ]
+        parts = [] if plain else conversation_parts(said, tools or [])
+        text = "|".join([repr(tools or ""), *messages])
+        tokens = array("q", [ord(character) for character in text])
+        params = SamplingParams(cache_salt=salt)
+        request = Request(
+            request_id=name,
+            tokens=tokens,
+            sampling=RowSampling(params=params, seed=0, prompt_len=len(tokens)),
+            namespace=salt,
+            cache=CacheOptions(**options),
+        )
+        self.now += 1.0
+        note = PromptNote(parts=parts, model=model, cache_key=cache_key)
+        self.log.record(name, request, note, self.now)
+        prompt = self.log.find(name)
+        if prompt is not None and found and (other := self.log.most_similar(prompt, PAGE)):
+            readable = min(prompt.common_len(other), len(tokens) - 1)
+            request.usage.cached_tokens = readable // PAGE * PAGE
+        request.usage.cache_loss = loss
+        request.usage.time_to_first_token = 0.5
+        return self.explain(name)
+
+    def explain(self, name: str, previous: str | None = None) -> Explanation:
+        explainer = Explainer(self.log, PAGE, lambda ids: "".join(map(chr, ids)))
+        prompt = self.log.find(name)
+        assert prompt is not None
+        return explainer.explain(prompt, self.log.find(previous) if previous else None)
+
+
+def test_the_first_prompt_was_never_seen() -> None:
+    found = Scene().say("a", "You help.", "What is new?")
+    assert found.cause == "first_seen"
+    assert found.compared_with is None
+    assert found.first_difference is None
+
+
+def test_a_prompt_that_found_every_page_is_a_hit() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    found = scene.say("b", "You help.", "What is new?", found=True)
+    assert (found.cause, found.compared_with) == ("hit", "a")
+    assert found.reusable_tokens == found.prompt_tokens
+
+
+def test_a_conversation_that_grew_is_a_hit_though_its_end_is_new() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    found = scene.say("b", "You help.", "What is new?", "Tell me more of it.", found=True)
+    assert found.cause == "hit"
+    assert found.first_difference is not None
+    assert found.first_difference.path == "messages[2].role"
+    assert found.first_difference.before is None
+
+
+def test_a_changed_message_is_named_with_the_text_around_the_change() -> None:
+    scene = Scene()
+    long = "word " * 40
+    scene.say("a", "You help.", long + "on Monday " + long, "Go.")
+    found = scene.say("b", "You help.", long + "on Friday " + long, "Go.", found=True)
+    assert found.cause == "changed"
+    change = found.first_difference
+    assert change is not None
+    assert change.path == "messages[1].content"
+    assert change.before is not None
+    assert change.now is not None
+    assert "Monday" in change.before
+    assert "Friday" in change.now
+    assert max(len(change.before), len(change.now)) <= 60
+    assert found.reusable_tokens == len("''|You help.|" + long + "on ")
+
+
+def test_changed_tools_and_a_changed_system_text_are_told_apart() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", tools=TOOLS)
+    other = [{"type": "function", "function": {"name": "listen"}}]
+    tools = scene.say("b", "You help.", "What is new?", tools=other, found=True)
+    assert tools.first_difference is not None
+    assert (tools.cause, tools.first_difference.path) == ("changed", "tools")
+    system = scene.say("c", "You helped.", "What is new?", tools=other, found=True)
+    assert system.first_difference is not None
+    assert system.first_difference.path == "messages[0].content"
+    assert system.first_difference.kind == "system"
+
+
+def test_the_most_similar_prompt_is_chosen_and_of_equals_the_latest() -> None:
+    scene = Scene()
+    scene.say("far", "You help.", "What is old?")
+    scene.say("near", "You help.", "What is new here?")
+    scene.say("nearest", "You help.", "What is new there?")
+    scene.say("other", "You sing.", "What is new there, then?")
+    found = scene.say("b", "You help.", "What is new to me?")
+    assert found.compared_with == "nearest"
+
+
+def test_a_line_that_is_new_in_every_request_is_found_at_the_very_beginning() -> None:
+    scene = Scene()
+    rules = "Be kind and be brief. " * 10
+    scene.say("a", "x1 " + rules, "Hello.", plain=False, tools=None)
+    scene.log.find("a").tokens = b"\1\0\0\0" * 50  # nothing at all in common at the beginning
+    found = scene.say("b", "x2 " + rules, "Hello.")
+    assert (found.cause, found.compared_with, found.reusable_tokens) == ("changed", "a", 0)
+    assert found.first_difference is not None
+    assert found.first_difference.path == "messages[0].content"
+
+
+def test_evicted_and_flushed_are_told_with_the_time_since() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    loss = Loss("evicted", 1.5)
+    found = scene.say("b", "You help.", "What is new?", loss=loss)
+    assert (found.cause, found.seconds_ago) == ("evicted", 0.5)
+    found = scene.say("c", "You help.", "What is new?", loss=Loss("flushed", 1.0))
+    assert (found.cause, found.seconds_ago) == ("flushed", 2.0)
+
+
+def test_a_page_that_is_gone_for_longer_than_the_log_reaches_was_evicted_at_some_time() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    found = scene.say("b", "You help.", "What is new?")
+    assert (found.cause, found.seconds_ago) == ("evicted", None)
+
+
+def test_a_prompt_that_was_not_written_or_not_yet_is_no_eviction() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", write=False)
+    assert scene.say("b", "You help.", "What is new?").cause == "first_seen"  # of others' secrets
+    assert scene.explain("b", "a").cause == "not_written"
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    prompt = scene.log.find("a")
+    assert prompt is not None
+    prompt.usage.time_to_first_token = 5.0  # still computed when the next came
+    assert scene.say("b", "You help.", "What is new?").cause == "not_written"
+
+
+def test_who_does_not_read_is_told_so() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    assert scene.say("b", "You help.", "What is new?", read=False).cause == "not_read"
+
+
+def test_less_than_a_page_is_too_short() -> None:
+    assert Scene().say("a", "").cause == "too_short"
+
+
+def test_nothing_is_told_of_prompts_with_another_salt() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?", salt="x")
+    found = scene.say("b", "You help.", "What is new?", salt="y")
+    assert (found.cause, found.compared_with) == ("first_seen", None)
+    named = scene.explain("b", "a")
+    assert named.cause == "other_salt"
+    assert (named.first_difference, named.reusable_tokens, named.compared_tokens) == (None, 0, 0)
+
+
+def test_a_named_response_is_compared_even_when_others_are_nearer() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is old?")
+    scene.say("b", "You help.", "What is new?")
+    scene.say("c", "You help.", "What is now?", found=True)
+    found = scene.explain("c", "a")
+    assert (found.compared_with, found.cause) == ("a", "changed")
+
+
+def test_token_ids_without_texts_are_shown_decoded() -> None:
+    scene = Scene()
+    scene.say("a", "one two three four", plain=True)
+    found = scene.say("b", "one two drei four", plain=True, found=True)
+    assert found.first_difference is not None
+    assert found.first_difference.path == "prompt"
+    assert "three" in (found.first_difference.before or "")
+    assert "drei" in (found.first_difference.now or "")
+
+
+def test_a_changed_model_or_key_is_told() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", cache_key="k")
+    found = scene.say("b", "You help.", cache_key="l", model="n", found=True)
+    assert (found.model_changed, found.cache_key_changed) == (True, True)
+
+
+def test_the_oldest_prompts_are_forgotten_first_and_memory_is_bounded() -> None:
+    scene = Scene(max_bytes=20_000)
+    for index in range(100):
+        scene.say(f"{index}", "You help." * 50, "hm")
+    assert 1 < len(scene.log) < 20
+    assert scene.log.find("0") is None
+    assert scene.log.find("99") is not None
+
+
+def test_a_flush_forgets_prompts_by_salt_and_by_prefix() -> None:
+    scene = Scene()
+    scene.say("a", "one two", plain=True)
+    scene.say("b", "one three", plain=True)
+    scene.say("c", "one two", plain=True, salt="x")
+    front = array("q", map(ord, "''|one tw"))
+    scene.log.flush_prefix(front, None)
+    assert [name for name in "abc" if scene.log.find(name)] == ["b", "c"]
+    scene.log.flush("x")
+    assert [name for name in "abc" if scene.log.find(name)] == ["b"]
+    scene.log.flush()
+    assert len(scene.log) == 0
+    assert scene.say("d", "one two", plain=True).compared_with is None
+
+
+def test_a_prompt_larger_than_the_memory_is_forgotten_at_once() -> None:
+    log = PromptLog(max_bytes=10)
+    tokens = array("q", range(100))
+    sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=100)
+    request = Request(request_id="a", tokens=tokens, sampling=sampling)
+    log.record("a", request, PromptNote(), 0.0)
+    assert len(log) == 0
+    tokens.append(1)  # nothing holds on to the array of a live request
+
+
+def test_a_part_that_is_gone_is_a_difference_too() -> None:
+    one, two = Part("a", "x", "messages"), Part("b", "y", "messages")
+    assert first_difference([one, two], [one, two]) is None
+    found = first_difference([one, two], [one])
+    assert found is not None
+    assert (found.path, found.before, found.now) == ("b", "y", None)
+
+
+def test_the_systems_own_field_is_not_counted_among_the_messages() -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    paths = [part.path for part in conversation_parts(messages, num_system=1)]
+    assert paths == ["system.role", "system.content", "messages[0].role", "messages[0].content"]
+
+
+def explanation(cause: str, **fields: object) -> Explanation:
+    return Explanation(cause=cause, prompt_tokens=100, cached_tokens=16, **fields)
+
+
+def changed(kind: str) -> Explanation:
+    parts = [[Part("p", text, kind)] for text in ("old", "new")]
+    return explanation(
+        "changed",
+        compared_tokens=80,
+        reusable_tokens=20,
+        first_difference=first_difference(*parts),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "openai", "anthropic"),
+    [
+        ("tools", "tools_changed", "tools_changed"),
+        ("system", "input_changed", "system_changed"),
+        ("messages", "input_changed", "messages_changed"),
+        ("format", "text_format_changed", "messages_changed"),
+    ],
+)
+def test_changes_in_the_words_of_both_apis(kind: str, openai: str, anthropic: str) -> None:
+    body = openai_diagnostics(changed(kind))
+    del body["explanation"]
+    assert body == {
+        "type": "cache_miss",
+        "reason": openai,
+        "cache_missed_tokens": 80,
+        "comparison_reusable_tokens": 20,
+    }
+    assert anthropic_diagnostics(changed(kind)) == {
+        "cache_miss_reason": {"type": anthropic, "cache_missed_input_tokens": 64}
+    }
+
+
+def test_hits_and_the_unknown_in_the_words_of_both_apis() -> None:
+    assert openai_diagnostics(explanation("hit"))["type"] == "cache_hit"
+    assert anthropic_diagnostics(explanation("hit")) is None
+    assert openai_diagnostics(None) == {"type": "comparison_response_not_found"}
+    assert anthropic_diagnostics(None) == {
+        "cache_miss_reason": {"type": "previous_message_not_found"}
+    }
+    for cause in ("evicted", "flushed", "other_salt", "not_read"):
+        assert openai_diagnostics(explanation(cause))["type"] == "unavailable"
+        assert anthropic_diagnostics(explanation(cause)) == {
+            "cache_miss_reason": {"type": "unavailable"}
+        }
+
+
+def test_a_changed_model_is_the_first_reason() -> None:
+    found = explanation("changed", model_changed=True, compared_tokens=50)
+    assert openai_diagnostics(found)["reason"] == "model_changed"
+    reason = anthropic_diagnostics(found)
+    assert reason == {
+        "cache_miss_reason": {"type": "model_changed", "cache_missed_input_tokens": 34}
+    }
