@@ -1,0 +1,82 @@
+"""``--normalize``: what clients change in their system text from request to request is left out.
+
+A prompt is cached from its beginning, so one new number in its first line costs all of it. Each
+rule names what writes the line and what of it goes; the rest stays as it is, byte for byte. Only
+system messages are looked at: they stand first, and no rule may touch what a user says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..turn import Ask, Turns
+
+LINE = re.MULTILINE | re.IGNORECASE
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A pattern of one line, what stands in its place, and why."""
+
+    name: str
+    pattern: re.Pattern[str]
+    instead: str
+    why: str
+
+
+RULES = (
+    Rule(
+        "billing-header",
+        re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", LINE),
+        "",
+        "Claude Code's first system block counts and signs each request; the line goes",
+    ),
+    Rule(
+        "time-of-day",
+        re.compile(
+            r"^(?P<head>\W*(?:the )?current (?:date(?: and |/| ?& ?)?)?time(?: is)?\b[^\d\n]{0,40}"
+            r"\d{4}-\d\d-\d\d)[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?",
+            LINE,
+        ),
+        r"\g<head>",
+        'agents write "Current time: 2026-11-21T13:34:26Z"; the date stays',
+    ),
+    Rule(
+        "request-id",
+        re.compile(
+            r"^\W*(?:x-)?(?:request|trace|correlation)[-_ ]id\b[\W_]{1,4}[\w-]{8,}\W*(?:\n|\Z)",
+            LINE,
+        ),
+        "",
+        "gateways stamp the id of each request; the line goes",
+    ),
+)
+
+
+class SteadyTurns(Turns):
+    """Turns of conversations whose system text is steady, in every dialect."""
+
+    async def render(self, ask: Ask) -> list[int]:
+        """Token ids of what is left."""
+        return await super().render(replace(ask, messages=normalized(ask.messages)))
+
+
+def normalized(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation without what changes by itself."""
+    return [_normalized(message) for message in messages]
+
+
+def _normalized(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.get("role") != "system" or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": steady(message["content"])}
+
+
+def steady(text: str) -> str:
+    """A system text under all rules."""
+    for rule in RULES:
+        text = rule.pattern.sub(rule.instead, text)
+    return text

@@ -1,0 +1,101 @@
+"""What a turn's deltas become, without a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.api.messages.blocks import INVALID, SIGNATURE, Blocks, read_arguments
+from foretoken.api.turn import Call, TurnDelta
+
+TALK = [
+    TurnDelta(thought="I "),
+    TurnDelta(thought="see", words="\n\n"),
+    TurnDelta(words="Let me"),
+    TurnDelta(words=" look.\n", calls=[Call(index=0, id="call_a", name="sun", arguments='{"a')]),
+    TurnDelta(
+        calls=[
+            Call(index=0, arguments='t": 1}', is_done=True),
+            Call(index=1, id="call_b", name="moon", arguments="{}", is_done=True),
+        ],
+        words="\n",
+    ),
+    TurnDelta(calls=[Call(index=2, id="call_c", name="rain", arguments='{"no')]),
+]
+WHOLE = [
+    {"type": "thinking", "thinking": "I see", "signature": SIGNATURE},
+    {"type": "text", "text": "\n\nLet me look.\n"},
+    {"type": "tool_use", "id": "toolu_a", "name": "sun", "input": {"at": 1}},
+    {"type": "tool_use", "id": "toolu_b", "name": "moon", "input": {}},
+    {"type": "tool_use", "id": "toolu_c", "name": "rain", "input": {INVALID: '{"no'}},
+]
+
+
+def play(talk, **options):
+    blocks = Blocks(**options)
+    events = [event for delta in talk for event in blocks.take(delta)]
+    return blocks, events + blocks.end()
+
+
+def test_thoughts_words_and_calls_are_blocks_in_their_order():
+    blocks, _ = play(TALK)
+    assert [part.body for part in blocks.parts] == WHOLE
+
+
+def test_events_add_up_to_the_whole():
+    _, events = play(TALK)
+    built = []
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert index == len(built), "blocks are opened in order"
+                built.append({**block, "json": "", "is_open": True})
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                assert index == len(built) - 1, "what is said belongs to the last block"
+                assert built[index]["is_open"]
+                name = {"partial_json": "json"}
+                for key, piece in delta.items():
+                    if key != "type":
+                        built[index][name.get(key, key)] += piece
+            case {"type": "content_block_stop", "index": index}:
+                assert index == len(built) - 1
+                built[index]["is_open"] = False
+    assert not any(block.pop("is_open") for block in built)
+    for block in built:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = read_arguments(text, is_done=True)
+    assert built == WHOLE
+
+
+def test_white_space_alone_is_a_block_only_if_it_is_all():
+    call = Call(index=0, id="call_a", name="sun", arguments="{}", is_done=True)
+    blocks, _ = play([TurnDelta(thought="hm"), TurnDelta(words="\n\n"), TurnDelta(calls=[call])])
+    assert [part.kind for part in blocks.parts] == ["thinking", "tool_use"]
+    blocks, _ = play([TurnDelta(words="\n"), TurnDelta(words=" ")])
+    assert [part.body for part in blocks.parts] == [{"type": "text", "text": "\n "}]
+    assert play([TurnDelta()])[1] == []
+
+
+def test_omitted_thoughts_are_a_block_without_words():
+    blocks, events = play(TALK[:2], shows_thoughts=False)
+    assert blocks.parts[0].body == {"type": "thinking", "thinking": "", "signature": SIGNATURE}
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == ["signature_delta"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"a": [1]}', {"a": [1]}),
+        ("[1]", {INVALID: "[1]"}),
+        ('{"path": "/tmp', {INVALID: '{"path": "/tmp'}),
+        ('{"a":' * 5000, {INVALID: '{"a":' * 5000}),
+    ],
+)
+def test_arguments_that_are_no_object_are_never_taken_for_one(text, arguments):
+    assert read_arguments(text, is_done=False) == arguments
+
+
+def test_no_arguments_are_an_object_only_once_the_call_is_done():
+    assert read_arguments("", is_done=True) == {}
+    assert read_arguments("", is_done=False) == {INVALID: ""}
