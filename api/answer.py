@@ -6,14 +6,18 @@ import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from ..core.caching import DEFAULT_CACHE
 from ..core.params import SamplingParams
 from ..core.request import Delta, Request, Usage
 from ..core.step import TokenLogprob
 from ..core.stream import TokenStream
+from .matcher import Grammar
 from .results import Choice, Completion, TextDelta, total_usage
 from .text import AnswerText
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -82,6 +86,7 @@ class Answer:
         self.prompt_token_ids: Sequence[int] = ()  # until it is tokenised
         self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
         self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
+        self.grammar: Grammar | None = None  # compiled once; each choice has its own matcher
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
@@ -158,14 +163,14 @@ class _Part:
         )
 
 
-async def merge(sources: Sequence[AsyncGenerator[TextDelta]]) -> AsyncGenerator[TextDelta]:
+async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
     """Several sources as one, each item as soon as it is there; closes them all."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for delta in only:
                 yield delta
         return
-    waits: dict[asyncio.Task[TextDelta], AsyncGenerator[TextDelta]] = {}
+    waits: dict[asyncio.Task[T], AsyncGenerator[T]] = {}
     try:
         for source in sources:
             waits[_next(source)] = source
@@ -185,14 +190,14 @@ async def merge(sources: Sequence[AsyncGenerator[TextDelta]]) -> AsyncGenerator[
             await source.aclose()
 
 
-def _next(source: AsyncGenerator[TextDelta]) -> asyncio.Task[TextDelta]:
-    async def read() -> TextDelta:
+def _next(source: AsyncGenerator[T]) -> asyncio.Task[T]:
+    async def read() -> T:
         return await anext(source)
 
     return asyncio.create_task(read())
 
 
-async def _cancel(tasks: dict[asyncio.Task[TextDelta], AsyncGenerator[TextDelta]]) -> None:
+async def _cancel(tasks: dict[asyncio.Task[T], AsyncGenerator[T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,6 +11,7 @@ from uuid import uuid4
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,18 +19,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
 from ..core.errors import ForetokenError, InvalidRequest
+from .branches import BranchesRoute
+from .cache_routes import CacheRoutes
 from .chat import ChatRoute
 from .completions import CompletionsRoute
-from .errors import ApiError, ClientGone, JsonResponse, handle, unknown_model
+from .errors import ApiError, ClientGone, JsonResponse, told, unknown_model
 from .host import Host
+from .messages.errors import error_response, is_messages
+from .messages.route import MessagesRoute
+from .openapi import OpenApi
 from .plain import plain_messages
+from .responses.route import ResponsesRoute
 from .schema import (
     DetokenizeRequest,
-    FlushRequest,
     TokenizeRequest,
     decoder,
 )
-from .service import Service, Settings, read_body
+from .service import Service, Settings
 from .shapes import Body
 
 OPEN_PATHS = frozenset({"/health"})
@@ -38,14 +44,13 @@ CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
-decode_flush = decoder(FlushRequest)
 
 
 class Gate:
-    """Outermost: gives each answer its ``x-request-id`` and lets only callers with a key pass.
+    """Gives each answer its ``x-request-id`` and lets only callers with a key pass.
 
-    Every path needs the key unless it is named in ``OPEN_PATHS``; the path is the one of the scope,
-    because a Host header can be forged.
+    Outermost but for CORS. Every path needs the key unless it is named in ``OPEN_PATHS``; the path
+    is the one of the scope, because a Host header can be forged.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
@@ -61,13 +66,18 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
 
+        scope.setdefault("state", {})["request_id"] = request_id
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["x-request-id"] = request_id
+                if is_messages(scope["path"]):  # whose clients know it by another name
+                    sent["request-id"] = request_id
             await send(message)
 
         refusal = self._refusal(scope["path"], headers)
-        answer = self.app if refusal is None else refusal.response()
+        answer = self.app if refusal is None else error_response(scope, refusal)
         await answer(scope, receive, send_with_id)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
@@ -178,7 +188,7 @@ class TokenRoutes:
 
 
 class OperatorRoutes:
-    """Health, metrics and the prefix cache."""
+    """Health and metrics."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -202,18 +212,6 @@ class OperatorRoutes:
         body, content_type = self.service.llm.engine.metrics.render()
         return Response(body, headers={"content-type": content_type})
 
-    async def cache(self, _request: Request) -> Response:
-        """Occupancy of the prefix cache."""
-        return JsonResponse(self.service.llm.engine.cache_info())
-
-    async def flush(self, request: Request) -> Response:
-        """Drop cached prefixes: of one salt, or all."""
-        data = await read_body(request, self.service.settings.max_body_bytes)
-        salt = decode_flush(data).cache_salt if data.strip() else None
-        engine = self.service.llm.engine
-        dropped = engine.flush_cache(salt, everything=salt is None)
-        return JsonResponse({"flushed_pages": dropped})
-
 
 def create_app(llm: Host, settings: Settings | None = None) -> ASGIApp:
     """The application over a started AsyncLLM."""
@@ -221,23 +219,46 @@ def create_app(llm: Host, settings: Settings | None = None) -> ASGIApp:
     app = Starlette(
         routes=_routes(Service(llm, settings)),
         exception_handlers={
-            ApiError: handle,
-            ForetokenError: handle,
-            HTTPException: handle,
+            ApiError: _refuse,
+            ForetokenError: _refuse,
+            HTTPException: _refuse,
             ClientGone: _say_nothing,
-            Exception: handle,
+            Exception: _refuse,
         },
     )
     # A redirect would be built from the Host header.
     app.router.redirect_slashes = False
-    return Gate(app, api_keys=settings.api_keys)
+    gate = Gate(app, api_keys=settings.api_keys)
+    return _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins call. It stands before the gate: a preflight has no key."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
+    )
 
 
 def _routes(service: Service) -> list[Route]:
     models, tokens, operator = ModelRoutes(service), TokenRoutes(service), OperatorRoutes(service)
+    cache = CacheRoutes(service)
+    responses, messages = ResponsesRoute(service), MessagesRoute(service)
+    cache = CacheRoutes(service)
     return [
         Route("/v1/chat/completions", ChatRoute(service).create, methods=["POST"]),
         Route("/v1/completions", CompletionsRoute(service).create, methods=["POST"]),
+        Route("/v1/branches", BranchesRoute(service).create, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.count, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items, methods=["GET"]),
+        Route("/v1/messages", messages.create, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
         Route("/v1/models", models.index, methods=["GET"]),
         Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -246,9 +267,15 @@ def _routes(service: Service) -> list[Route]:
         Route("/ready", operator.ready, methods=["GET"]),
         Route("/version", operator.version, methods=["GET"]),
         Route("/metrics", operator.metrics, methods=["GET"]),
-        Route("/cache", operator.cache, methods=["GET"]),
-        Route("/cache/flush", operator.flush, methods=["POST"]),
+        Route("/cache", cache.show, methods=["GET"]),
+        Route("/cache/explain", cache.explain, methods=["GET"]),
+        Route("/cache/flush", cache.flush, methods=["POST"]),
+        Route("/openapi.json", OpenApi().show, methods=["GET"]),
     ]
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, told(request, error))
 
 
 async def _say_nothing(_request: Request, _error: Exception) -> Response:

@@ -59,7 +59,9 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         pair = (draft, draft.make_pool(num_pages, page_size=config.page_size))
     speculator, costs = make_speculator(config, spec, target.config.vocab_size)
     scheduler = Scheduler(
-        PrefixCache(num_pages, config.page_size), _limits(config, target), speculator
+        PrefixCache(num_pages, config.page_size, pin_quota=config.pin_quota),
+        _limits(config, target),
+        speculator,
     )
     by_rejection = config.verify == "rejection"
     tau = 1.0 if model is None else None  # measured for the built-in pair; else tuned

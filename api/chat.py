@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
+from ..core.request import Usage
 from ..core.step import TokenLogprob
 from .errors import JsonResponse
 from .forms import read_cache, read_choice, read_tools
@@ -39,6 +40,9 @@ class ChatRoute:
         try:
             ask = read_ask(body)
             self.service.check_room(1, ask.params.n)
+            if body.prompt_cache_options is not None and body.prompt_cache_options.prewarm:
+                usage = await unless_gone(request.receive, self._prewarm(ask, head.id))
+                return JsonResponse(ChatWriter(self.service, head, body).prewarmed(usage))
             turn = await self.service.turns.open(ask, request_id=head.id)
         except InvalidRequest as error:
             if error.param == "json_schema" and body.response_format is not None:
@@ -54,6 +58,16 @@ class ChatRoute:
         choices = await unless_gone(request.receive, turn.collect())
         return JsonResponse(writer.whole(turn, choices))
 
+    async def _prewarm(self, ask: Ask, request_id: str) -> Usage:
+        """Put the conversation into the cache and say nothing."""
+        return await self.service.llm.prewarm(
+            await self.service.turns.render(ask),
+            cache=ask.cache,
+            cache_salt=ask.params.cache_salt,
+            request_id=request_id,
+            note=ask.note,
+        )
+
 
 def read_ask(body: ChatRequest) -> Ask:
     """What the body asks for; raises `InvalidRequest`."""
@@ -67,6 +81,7 @@ def read_ask(body: ChatRequest) -> Ask:
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
         template=template_options(body),
         cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
+        cache_key=body.prompt_cache_key,
     )
 
 
@@ -103,6 +118,11 @@ class ChatWriter(Writer):
     def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Body:
         """The answer in one body."""
         return self.answer([self.choice(each) for each in choices], turn.usage)
+
+    def prewarmed(self, usage: Usage) -> Body:
+        """The answer that says nothing."""
+        nothing = TurnChoice(index=0, finish_reason="length")
+        return self.answer([self.choice(nothing)], usage)
 
     def choice(self, choice: TurnChoice) -> Body:
         """One of the n answers."""

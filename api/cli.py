@@ -100,6 +100,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
 def _serve(parsed: argparse.Namespace) -> int:
     options = engine_options(parsed)
     EngineConfig(**options)  # before the slow imports
+    from .prewarm import read_prewarm
     from .sdk import AsyncLLM
     from .server import Listen, run
 
@@ -109,6 +110,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         uds=parsed.uds,
         log_level=parsed.log_level,
         drain_seconds=parsed.drain_seconds,
+        prewarm=read_prewarm(parsed.prewarm) if parsed.prewarm else (),
         settings=server_settings(parsed),
     )
     return run(AsyncLLM(parsed.model, **options), listen)

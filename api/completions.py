@@ -9,8 +9,10 @@ from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from .answer import Answer
 from .errors import JsonResponse
+from .forms import read_cache
 from .intake import Prompt
 from .legacy import CompletionWriter, echo_ids
+from .prompts import PromptNote, text_parts
 from .results import Completion
 from .schema import (
     COMPLETION_TOKENS,
@@ -71,12 +73,16 @@ class CompletionsRoute:
         answers: list[Answer] = []
         llm = self.service.llm
         special = body.add_special_tokens is not False
+        cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
         try:
             for index, prompt in enumerate(prompts):
                 name = head.id if len(prompts) == 1 else f"{head.id}-p{index}"
+                note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
                 if isinstance(prompt, str):
                     prompt = await llm.tokenizer.encode(prompt, add_special_tokens=special)
-                answers.append(await llm.open(prompt, params, request_id=name))
+                answers.append(
+                    await llm.open(prompt, params, request_id=name, cache=cache, note=note)
+                )
         except BaseException:
             self._forget(answers)
             raise

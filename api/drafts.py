@@ -16,6 +16,7 @@ from ..draft.calibration import Calibration
 from ..draft.compat import check_same_tokens
 from ..draft.controller import Controller
 from ..draft.costs import CostModel
+from ..draft.grammar import GrammarSource
 from ..draft.ngram import NgramSource
 from ..draft.oracle import OracleSource
 from ..draft.prediction import PredictionSource
@@ -68,10 +69,10 @@ def parse_draft(config: EngineConfig, *, builtin_draft: str | None) -> DraftSpec
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
-    """The free sources, a client's own prediction first."""
+    """The free sources, what a grammar forces first, then a client's own prediction."""
     if spec.is_empty:
         return []
-    made: list[Source] = [PredictionSource()]
+    made: list[Source] = [GrammarSource(), PredictionSource()]
     for name in spec.sources:
         if name in FREE:
             made.append(FREE[name]())

@@ -130,9 +130,9 @@ def _from_starlette(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 
-async def handle(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for everything."""
+def told(request: Request, error: Exception) -> ApiError:
+    """What the client of this request is told; the operator is told of what nobody expected."""
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return answer.response()
+    return answer

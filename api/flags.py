@@ -92,6 +92,10 @@ def add_server_flags(parser: Parser) -> None:
     add("--served-model-name", metavar="NAME")
     add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
+    add("--normalize", action="store_true", help="drop what clients change in system texts")
+    add("--prewarm", metavar="FILE", help="JSON: prompts to compute before it listens")
+    add("--cors-origin", action="append", metavar="ORIGIN", help="of a web page that may call; "
+        "* is any; repeatable")
     add("--log-level", choices=LOG_LEVELS, default="info")
     add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="after SIGTERM")
 
@@ -165,6 +169,8 @@ def server_settings(parsed: argparse.Namespace) -> Settings:
         served_name=parsed.served_model_name,
         tool_parser=parsed.tool_parser,
         reasoning_parser=parsed.reasoning_parser,
+        normalize=parsed.normalize,
+        cors_origins=tuple(parsed.cors_origin or ()),
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,9 +15,11 @@ from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
 from ..core.memory import keep_freed_memory
 from ..core.params import SamplingParams
-from ..core.request import Delta, FinishReason, Request
+from ..core.request import Delta, FinishReason, Request, Usage
 from ..core.stream import TokenStream
 from .answer import Answer, Generation
+from .explain import Explainer, Explanation
+from .grammar import Grammars
 from .intake import (
     Conversation,
     Prompt,
@@ -26,6 +29,7 @@ from .intake import (
     make_request,
     prediction_ids,
 )
+from .prompts import NO_NOTE, PromptLog, PromptNote
 from .results import Completion
 from .text import AnswerText
 from .tokenizer import Tokenizer
@@ -47,9 +51,11 @@ class Host:
         self._model = model
         self._built: Built | None = None
         self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None  # there when the tokenizer is
         self._starting = asyncio.Lock()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
+        self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
 
@@ -77,6 +83,8 @@ class Host:
                 Tokenizer.load, self._built.folder, max_model_len=self._built.max_model_len
             )
             await self._built.engine.start()
+            built = self._built
+            self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
             self._tokenizer = tokenizer
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
@@ -87,6 +95,8 @@ class Host:
                 await self._built.engine.close(drain_seconds=drain_seconds)
             if self._tokenizer is not None:
                 self._tokenizer.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -145,6 +155,7 @@ class Host:
         request_id: str | None = None,
         shown_ids: frozenset[int] = frozenset(),
         cache: CacheOptions = DEFAULT_CACHE,
+        note: PromptNote = NO_NOTE,
     ) -> Answer:
         """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
 
@@ -156,6 +167,8 @@ class Host:
         try:
             await self._prepare(answer, prompt)
             self._submit_choices(answer)
+            first = answer.generations[0].request
+            self.prompts.record(answer.request_id, first, note, self.engine.now)
         except BaseException:
             self.forget(answer)
             raise
@@ -193,6 +206,30 @@ class Host:
         finally:
             self.forget(answer)
 
+    async def prewarm(
+        self,
+        prompt: Prompt,
+        *,
+        cache: CacheOptions = DEFAULT_CACHE,
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+        note: PromptNote = NO_NOTE,
+    ) -> Usage:
+        """Compute a prompt and leave it in the cache. The token that comes of it is not told."""
+        params = SamplingParams(max_tokens=1, speculation="off", cache_salt=cache_salt)
+        answer = await self.open(prompt, params, request_id=request_id, cache=cache, note=note)
+        completion = await self.finish(answer)
+        return replace(completion.usage, completion_tokens=0)
+
+    def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
+        """Why a prompt missed the cache, or why more so than another; None: one is not known."""
+        prompt = self.prompts.find(response_id)
+        previous = None if previous_id is None else self.prompts.find(previous_id)
+        if prompt is None or (previous is None and previous_id is not None):
+            return None
+        page_size = self.engine.scheduler.cache.page_size
+        return Explainer(self.prompts, page_size, self.tokenizer.decode).explain(prompt, previous)
+
     def forget(self, answer: Answer) -> None:
         """Abort what still runs of an answer and free its id; may be called twice."""
         answer.close()
@@ -219,6 +256,8 @@ class Host:
             answer.prompt_token_ids = prompt
         answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
         answer.prediction = await prediction_ids(self.tokenizer, answer.params)
+        if self._grammars is not None:
+            answer.grammar = await self._grammars.compile(answer.params)
 
     def _submit_choices(self, answer: Answer) -> None:
         """Give all of them to the engine or none."""
@@ -246,7 +285,9 @@ class Host:
             eos_token_ids=self.built.eos_token_ids,
             bad_words_ids=answer.bad_words_ids,
             prediction=answer.prediction,
+            grammar=answer.grammar,
             on_token=text.push,
+            cache=answer.cache,
         )
         stream = _ended_stream(request) if answer.aborted else self._submit(request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))

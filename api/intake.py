@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+from ..core.caching import DEFAULT_CACHE, CacheOptions
 from ..core.config import EngineConfig
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from ..core.request import OnToken, Request
 from ..core.step import RowSampling
+from .matcher import Grammar
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -125,17 +127,27 @@ def make_request(
     eos_token_ids: frozenset[int],
     bad_words_ids: tuple[tuple[int, ...], ...],
     prediction: array[int] | None,
+    grammar: Grammar | None = None,
     on_token: OnToken,
+    cache: CacheOptions = DEFAULT_CACHE,
 ) -> Request:
-    """A request as the scheduler wants it."""
-    eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-    stop_ids = eos | frozenset(params.stop_token_ids)
+    """A request as the scheduler wants it.
+
+    Raises `InvalidRequest` where nothing could end an answer that its grammar completes.
+    """
+    # An answer that is complete must end: behind it, nothing is allowed.
+    ends = not params.ignore_eos or grammar is not None
+    stop_ids = (eos_token_ids if ends else frozenset()) | frozenset(params.stop_token_ids)
+    if grammar is not None and not stop_ids:
+        message = "a form of the answer needs stop_token_ids: the model has no end of its own"
+        raise InvalidRequest(message, param="stop_token_ids")
     sampling = RowSampling(
         params=params,
         seed=seed,
         prompt_len=len(prompt_ids),
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids,
+        constraint=None if grammar is None else grammar.matcher(stop_ids),
     )
     return Request(
         request_id=request_id,
@@ -145,6 +157,7 @@ def make_request(
         depth=0 if params.speculation == "off" else params.speculation,
         prediction=prediction,
         namespace=params.cache_salt,
+        cache=cache,
         priority=params.priority,
         deadline=params.deadline,
         on_token=on_token,

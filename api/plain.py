@@ -23,7 +23,7 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
     if message.tool_calls:
-        plain["tool_calls"] = [_tool_call(call, path) for call in message.tool_calls]
+        plain["tool_calls"] = [plain_call(call, path) for call in message.tool_calls]
     return plain
 
 
@@ -37,7 +37,7 @@ def _content(content: str | list[ContentPart] | None, path: str) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def _tool_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+def plain_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Templates want arguments as an object, clients send them as a JSON text."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):

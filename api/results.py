@@ -4,12 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
+
+from ..core.errors import ForetokenError
 from ..core.request import Usage
 from ..core.step import TokenLogprob
 
 K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the model wants made."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as an object; raises `ForetokenError` where the model wrote none."""
+        try:
+            return msgspec.json.decode(self.arguments, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ForetokenError(f"the arguments of {self.name} are no object: {error}") from None
+
+    def reply(self, content: str) -> dict[str, Any]:
+        """The message that tells the model what came of it."""
+        return {"role": "tool", "tool_call_id": self.id, "content": content}
+
+
+def message_of(text: str, thought: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An answer as a message in OpenAI's form, to be appended to its conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """What is added to a call; ``id`` and ``name`` stand in its first delta alone."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +68,8 @@ class TextDelta:
 
     ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
     string are held back. ``index`` tells the choices of n > 1 apart. ``sources`` says who drafted
-    each token; "" is the target model itself.
+    each token; "" is the target model itself. The answer to a conversation is told apart, as in
+    `Choice`.
     """
 
     text: str
@@ -29,11 +80,17 @@ class TextDelta:
     stop_reason: int | str | None = None  # the stop token id or the stop string
     logprobs: list[TokenLogprob] | None = None  # one per token id, when asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    thought: str = ""
+    tool_calls: list[CallDelta] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of the n answers to a prompt."""
+    """One of the n answers to a prompt.
+
+    The answer to a conversation is told apart: ``text`` are its words, ``thought`` is what the
+    model thought before, ``tool_calls`` what it wants called.
+    """
 
     index: int
     text: str
@@ -41,6 +98,13 @@ class Choice:
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
+    thought: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to be appended to its conversation."""
+        return message_of(self.text, self.thought, self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +133,23 @@ class Completion:
 
     @property
     def finish_reason(self) -> str:
-        """ "stop", "length" or "abort"."""
+        """ "stop", "length" or "abort"; of a conversation "tool_calls", too."""
         return self.choices[0].finish_reason
+
+    @property
+    def thought(self) -> str:
+        """What the model thought before it spoke; of a conversation alone."""
+        return self.choices[0].thought
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """What the model wants called; of a conversation alone."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to be appended to its conversation."""
+        return self.choices[0].message
 
     @property
     def stop_reason(self) -> int | str | None:
@@ -89,6 +168,8 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
     total = Usage(
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
+        cache_write_tokens=_written(usages),
+        cache_loss=first.cache_loss,
         queue_time=first.queue_time,
         time_to_first_token=min(usage.time_to_first_token for usage in usages),
         total_time=max(usage.total_time for usage in usages),
@@ -98,11 +179,18 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
     return total
 
 
+def _written(usages: Sequence[Usage]) -> int:
+    """Prompt tokens that siblings wrote: no more than the first did not find."""
+    missing = usages[0].prompt_tokens - usages[0].cached_tokens
+    return min(missing, sum(usage.cache_write_tokens for usage in usages))
+
+
 def batch_usage(usages: Sequence[Usage]) -> Usage:
     """Usage of several prompts in one body: everything is summed."""
     total = Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
     )
     for usage in usages:
         _add_counts(total, usage)

@@ -188,12 +188,6 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
 
 
-class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /cache/flush: without a salt everything goes, so a misspelt one is refused."""
-
-    cache_salt: str | None = None
-
-
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop",
     "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos", "seed", "presence_penalty",
@@ -223,7 +217,7 @@ def decoder(body_type: type[T]) -> Callable[[bytes], T]:
 
 
 def sampling_params(
-    body: AnyRequest,
+    body: Sampling,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -232,7 +226,7 @@ def sampling_params(
     """The parameters of a body; raises `InvalidRequest`."""
     given = {name: getattr(body, name) for name in SAME_NAME}
     given |= form_of(getattr(body, "response_format", None), body.structured_outputs)
-    guess = body.prediction
+    guess = getattr(body, "prediction", None)
     return SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
         max_tokens=max_tokens,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import overload
+from functools import cached_property, partial
+from typing import TypeVar, overload
 
 from ..core.errors import QueueFull
 from ..core.params import SamplingParams
 from .answer import Answer
+from .ask import Asking, GivenChoice, GivenTools, completion_of, text_delta
 from .host import Host
 from .intake import (
     Conversation,
@@ -22,7 +24,9 @@ from .intake import (
     one_params,
 )
 from .results import Completion, TextDelta
+from .turn import Ask, Turn, Turns
 
+T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
 RequestIds = str | Sequence[str] | None
 
@@ -71,6 +75,9 @@ class AsyncLLM(Host):
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> Completion: ...
 
     @overload
@@ -80,6 +87,9 @@ class AsyncLLM(Host):
         params: Params = None,
         *,
         request_id: Sequence[str] | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> list[Completion]: ...
 
     async def chat(
@@ -88,14 +98,23 @@ class AsyncLLM(Host):
         params: Params = None,
         *,
         request_id: RequestIds = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them."""
-        await self.start()
+        """The next message of one conversation or of a list of them.
+
+        ``tools`` and ``tool_choice`` are written as OpenAI's clients do; what the model wants
+        called stands in the ``tool_calls`` of the completion.
+        """
+        asking = Asking(tools, tool_choice, is_parallel=parallel_tool_calls)
         if is_one_conversation(messages):
-            prompt = await self.render(messages)
-            return await self._generate_one(prompt, params, request_id)
-        prompts = [await self.render(conversation) for conversation in messages]  # type: ignore[arg-type]
-        return await self._generate_all(prompts, params, request_id)
+            ask = asking.ask(messages, one_params(params))
+            return await completion_of(await self._open_turn(ask, one_id(request_id)))
+        talks: Sequence[Conversation] = messages  # type: ignore[assignment]
+        each = zip(talks, many_params(params, len(talks)), strict=True)
+        asks = [asking.ask(talk, own_params) for talk, own_params in each]
+        return await self._answer_all(asks, many_ids(request_id, len(asks)))
 
     async def stream(
         self,
@@ -113,6 +132,49 @@ class AsyncLLM(Host):
                     yield delta
         finally:
             self.forget(answer)
+
+    async def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> AsyncGenerator[TextDelta]:
+        """The next message step by step, told apart. Leaving early aborts the request."""
+        asking = Asking(tools, tool_choice, is_parallel=parallel_tool_calls)
+        ask = asking.ask(messages, one_params(params))
+        turn = await self._open_turn(ask, one_id(request_id))
+        try:
+            async with aclosing(turn.deltas()) as deltas:
+                async for delta in deltas:
+                    yield text_delta(delta)
+        finally:
+            turn.close()
+
+    async def _open_turn(self, ask: Ask, request_id: str | None) -> Turn:
+        await self.start()
+        return await self._turns.open(ask, request_id=request_id)
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return Turns(self)
+
+    async def _answer_all(
+        self, asks: Sequence[Ask], request_ids: Sequence[str | None]
+    ) -> list[Completion]:
+        """Submit in order, as the queue has room, and wait for all; one failure ends the rest."""
+        tasks: list[asyncio.Task[Completion]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for ask, own_id in zip(asks, request_ids, strict=True):
+                    turn = await self._patiently(partial(self._open_turn, ask, own_id))
+                    tasks.append(group.create_task(completion_of(turn)))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def _generate_one(
         self, prompt: Prompt, params: Params, request_id: RequestIds
@@ -151,12 +213,18 @@ class AsyncLLM(Host):
         return [task.result() for task in tasks]
 
     async def _submit_patiently(self, answer: Answer) -> None:
+        async def submit() -> None:
+            self._submit_choices(answer)
+
+        await self._patiently(submit)
+
+    async def _patiently(self, submit: Callable[[], Awaitable[T]]) -> T:
         """Wait for room as long as something of ours is on its way."""
         refused = False
         while True:
             self._room.clear()
             try:
-                return self._submit_choices(answer)
+                return await submit()
             except QueueFull as full:
                 if refused and not any(each.generations for each in self._answers.values()):
                     raise

@@ -12,7 +12,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .._version import __version__
 from .app import create_app
 from .connection import connection_class
 from .host import Host
+from .prewarm import Warm, prewarm
 from .service import Settings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Listen:
     uds: str | None = None
     log_level: str = "info"
     drain_seconds: float = 30.0
+    prewarm: Sequence[Warm] = ()  # computed before it listens
     settings: Settings = field(default_factory=Settings)
 
 
@@ -106,6 +108,7 @@ async def _serve_on(sock: socket.socket, llm: Host, listen: Listen, config: uvic
     keeper = _Keeper(llm, server, listen.drain_seconds)
     try:
         with keeper.signals():
+            await prewarm(llm, listen.prewarm)
             await server.serve([sock])
     finally:
         await keeper.end()

@@ -51,9 +51,12 @@ def usage_body(usage: Usage, *, predicted: bool = False) -> Body:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+        },
         **details,
-        "speculation": _speculation_body(usage),
+        "speculation": speculation_body(usage),
     }
 
 
@@ -65,7 +68,8 @@ def _prediction_body(usage: Usage) -> Body:
     }
 
 
-def _speculation_body(usage: Usage) -> Body:
+def speculation_body(usage: Usage) -> Body:
+    """What was drafted, by whom, and how much of it was right."""
     steps = sorted(usage.steps_by_accepted.items())
     return {
         "proposed_tokens": usage.proposed_tokens,

@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ClientGone, to_api_error
+from .errors import ApiError, ClientGone, to_api_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,8 +31,15 @@ def event(payload: object) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
+def error_event(error: ApiError) -> bytes:
+    """OpenAI's error, after the status line is gone."""
+    return event(error.body)
+
+
 class EventStream(Response):
     """Sends events as they come; ``close`` is called in any case.
+
+    ``ping`` and ``on_error`` are how the dialect says that it lives, and that it failed.
 
     starlette's StreamingResponse leaves the generator open when the client goes during a send, and
     does not notice one that goes while nothing is sent: here a watcher ends the sender at once.
@@ -44,12 +51,15 @@ class EventStream(Response):
         *,
         close: Callable[[], None],
         ping_seconds: float = PING_SECONDS,
+        ping: bytes = PING,
+        on_error: Callable[[ApiError], bytes] = error_event,
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._events = events
         self._close = close
         self._ping_seconds = ping_seconds
+        self._sign_of_life, self._on_error = ping, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Serve until the events end or the client leaves, whichever is first."""
@@ -78,7 +88,7 @@ class EventStream(Response):
             answer = to_api_error(error)
             if answer.status == 500:
                 logger.error("a stream failed", exc_info=error)
-            await _write(send, event(answer.body))
+            await _write(send, self._on_error(answer))
         finally:
             await _end([pings])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -87,7 +97,7 @@ class EventStream(Response):
         """Keep the connection warm while nothing comes, as in a long prefill."""
         while True:
             await asyncio.sleep(self._ping_seconds)
-            await _write(send, PING)
+            await _write(send, self._sign_of_life)
 
 
 async def _write(send: Send, body: bytes) -> None:

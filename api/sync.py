@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..core.errors import EngineDead, ForetokenError
 from ..core.params import SamplingParams
+from .ask import GivenChoice, GivenTools
 from .intake import Conversation, Prompt
 from .results import Completion, TextDelta
 from .sdk import AsyncLLM, Params, RequestIds
@@ -204,6 +205,9 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> Completion: ...
 
     @overload
@@ -213,6 +217,9 @@ class LLM:
         params: Params = None,
         *,
         request_id: Sequence[str] | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> list[Completion]: ...
 
     def chat(
@@ -221,9 +228,26 @@ class LLM:
         params: Params = None,
         *,
         request_id: RequestIds = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
     ) -> Completion | list[Completion]:
-        """The next message of one conversation or of a list of them."""
-        return self._run(self._llm.chat(messages, params, request_id=request_id))  # type: ignore[arg-type]
+        """The next message of one conversation or of a list of them.
+
+        ``tools`` and ``tool_choice`` are written as OpenAI's clients do; what the model wants
+        called stands in the ``tool_calls`` of the completion.
+        """
+        chat: Callable[..., Coroutine[Any, Any, Completion | list[Completion]]] = self._llm.chat
+        return self._run(
+            chat(
+                messages,
+                params,
+                request_id=request_id,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+            )
+        )
 
     def stream(
         self,
@@ -233,7 +257,32 @@ class LLM:
         request_id: str | None = None,
     ) -> Iterator[TextDelta]:
         """One delta per step, with all its tokens. Leaving early aborts the request."""
-        reader = _Reader(self._llm.stream(prompt, params, request_id=request_id))
+        return self._read(self._llm.stream(prompt, params, request_id=request_id))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> Iterator[TextDelta]:
+        """The next message step by step, told apart. Leaving early aborts the request."""
+        return self._read(
+            self._llm.stream_chat(
+                messages,
+                params,
+                request_id=request_id,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+            )
+        )
+
+    def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
+        reader = _Reader(deltas)
         try:
             while (delta := self._run(reader.next())) is not None:
                 yield delta

@@ -21,6 +21,7 @@ from ..core.request import Usage
 from ..core.step import TokenLogprob
 from .answer import Answer
 from .host import Host
+from .output.call_ids import with_short_ids
 from .output.events import (
     CallArguments,
     CallBegin,
@@ -168,8 +169,7 @@ class Turn:
         self.answer = answer
         self._llm = llm
         self._readers = [
-            _Reader(index, parser, is_single=not ask.tool_choice.parallel)
-            for index, parser in enumerate(parsers)
+            _Reader(index, parser, ask.tool_choice) for index, parser in enumerate(parsers)
         ]
 
     @property
@@ -240,10 +240,20 @@ class Turns:
             reasoning_parser=self._reasoning_parser,
         )
 
-    async def open(self, ask: Ask, *, request_id: str | None = None) -> Turn:
-        """Render and submit. Raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+    async def open(
+        self,
+        ask: Ask,
+        *,
+        request_id: str | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> Turn:
+        """Render, unless that is done, and submit.
+
+        Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        """
         self._check_tools(ask)
-        prompt_ids = await self.render(ask)
+        if prompt_ids is None:
+            prompt_ids = await self.render(ask)
         tools, tail = ask.callable_tools, self._tail(prompt_ids)
         try:
             answer = await self._llm.open(
@@ -265,9 +275,12 @@ class Turns:
 
     async def render(self, ask: Ask) -> list[int]:
         """Token ids of the conversation, tools included, up to where the answer begins."""
+        messages = ask.messages
+        if self.syntax.tool_parser == "mistral":
+            messages = with_short_ids(messages)
         try:
             return await self._llm.render(
-                ask.messages, ask.template, tools=[tool.body for tool in ask.tools]
+                messages, ask.template, tools=[tool.body for tool in ask.tools]
             )
         except InvalidRequest as error:
             if error.param == "prompt":
@@ -297,11 +310,12 @@ class Turns:
 class _Reader:
     """Turns the text of one choice into parts."""
 
-    def __init__(self, index: int, parser: OutputParser, *, is_single: bool) -> None:
+    def __init__(self, index: int, parser: OutputParser, choice: ToolChoice) -> None:
         self.is_done = False
         self._index = index
         self._parser = parser
-        self._is_single = is_single  # the choice ends with its first call
+        self._is_single = not choice.parallel  # the choice ends with its first call
+        self._has_words = choice.mode != "required"  # else it is what a cut left of a call's mark
         self._num_calls = 0
 
     def read(self, delta: TextDelta) -> TurnDelta:
@@ -333,7 +347,7 @@ class _Reader:
             case Thought(text):
                 turned.thought += text
             case Words(text):
-                turned.words += text
+                turned.words += text if self._has_words else ""
             case CallBegin(name):
                 call_id = f"call_{uuid4().hex[:24]}"
                 turned.calls.append(Call(index=self._num_calls, id=call_id, name=name))

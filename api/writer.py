@@ -24,15 +24,11 @@ class Writer:
         self._head = head
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._predicted = body.prediction is not None
+        self._explains = bool(body.explain_cache)
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
         """An answer that was given up before it began, or because of a shutdown, is an error."""
-        if reason != "abort":
-            return
-        if self._service.draining:
-            raise unavailable(SHUTTING_DOWN)
-        if num_tokens == 0:
-            raise unavailable("the request's deadline passed")
+        refuse_aborted(self._service, reason, num_tokens)
 
     def answer(self, choices: list[Body], usage: Usage) -> Body:
         """All choices in one body."""
@@ -65,10 +61,22 @@ class Writer:
         yield DONE
 
     def _usage(self, usage: Usage) -> Body:
-        return usage_body(usage, predicted=self._predicted)
+        spent = usage_body(usage, predicted=self._predicted)
+        found = self._service.llm.explain(self._head.id) if self._explains else None
+        return spent if found is None else {**spent, "cache_explanation": found.body()}
 
     def _event(self, choices: list[Body], usage: Body | None) -> bytes:
         chunk = self._head.body(self.chunk_kind, choices)
         if self._include_usage:
             chunk["usage"] = usage
         return event(chunk)
+
+
+def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
+    """Raise `ApiError` for an answer given up before it began, or because of a shutdown."""
+    if reason != "abort":
+        return
+    if service.draining:
+        raise unavailable(SHUTTING_DOWN)
+    if num_tokens == 0:
+        raise unavailable("the request's deadline passed")

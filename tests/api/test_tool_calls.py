@@ -112,6 +112,12 @@ def test_a_call_that_is_cut_short_ends_by_length(client, say):
     assert choice.finish_reason == "length"
 
 
+def test_a_forced_call_leaves_no_words_behind(client, say):
+    say(f"{CALL}\n<tool_call>")
+    message = ask(client, tool_choice="required").choices[0].message
+    assert (len(message.tool_calls), message.content) == (1, None)
+
+
 def test_each_choice_has_calls_of_its_own(client, say):
     say(CALL)
     choices = ask(client, n=2).choices

@@ -1,0 +1,64 @@
+"""Server-sent events out of bytes, however these were cut on their way.
+
+The format is the one of the HTML standard, section "Server-sent events".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event; ``kind`` is its ``event:`` line, "message" where there is none."""
+
+    data: str
+    kind: str = "message"
+    id: str = ""  # of the last event that had one
+
+
+class EventParser:
+    """Fed with bytes, gives the events that are complete; one that never ends is dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # of a line
+        self._after_cr = False  # a line feed that comes next belongs to it
+        self._is_first = True
+        self._data: list[str] = []
+        self._kind = ""
+        self._id = ""
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events that end in this chunk."""
+        if not chunk:
+            return []
+        if self._after_cr:
+            chunk = chunk.removeprefix(b"\n")
+        self._after_cr = chunk.endswith(b"\r")
+        *lines, self._rest = _LINE_END.split(self._rest + chunk)
+        return [event for line in lines if (event := self._read(line)) is not None]
+
+    def _read(self, line: bytes) -> Event | None:
+        if self._is_first:
+            self._is_first = False
+            line = line.removeprefix(_BOM)
+        if not line:
+            return self._end()
+        name, _, value = line.decode("utf-8", "replace").partition(":")  # a comment has no name
+        value = value.removeprefix(" ")
+        if name == "data":
+            self._data.append(value)
+        elif name == "event":
+            self._kind = value
+        elif name == "id" and "\0" not in value:
+            self._id = value
+        return None
+
+    def _end(self) -> Event | None:
+        data, kind = self._data, self._kind
+        self._data, self._kind = [], ""
+        return Event("\n".join(data), kind or "message", self._id) if data else None

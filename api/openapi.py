@@ -1,0 +1,217 @@
+"""GET /openapi.json: the routes and the types of their bodies, as the code has them.
+
+Request bodies are the very structs that the routes decode, answers those that `Client` reads.
+What stands in neither is free.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from .._version import __version__
+from . import wire
+from .branches import MAX_BRANCHES, Branch, Text
+from .cache_routes import FlushRequest
+from .messages.schema import CountRequest, MessagesRequest
+from .responses.schema import ResponsesRequest
+from .schema import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    Sampling,
+    TokenizeRequest,
+)
+from .shapes import Body
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+REF = "#/components/schemas/{name}"
+SECURITY: list[Body] = [{"bearer": []}, {"header": []}]
+OPEN = frozenset({"/health"})  # need no key
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What a route takes and gives. ``body`` and ``answer`` are structs; None: nothing, or free."""
+
+    body: Any = None
+    answer: Any = None
+    events: Any = None  # the data of one event, where ``stream`` is true
+    media: str = JSON
+    query: Sequence[str] = ()
+    is_body_needed: bool = True
+
+
+class BranchesRequest(ChatRequest, kw_only=True):
+    """Body of /v1/branches: fields of a chat or of a text completion, and what branches add."""
+
+    branches: Annotated[list[Branch], Meta(min_length=1, max_length=MAX_BRANCHES)]
+    messages: list[Message] | None = None  # type: ignore[assignment] # this, or a prompt
+    prompt: Text | None = None
+
+
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        body=ChatRequest, answer=wire.ChatBody, events=wire.ChunkBody
+    ),
+    ("POST", "/v1/completions"): Operation(
+        body=CompletionRequest, answer=wire.TextBody, events=wire.TextBody
+    ),
+    ("POST", "/v1/branches"): Operation(
+        body=BranchesRequest, answer=wire.BranchesBody, events=wire.ChunkBody
+    ),
+    ("POST", "/v1/responses"): Operation(body=ResponsesRequest, events=Any),
+    ("POST", "/v1/responses/input_tokens"): Operation(body=ResponsesRequest),
+    ("GET", "/v1/responses/{id}"): Operation(),
+    ("DELETE", "/v1/responses/{id}"): Operation(),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(),
+    ("POST", "/v1/messages"): Operation(body=MessagesRequest, events=Any),
+    ("POST", "/v1/messages/count_tokens"): Operation(body=CountRequest),
+    ("GET", "/v1/models"): Operation(answer=wire.ModelList),
+    ("GET", "/v1/models/{name}"): Operation(answer=wire.Model),
+    ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=wire.Tokens),
+    ("POST", "/detokenize"): Operation(body=DetokenizeRequest, answer=wire.Detokenized),
+    ("GET", "/health"): Operation(answer=wire.Status),
+    ("GET", "/ready"): Operation(answer=wire.Status),
+    ("GET", "/version"): Operation(answer=wire.Version),
+    ("GET", "/metrics"): Operation(media=TEXT),
+    ("GET", "/cache"): Operation(query=("cache_salt",)),
+    ("GET", "/cache/explain"): Operation(query=("response_id!", "previous_id", "cache_salt")),
+    ("POST", "/cache/flush"): Operation(
+        body=FlushRequest, answer=wire.Flushed, is_body_needed=False
+    ),
+    ("GET", "/openapi.json"): Operation(),
+}
+"""By method and path. A query parameter with a "!" must be there."""
+
+
+class OpenApi:
+    """The document of an application, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._document: bytes | None = None
+
+    async def show(self, request: Request) -> Response:
+        """This document."""
+        if self._document is None:
+            self._document = msgspec.json.encode(describe(request.app.routes))
+        return Response(self._document, media_type=JSON)
+
+
+def describe(routes: Sequence[BaseRoute]) -> Body:
+    """The OpenAPI 3.1 document of these routes; raises KeyError for one that is unknown here."""
+    shapes = _Shapes()
+    paths: dict[str, dict[str, Body]] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                path = template(route)
+                paths.setdefault(path, {})[method.lower()] = _operation(route, method, shapes)
+    about = {
+        "title": "foretoken",
+        "version": __version__,
+        "summary": "LLM inference with speculative decoding and a prompt cache.",
+        "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    }
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": about,
+        "security": SECURITY,
+        "paths": paths,
+        "components": {"schemas": shapes.components, "securitySchemes": keys},
+    }
+
+
+def template(route: Route) -> str:
+    """The path without the converters of its parameters."""
+    return _PARAMETER.sub(r"{\1}", route.path)
+
+
+class _Shapes:
+    """JSON schemas of all structs that the operations name."""
+
+    def __init__(self) -> None:
+        named = (s for each in OPERATIONS.values() for s in (each.body, each.answer, each.events))
+        structs = dict.fromkeys(s for s in (*named, wire.ErrorBody) if inspect.isclass(s))
+        found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
+        self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
+        for struct in structs:
+            if issubclass(struct, Sampling):
+                self._drop_refused(self._refs[struct])
+
+    def _drop_refused(self, ref: Body) -> None:
+        """Fields that are known only to be refused are nobody's to send."""
+        properties = self.components[str(ref["$ref"]).rpartition("/")[2]]["properties"]
+        for name in REFUSED:
+            properties.pop(name, None)
+
+    def of(self, struct: object) -> Body:
+        """A reference to it; of what is free, the schema of an object."""
+        return self._refs.get(struct, {"type": "object"})
+
+
+def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
+    path = template(route)
+    known = OPERATIONS[method, path]
+    operation: Body = {
+        "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
+        "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
+        "responses": _responses(known, shapes),
+    }
+    parameters = [*_path_parameters(route), *_query_parameters(known)]
+    if parameters:
+        operation["parameters"] = parameters
+    if known.body is not None:
+        content = {JSON: {"schema": shapes.of(known.body)}}
+        operation["requestBody"] = {"required": known.is_body_needed, "content": content}
+    if path in OPEN:
+        operation["security"] = []
+    return operation
+
+
+def _responses(known: Operation, shapes: _Shapes) -> Body:
+    schema = {"type": "string"} if known.media == TEXT else shapes.of(known.answer)
+    content: Body = {known.media: {"schema": schema}}
+    if known.events is not None:  # the schema is that of one event's data
+        content[EVENTS] = {"schema": shapes.of(known.events)}
+    error = {JSON: {"schema": shapes.of(wire.ErrorBody)}}
+    return {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "What went wrong.", "content": error},
+    }
+
+
+def _path_parameters(route: Route) -> list[Body]:
+    names = _PARAMETER.findall(route.path)
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+
+
+def _query_parameters(known: Operation) -> list[Body]:
+    return [
+        {
+            "name": name.removesuffix("!"),
+            "in": "query",
+            "required": name.endswith("!"),
+            "schema": {"type": "string"},
+        }
+        for name in known.query
+    ]
