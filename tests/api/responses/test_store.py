@@ -1,0 +1,177 @@
+"""Responses that are kept, and conversations that go on from them."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from foretoken.api.errors import ApiError
+from foretoken.api.responses.schema import Item, Part
+from foretoken.api.responses.store import ResponseStore
+
+USER = Item(type="message", id="msg_1", role="user", content=[Part(type="input_text", text="hi")])
+
+
+def ask(client, input="hi", **options):
+    return client.responses.create(model="tiny/model", input=input, **options)
+
+
+def body(response_id, previous_id=None, text="a"):
+    item = {"type": "message", "id": f"msg_{response_id}", "role": "assistant", "content": text}
+    return {"id": response_id, "previous_response_id": previous_id, "output": [item]}
+
+
+def test_a_conversation_goes_on_from_a_kept_answer(client, say, prompt_of):
+    say("hello")
+    first = ask(client, "who", instructions="be brief", store=True)
+    assert first.store is True
+    second = ask(client, "what", previous_response_id=first.id, store=True)
+    assert second.previous_response_id == first.id
+    turns = ["user\nwho", "assistant\nhello", "user\nwhat", "assistant\n"]
+    expected = "<|im_end|>".join(f"<|im_start|>{turn}" for turn in turns)
+    assert prompt_of() == expected, "the instructions were of the first turn alone"
+    ask(client, "why", previous_response_id=second.id, instructions="shout")
+    turns = ["system\nshout", *turns[:3], "assistant\nhello", "user\nwhy", "assistant\n"]
+    assert prompt_of() == "<|im_end|>".join(f"<|im_start|>{turn}" for turn in turns)
+
+
+def test_a_streamed_answer_is_kept_before_its_last_event(client, say, prompt_of):
+    say("hello")
+    for event in ask(client, stream=True, store=True):
+        if event.type == "response.completed":
+            assert ask(client, "more", previous_response_id=event.response.id).output
+    assert "hello" in prompt_of()
+
+
+@pytest.mark.parametrize("store", [False, None, openai.omit])
+def test_nothing_is_kept_unasked(client, say, store):
+    say("hello")
+    answer = ask(client, store=store)
+    assert answer.store is False
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, previous_response_id=answer.id)
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+def test_a_kept_answer_is_retrieved_as_it_was_and_deleted(client, say):
+    say("hello")
+    answer = ask(client, store=True)
+    assert client.responses.retrieve(answer.id) == answer
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.retrieve(answer.id)
+    assert caught.value.code == "response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete(answer.id)
+
+
+def test_a_failed_answer_is_not_kept(client, engine):
+    engine.row_error = "a row went bad"
+    failed = list(ask(client, stream=True, store=True))[-1].response
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(failed.id)
+
+
+def test_nobody_reads_what_another_key_or_salt_has_kept(server, client, say):
+    say("hello")
+    mine = ask(client, store=True)
+    salted = ask(client, store=True, extra_body={"cache_salt": "a"})
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0) as other:
+        for response in (mine, salted):
+            with pytest.raises(openai.NotFoundError):
+                other.responses.retrieve(response.id)
+            with pytest.raises(openai.BadRequestError):
+                ask(other, previous_response_id=response.id)
+            with pytest.raises(openai.BadRequestError):
+                ask(other, [{"type": "item_reference", "id": response.output[0].id}])
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(salted.id)
+    query = {"cache_salt": "a"}
+    assert client.responses.retrieve(salted.id, extra_query=query).id == salted.id
+
+
+def test_input_items_are_listed_page_by_page(client, say):
+    say("hello")
+    first = ask(client, "who", store=True)
+    second = ask(client, "what", store=True, previous_response_id=first.id)
+    items = client.responses.input_items.list(second.id, order="asc")
+    assert [item.content[0].text for item in items] == ["who", "hello", "what"]
+    assert all(item.id for item in items)
+    page = client.responses.input_items.list(second.id, limit=2)
+    assert [item.content[0].text for item in page.data] == ["what", "hello"]
+    assert page.has_more
+    rest = client.responses.input_items.list(second.id, limit=2, after=page.last_id)
+    assert [item.content[0].text for item in rest.data] == ["who"]
+    assert not rest.has_more
+
+
+PAGES = [
+    ({"order": "up"}, "order"),
+    ({"limit": 0}, "limit"),
+    ({"limit": 101}, "limit"),
+    ({"limit": "1" * 5000}, "limit"),
+    ({"after": "msg_0"}, "after"),
+]
+
+
+def test_a_bad_page_is_400(client, say):
+    say("hello")
+    kept = ask(client, store=True)
+    for query, param in PAGES:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.input_items.list(kept.id, extra_query=query)
+        assert caught.value.param == param
+
+
+def test_kept_items_can_be_named(client, say, prompt_of):
+    say("hello")
+    [message] = ask(client, store=True).output
+    ask(client, [{"type": "item_reference", "id": message.id}, {"role": "user", "content": "x"}])
+    assert "<|im_start|>assistant\nhello<|im_end|><|im_start|>user\nx" in prompt_of()
+
+
+def test_the_store_is_bounded_in_count_and_forgets_what_was_used_least():
+    store = ResponseStore(max_responses=2)
+    store.put(b"me", body("a"), [USER])
+    store.put(b"me", body("b"), [USER])
+    assert store.history(b"me", "a")
+    store.put(b"me", body("c"), [USER])
+    assert [store.get(b"me", each) is None for each in "abc"] == [False, True, False]
+    assert len(store) == 2
+
+
+def test_the_store_is_bounded_in_bytes():
+    store = ResponseStore(max_bytes=4000)
+    for index in range(100):
+        store.put(b"me", body(f"r{index}", text="x" * 500), [USER])
+        assert store.num_bytes <= 4000
+    assert store.get(b"me", "r99")
+    store.put(b"me", body("big", text="x" * 5000), [USER])
+    assert len(store) == 1, "the newest is kept by itself"
+    store.delete(b"me", "big")
+    assert store.num_bytes == 0
+    assert store.item(b"me", "msg_big") is None
+
+
+def test_using_an_answer_uses_those_before_it():
+    store = ResponseStore(max_responses=3)
+    store.put(b"me", body("a"), [USER])
+    store.put(b"me", body("b", "a"), [USER])
+    store.put(b"me", body("other"), [USER])
+    assert len(store.history(b"me", "b")) == 4
+    store.put(b"me", body("new"), [USER])
+    assert store.get(b"me", "other") is None
+    assert len(store.history(b"me", "b")) == 4
+
+
+def test_a_conversation_whose_beginning_is_gone_cannot_go_on():
+    store = ResponseStore()
+    store.put(b"me", body("a"), [USER])
+    store.put(b"me", body("b", "a"), [USER])
+    store.delete(b"me", "a")
+    with pytest.raises(ApiError, match="'a' not found"):
+        store.history(b"me", "b")
+    assert store.get(b"me", "b") is not None
