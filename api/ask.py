@@ -13,7 +13,8 @@ from ..core.step import TokenLogprob
 from .forms import NamedChoice, Tools, read_choice, read_tools
 from .intake import Conversation, Message
 from .results import CallDelta, Choice, Completion, TextDelta, ToolCall
-from .turn import Ask, Tool, ToolChoice, Turn, TurnChoice, TurnDelta
+from .talk import Ask, Tool, ToolChoice, TurnChoice, TurnDelta
+from .turn import Turn
 
 GivenTools = Sequence[Mapping[str, Any]]
 """Tools as OpenAI's clients write them."""

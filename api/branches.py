@@ -30,7 +30,8 @@ from .schema import ChatRequest, CompletionRequest, Message, Positive, decoder
 from .service import Service
 from .shapes import Body, Head, usage_body
 from .sse import EventStream, unless_gone
-from .turn import Ask, Turn, TurnChoice, TurnDelta
+from .talk import Ask, TurnChoice, TurnDelta
+from .turn import Turn
 
 MAX_BRANCHES = 64
 Text = str | list[int]

@@ -19,7 +19,8 @@ from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_para
 from .service import Service
 from .shapes import Body, Head, chat_logprobs, reason_body
 from .sse import EventStream, unless_gone
-from .turn import Ask, Call, Turn, TurnChoice, TurnDelta
+from .talk import Ask, Call, TurnChoice, TurnDelta
+from .turn import Turn
 from .writer import Writer
 
 decode = decoder(ChatRequest)
@@ -41,7 +42,9 @@ class ChatRoute:
             ask = read_ask(body)
             self.service.check_room(1, ask.params.n)
             if body.prompt_cache_options is not None and body.prompt_cache_options.prewarm:
-                usage = await unless_gone(request.receive, self._prewarm(ask, head.id))
+                usage = await unless_gone(
+                    request.receive, self.service.turns.prewarm(ask, request_id=head.id)
+                )
                 return JsonResponse(ChatWriter(self.service, head, body).prewarmed(usage))
             turn = await self.service.turns.open(ask, request_id=head.id)
         except InvalidRequest as error:
@@ -57,16 +60,6 @@ class ChatRoute:
             )
         choices = await unless_gone(request.receive, turn.collect())
         return JsonResponse(writer.whole(turn, choices))
-
-    async def _prewarm(self, ask: Ask, request_id: str) -> Usage:
-        """Put the conversation into the cache and say nothing."""
-        return await self.service.llm.prewarm(
-            await self.service.turns.render(ask),
-            cache=ask.cache,
-            cache_salt=ask.params.cache_salt,
-            request_id=request_id,
-            note=ask.note,
-        )
 
 
 def read_ask(body: ChatRequest) -> Ask:

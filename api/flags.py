@@ -94,8 +94,12 @@ def add_server_flags(parser: Parser) -> None:
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
     add("--normalize", action="store_true", help="drop what clients change in system texts")
     add("--prewarm", metavar="FILE", help="JSON: prompts to compute before it listens")
-    add("--cors-origin", action="append", metavar="ORIGIN", help="of a web page that may call; "
-        "* is any; repeatable")
+    add(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="of a web page that may call; * is any; repeatable",
+    )
     add("--log-level", choices=LOG_LEVELS, default="info")
     add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="after SIGTERM")
 

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from ..core.caching import CacheOptions, Pin
 from ..core.errors import InvalidRequest
-from .turn import Tool, ToolChoice
+from .talk import Tool, ToolChoice
 
 MAX_TOOLS = 512
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt

@@ -240,7 +240,7 @@ class GrammarMatcher:
         is_complete, mask = mask[vocabulary.end], mask[: vocabulary.size]
         if is_complete:
             mask[self._stops] = True
-        return mask
+        return mask.data
 
     def _only(self) -> int | None:
         """The token that must come next, if the grammar forces one."""

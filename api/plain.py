@@ -12,8 +12,17 @@ from .schema import ContentPart, Message
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """What a chat template is given: content as one text, developer as system."""
-    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    """What a chat template is given: content as one text, developer as system.
+
+    System messages at the beginning become one: many templates take no second one.
+    """
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    others = (index for index, message in enumerate(plain) if message["role"] != "system")
+    num_system = next(others, len(plain))
+    if num_system < 2:
+        return plain
+    text = "\n\n".join(message["content"] for message in plain[:num_system])
+    return [{"role": "system", "content": text}, *plain[num_system:]]
 
 
 def _plain(message: Message, path: str) -> dict[str, Any]:

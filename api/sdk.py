@@ -24,7 +24,8 @@ from .intake import (
     one_params,
 )
 from .results import Completion, TextDelta
-from .turn import Ask, Turn, Turns
+from .talk import Ask
+from .turn import Turn, Turns
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None

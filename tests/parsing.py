@@ -16,7 +16,7 @@ from foretoken.api.output.events import (
 )
 from foretoken.api.output.source import merged
 from foretoken.api.output.syntax import Syntax
-from foretoken.api.turn import Tool
+from foretoken.api.talk import Tool
 
 WEATHER = Tool(
     name="get_weather",

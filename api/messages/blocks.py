@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from ..shapes import Body
-from ..turn import Call, TurnDelta
+from ..talk import Call, TurnDelta
 
 SIGNATURE = "unsigned"  # clients send no thought back that has none
 INVALID = "INVALID_JSON"  # what Anthropic calls arguments that are no object

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ...core.errors import InvalidRequest
 from ...core.params import SamplingParams
 from ..forms import named_choice
-from ..turn import Ask, Tool, ToolChoice
+from ..talk import Ask, Tool, ToolChoice
 from .schema import (
     AnyBlock,
     Block,

@@ -14,7 +14,8 @@ from ..errors import ApiError
 from ..explain import anthropic_diagnostics
 from ..service import Service
 from ..shapes import Body, speculation_body
-from ..turn import Turn, TurnDelta
+from ..talk import TurnDelta
+from ..turn import Turn
 from ..writer import refuse_aborted
 from .blocks import Blocks
 from .breakpoints import TTL, Breakpoints

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..turn import Ask, Turns
+from ..talk import Ask
+from ..turn import Turns
 
 LINE = re.MULTILINE | re.IGNORECASE
 

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import msgspec
 
 from ...core.errors import InvalidRequest
-from ..turn import Ask, Turns
+from ..talk import Ask
+from ..turn import Turns
 from .breakpoints import NEXT, Breakpoints, Mark, pins_at
 from .conversation import conversation_ask
 from .normalize import normalized

@@ -17,7 +17,7 @@ from ..forms import read_cache
 from ..schema import decoder, refuse_unsupported, sampling_params
 from ..service import Service
 from ..sse import EventStream, unless_gone
-from ..turn import Ask
+from ..talk import Ask
 from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import conversation_ask
 from .errors import request_id
@@ -75,13 +75,7 @@ class MessagesRoute:
         is_streamed: bool,
     ) -> Response:
         """Bring a prompt into the cache and say nothing."""
-        work = self.service.llm.prewarm(
-            prompt_ids,
-            cache=ask.cache,
-            cache_salt=ask.params.cache_salt,
-            request_id=writer.id,
-            note=ask.note,
-        )
+        work = self.service.turns.prewarm(ask, request_id=writer.id, prompt_ids=prompt_ids)
         usage = await unless_gone(request.receive, work)
         if is_streamed:
             return self._stream(request, writer.warm_events(usage), _nothing)

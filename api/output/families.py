@@ -14,7 +14,7 @@ from .qwen_coder import FUNCTION, read_qwen_coder
 from .source import Reading, Source
 
 if TYPE_CHECKING:
-    from ..turn import Tool
+    from ..talk import Tool
 
 Reader: TypeAlias = Callable[[Source], Reading[None]]
 

@@ -13,7 +13,7 @@ from .lark import Lark, arguments
 from .pythonic import PYTHON_START
 
 if TYPE_CHECKING:
-    from ..turn import Tool
+    from ..talk import Tool
 
 # What stands behind the first mark, for calls of these tools, one of them or (True) more.
 Block = Callable[[Lark, "Sequence[Tool]", bool], str]

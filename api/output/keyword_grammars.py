@@ -13,7 +13,7 @@ from .lark import Lark, value
 from .qwen_coder import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, kinds, listed_values
 
 if TYPE_CHECKING:
-    from ..turn import Tool
+    from ..talk import Tool
 
 # What says more of an object than which properties it has, and can not be followed here.
 _ABOUT_WHOLE = (

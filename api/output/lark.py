@@ -12,7 +12,7 @@ from ..grammar import JSON_FORM, json_rule, lark_rules, lark_text
 
 if TYPE_CHECKING:
     from ...core.params import SamplingParams
-    from ..turn import Tool
+    from ..talk import Tool
 
 LOOSE_FORM = {**JSON_FORM, "coerce_one_of": True, "lenient": True}
 LINE_BREAKS = r"/\n{0,2}/"  # bounded: a model can not loop on them

@@ -16,7 +16,7 @@ from .thinking import MISTRAL_THINK, THINK, Thinking, ThinkingState, thinking_pa
 
 if TYPE_CHECKING:
     from ...core.params import SamplingParams
-    from ..turn import Tool, ToolChoice
+    from ..talk import Tool, ToolChoice
 
 MAX_TOOLS = 1024
 THINKING = {"think": THINK, "mistral": MISTRAL_THINK}

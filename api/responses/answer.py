@@ -11,7 +11,8 @@ from ...core.step import TokenLogprob
 from ..explain import openai_diagnostics
 from ..service import Service
 from ..shapes import Body, chat_logprobs
-from ..turn import Turn, TurnDelta
+from ..talk import TurnDelta
+from ..turn import Turn
 from ..writer import refuse_aborted
 from .body import CacheTold, ResponseHead
 from .output import Output

@@ -19,7 +19,7 @@ from ..forms import (
     ToolSpec,
 )
 from ..schema import HARMLESS, MAX_MESSAGES, ChatRequest, Message, Prediction, Sampling
-from ..turn import Ask
+from ..talk import Ask
 from .inputs import to_messages
 from .schema import LOGPROBS, Choice, FlatTool, Item, ResponsesRequest, TextFormat
 

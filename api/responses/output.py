@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ...core.step import TokenLogprob
 from ..shapes import Body
-from ..turn import Call, TurnDelta
+from ..talk import Call, TurnDelta
 from .parts import CallPiece, MessagePiece, Piece, ReasoningPiece
 
 Spell = Callable[[Sequence[TokenLogprob]], list[Body]]

@@ -7,7 +7,7 @@ from typing import ClassVar
 from uuid import uuid4
 
 from ..shapes import Body
-from ..turn import Call
+from ..talk import Call
 
 
 @dataclass(slots=True, kw_only=True)

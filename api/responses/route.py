@@ -16,7 +16,7 @@ from ..schema import decoder
 from ..service import Service
 from ..shapes import Body
 from ..sse import HEADERS, EventStream, unless_gone
-from ..turn import Ask
+from ..talk import Ask
 from .answer import ResponseWriter
 from .ask import make_ask, refuse_unsupported, renaming
 from .body import ResponseHead
@@ -54,7 +54,9 @@ class ResponsesRoute:
             head = ResponseHead(body, question.ask.params, self.service.model)
             writer = ResponseWriter(self.service, head)
             if body.prompt_cache_options is not None and body.prompt_cache_options.prewarm:
-                usage = await unless_gone(request.receive, self._prewarm(question.ask, head.id))
+                usage = await unless_gone(
+                    request.receive, self.service.turns.prewarm(question.ask, request_id=head.id)
+                )
                 return _prewarmed(body, writer, usage)
             turn = await self.service.turns.open(question.ask, request_id=head.id)
         keep = self._keeper(body, question)
@@ -65,16 +67,6 @@ class ResponsesRoute:
         response = await unless_gone(request.receive, writer.collect(turn))
         keep(response)
         return JsonResponse(response)
-
-    async def _prewarm(self, ask: Ask, request_id: str) -> Usage:
-        """Put the conversation into the cache and say nothing."""
-        return await self.service.llm.prewarm(
-            await self.service.turns.render(ask),
-            cache=ask.cache,
-            cache_salt=ask.params.cache_salt,
-            request_id=request_id,
-            note=ask.note,
-        )
 
     async def count(self, request: Request) -> Response:
         """How many tokens the input comes to."""

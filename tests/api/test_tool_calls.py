@@ -7,6 +7,13 @@ import json
 import openai
 import pytest
 
+from foretoken.api.output.events import CallArguments, CallBegin, CallEnd, Words
+from foretoken.api.plain import plain_messages
+from foretoken.api.reader import TurnReader
+from foretoken.api.results import TextDelta
+from foretoken.api.schema import Message
+from foretoken.api.talk import ToolChoice
+
 TALK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
     "type": "function",
@@ -158,3 +165,32 @@ def test_the_chosen_tool_is_forced_by_a_grammar(client, engine, say):
         assert engine.requests[-1].sampling.constraint is not None
     ask(client)
     assert engine.requests[-1].sampling.constraint is None
+
+
+def test_words_behind_a_call_stay_behind_it_however_many_tokens_a_step_brings(engine):
+
+    class Scripted:
+        def feed(self, text):
+            return [Words("a"), CallBegin("f"), CallArguments("{}"), CallEnd(), Words("b")]
+
+        def end(self):
+            return [CallBegin("g"), CallArguments("{}"), CallEnd()]
+
+    reader = TurnReader(0, Scripted(), ToolChoice())
+    first, last = reader.read(TextDelta(text="x", token_ids=[1, 2], finish_reason="stop"))
+    assert (first.words, [call.name for call in first.calls], first.token_ids) == (
+        "a",
+        ["f"],
+        [1, 2],
+    )
+    assert (last.words, [call.name for call in last.calls], last.token_ids) == ("b", ["g"], [])
+    assert (first.finish_reason, last.finish_reason) == (None, "tool_calls")
+    assert reader.read(TextDelta(text="late", token_ids=[3], finish_reason="abort")) == []
+
+
+def test_system_messages_at_the_beginning_become_one():
+
+    talk = [Message(role=role, content=role) for role in ("system", "developer", "user", "system")]
+    plain = plain_messages(talk)
+    assert [message["role"] for message in plain] == ["system", "user", "system"]
+    assert plain[0]["content"] == "system\n\ndeveloper"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.api.messages.blocks import INVALID, SIGNATURE, Blocks, read_arguments
-from foretoken.api.turn import Call, TurnDelta
+from foretoken.api.talk import Call, TurnDelta
 
 TALK = [
     TurnDelta(thought="I "),

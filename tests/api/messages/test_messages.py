@@ -238,7 +238,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
             {"messages": [{"role": "system", "content": [{"type": "thinking", "thinking": ""}]}]},
             "messages[0].content[0]: thinking",
         ),
-        ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences takes"),
         ({"tools": [{"name": "x"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

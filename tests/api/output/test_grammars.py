@@ -13,7 +13,7 @@ from walking import Model
 
 from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.output.families import FAMILIES
-from foretoken.api.turn import Tool, ToolChoice
+from foretoken.api.talk import Tool, ToolChoice
 
 NODE = Tool(
     name="tree",

@@ -8,7 +8,7 @@ import pytest
 from parsing import TOOLS, Read, read, syntax
 
 from foretoken.api.output.events import CallArguments, CallBegin
-from foretoken.api.turn import Tool
+from foretoken.api.talk import Tool
 
 TYPED = Tool(
     name="f",

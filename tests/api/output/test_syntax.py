@@ -10,7 +10,7 @@ from foretoken.api.build import BUILTIN
 from foretoken.api.output.events import CallBegin, Words
 from foretoken.api.output.families import FAMILIES
 from foretoken.api.output.syntax import TOOL_PARSERS, Syntax, check_tools
-from foretoken.api.turn import Tool, ToolChoice
+from foretoken.api.talk import Tool, ToolChoice
 
 QWEN = "{% if tools %}<tool_call>\n{{ x }}</tool_call>"
 

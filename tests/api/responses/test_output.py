@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foretoken.api.responses.events import error_body
 from foretoken.api.responses.output import Output
-from foretoken.api.turn import Call, TurnDelta
+from foretoken.api.talk import Call, TurnDelta
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 
 
