@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Clients of the HTTP API that the tests run: their pins never meet ours.
+CLIENTS := .venv-clients
+JS := tests/clients/js
 
 .PHONY: serve test lint bench train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.test
@@ -24,7 +27,7 @@ train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.draft.builtin.train $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules build *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,3 +43,16 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
 	touch $@
+
+# Every package is pinned, so nothing is left to resolve.
+$(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/requirements-openai2.txt
+	$(PYTHON) -m venv $(CLIENTS)/openai3
+	$(PYTHON) -m venv $(CLIENTS)/openai2
+	$(CLIENTS)/openai3/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r tests/clients/requirements.txt
+	$(CLIENTS)/openai2/bin/pip install --disable-pip-version-check -q --no-deps --no-compile -r tests/clients/requirements-openai2.txt
+	touch $@
+
+# Without Node the tests of its clients are skipped.
+$(JS)/node_modules/.done: $(JS)/package.json $(JS)/package-lock.json
+	cd $(JS) && npm ci --silent --no-audit --no-fund && touch node_modules/.done || \
+		echo "npm is missing or failed: the JavaScript clients are not tested"

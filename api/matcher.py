@@ -27,6 +27,10 @@ from .tokenizer import Tokenizer
 T = TypeVar("T")
 NUM_FORCED_TEXTS = 4096  # whose tokens are kept: requests of one schema share them
 MAX_ERROR_CHARS = 300
+_PLAINLY = {  # a part of what llguidance says, and what it means here
+    "NoExtensionBias": "no token of the model fits",
+    "coerce_one_of": "oneOf is served only where its branches exclude each other; anyOf always is",
+}
 
 
 class Vocabulary:
@@ -259,8 +263,9 @@ class GrammarMatcher:
 def error_text(matcher: LLMatcher) -> str:
     """What is wrong, in a line that a caller may read."""
     text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
-    if text == "NoExtensionBias":
-        return "no token of the model fits"
+    for part, said in _PLAINLY.items():
+        if part in text:
+            return said
     return text[:MAX_ERROR_CHARS]
 
 

@@ -20,8 +20,10 @@ from starlette.routing import BaseRoute, Route
 
 from .._version import __version__
 from . import wire
+from . import wire_dialects as dialects
 from .branches import MAX_BRANCHES, Branch, Text
 from .cache_routes import FlushRequest
+from .messages.errors import is_messages
 from .messages.schema import CountRequest, MessagesRequest
 from .responses.schema import ResponsesRequest
 from .schema import (
@@ -72,13 +74,21 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/branches"): Operation(
         body=BranchesRequest, answer=wire.BranchesBody, events=wire.ChunkBody
     ),
-    ("POST", "/v1/responses"): Operation(body=ResponsesRequest, events=Any),
-    ("POST", "/v1/responses/input_tokens"): Operation(body=ResponsesRequest),
-    ("GET", "/v1/responses/{id}"): Operation(),
-    ("DELETE", "/v1/responses/{id}"): Operation(),
-    ("GET", "/v1/responses/{id}/input_items"): Operation(),
-    ("POST", "/v1/messages"): Operation(body=MessagesRequest, events=Any),
-    ("POST", "/v1/messages/count_tokens"): Operation(body=CountRequest),
+    ("POST", "/v1/responses"): Operation(
+        body=ResponsesRequest, answer=dialects.ResponseBody, events=Any
+    ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        body=ResponsesRequest, answer=dialects.InputTokens
+    ),
+    ("GET", "/v1/responses/{id}"): Operation(answer=dialects.ResponseBody),
+    ("DELETE", "/v1/responses/{id}"): Operation(answer=dialects.Deleted),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(answer=dialects.ItemList),
+    ("POST", "/v1/messages"): Operation(
+        body=MessagesRequest, answer=dialects.MessageAnswer, events=Any
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        body=CountRequest, answer=dialects.InputTokens
+    ),
     ("GET", "/v1/models"): Operation(answer=wire.ModelList),
     ("GET", "/v1/models/{name}"): Operation(answer=wire.Model),
     ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=wire.Tokens),
@@ -87,7 +97,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/ready"): Operation(answer=wire.Status),
     ("GET", "/version"): Operation(answer=wire.Version),
     ("GET", "/metrics"): Operation(media=TEXT),
-    ("GET", "/cache"): Operation(query=("cache_salt",)),
+    ("GET", "/cache"): Operation(answer=dialects.CacheBody, query=("cache_salt",)),
     ("GET", "/cache/explain"): Operation(query=("response_id!", "previous_id", "cache_salt")),
     ("POST", "/cache/flush"): Operation(
         body=FlushRequest, answer=wire.Flushed, is_body_needed=False
@@ -148,7 +158,8 @@ class _Shapes:
 
     def __init__(self) -> None:
         named = (s for each in OPERATIONS.values() for s in (each.body, each.answer, each.events))
-        structs = dict.fromkeys(s for s in (*named, wire.ErrorBody) if inspect.isclass(s))
+        errors = (wire.ErrorBody, dialects.MessageError)
+        structs = dict.fromkeys(s for s in (*named, *errors) if inspect.isclass(s))
         found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
         for struct in structs:
@@ -172,7 +183,7 @@ def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
     operation: Body = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
-        "responses": _responses(known, shapes),
+        "responses": _responses(path, known, shapes),
     }
     parameters = [*_path_parameters(route), *_query_parameters(known)]
     if parameters:
@@ -185,12 +196,13 @@ def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
     return operation
 
 
-def _responses(known: Operation, shapes: _Shapes) -> Body:
+def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
     schema = {"type": "string"} if known.media == TEXT else shapes.of(known.answer)
     content: Body = {known.media: {"schema": schema}}
     if known.events is not None:  # the schema is that of one event's data
         content[EVENTS] = {"schema": shapes.of(known.events)}
-    error = {JSON: {"schema": shapes.of(wire.ErrorBody)}}
+    failure = dialects.MessageError if is_messages(path) else wire.ErrorBody
+    error = {JSON: {"schema": shapes.of(failure)}}
     return {
         "200": {"description": "The answer.", "content": content},
         "default": {"description": "What went wrong.", "content": error},

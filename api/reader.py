@@ -24,7 +24,7 @@ class TurnReader:
         self.is_done = False
         self._index = index
         self._parser = parser
-        self._is_single = not choice.parallel  # the choice ends with its first call
+        self._is_single = choice.is_single  # the choice ends with its first call
         self._has_words = choice.mode != "required"  # else it is what a cut left of a call's mark
         self._num_calls = 0
 

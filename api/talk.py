@@ -41,6 +41,11 @@ class ToolChoice:
     parallel: bool = True  # False: at most one call
     allowed: frozenset[str] | None = None  # those that may be called; None: all
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the turn ends with its first call. A tool that is named is called once."""
+        return not self.parallel or self.name is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:

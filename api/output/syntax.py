@@ -128,11 +128,11 @@ class Syntax:
         grammar = FAMILIES[self.tool_parser].grammar(self.template, self.vocab)
         tools = [tool for tool in tools if _may_be_called(tool, choice)]
         if choice.mode == "required":
-            return grammar.calls(lark, tools, parallel=choice.parallel)
+            return grammar.calls(lark, tools, parallel=not choice.is_single)
         if form is not None:
-            return f"{form} | {grammar.calls(lark, tools, parallel=choice.parallel)}"
+            return f"{form} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
         if any(tool.strict for tool in tools):
-            return grammar.mixed(lark, tools, parallel=choice.parallel)
+            return grammar.mixed(lark, tools, parallel=not choice.is_single)
         return None
 
 

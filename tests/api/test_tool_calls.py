@@ -194,3 +194,10 @@ def test_system_messages_at_the_beginning_become_one():
     plain = plain_messages(talk)
     assert [message["role"] for message in plain] == ["system", "user", "system"]
     assert plain[0]["content"] == "system\n\ndeveloper"
+
+
+def test_a_tool_that_is_named_is_called_once(client, say):
+    say(f"{CALL}\n{OTHER}")
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choice = ask(client, tool_choice=named).choices[0]
+    assert len(choice.message.tool_calls) == 1

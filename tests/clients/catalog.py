@@ -1,0 +1,108 @@
+"""Which clients there are, where each is installed, and how one is run against a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENTS = HERE.parent.parent / ".venv-clients"  # made by `make test`
+NODE_MODULES = HERE / "js" / "node_modules"
+RUN_SECONDS = 120.0
+# A developer's own keys and addresses must not reach these clients.
+FOREIGN = (
+    "OPENAI_",
+    "ANTHROPIC_",
+    "LANGCHAIN_",
+    "LANGSMITH_",
+    "LITELLM_",
+    "LOGFIRE_",
+    "PYTHONPATH",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """One client program."""
+
+    title: str
+    script: str  # beside this file
+    environment: str = ""  # of Python, below ENVIRONMENTS; empty: Node
+
+    @property
+    def key(self) -> str:
+        """A short name for tests."""
+        return f"{Path(self.script).stem.removeprefix('run_')}-{self.environment or 'js'}"
+
+    def command(self) -> list[str]:
+        """What runs it."""
+        path = str(HERE / self.script)
+        if not self.environment:
+            return ["node", path]
+        return [str(ENVIRONMENTS / self.environment / "bin" / "python"), path]
+
+    def missing(self) -> str:
+        """Why it cannot run on this machine, or nothing."""
+        if self.environment:
+            is_there = (ENVIRONMENTS / ".done").is_file()
+            return "" if is_there else f"{ENVIRONMENTS.name} is not installed: run make test"
+        if shutil.which("node") is None:
+            return "node is not installed"
+        is_there = (NODE_MODULES / ".done").is_file()
+        return "" if is_there else "npm has not installed the clients: run make test"
+
+
+CLIENTS = (
+    Client(title="openai", script="run_openai.py", environment="openai3"),
+    Client(title="openai, Responses", script="run_openai_responses.py", environment="openai3"),
+    Client(title="openai 2", script="run_openai.py", environment="openai2"),
+    Client(title="openai 2, Responses", script="run_openai_responses.py", environment="openai2"),
+    Client(title="anthropic", script="run_anthropic.py", environment="openai3"),
+    Client(title="LangChain", script="run_langchain.py", environment="openai3"),
+    Client(title="LlamaIndex", script="run_llama_index.py", environment="openai2"),
+    Client(title="pydantic-ai", script="run_pydantic_ai.py", environment="openai3"),
+    Client(title="OpenAI Agents SDK", script="run_openai_agents.py", environment="openai3"),
+    Client(title="LiteLLM", script="run_litellm.py", environment="openai2"),
+    Client(title="Instructor", script="run_instructor.py", environment="openai2"),
+    Client(title="smolagents", script="run_smolagents.py", environment="openai3"),
+    Client(title="openai (JavaScript)", script="js/run_openai.mjs"),
+    Client(title="anthropic (JavaScript)", script="js/run_anthropic.mjs"),
+    Client(title="Vercel AI SDK", script="js/run_ai_sdk.mjs"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a client's run told."""
+
+    client: Client
+    versions: dict[str, str]  # by package
+    failures: dict[str, str]  # by feature; empty text: it passed
+    stderr: str
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The features that do not work, and why."""
+        return {feature: why for feature, why in self.failures.items() if why}
+
+
+def run_client(client: Client, url: str) -> Outcome:
+    """Run a client against the scripted server at ``url``."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
+    done = subprocess.run(
+        client.command(),
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS,
+        env=kept | {"FORETOKEN_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+        check=False,
+    )
+    head, *rows = [json.loads(line) for line in done.stdout.splitlines()] or [{"versions": {}}]
+    failures = {row["feature"]: "" if row["ok"] else row["detail"] for row in rows}
+    if done.returncode:
+        failures["running to the end"] = f"exit status {done.returncode}"
+    return Outcome(client=client, versions=head["versions"], failures=failures, stderr=done.stderr)

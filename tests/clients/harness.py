@@ -1,0 +1,107 @@
+"""What the scripts of the clients share. Standard library only: it runs in their environments.
+
+A script names one client's features, each a function that uses the client as its users do and
+asserts what it gave. `Features.run` tells how each went, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, TextIO, TypeVar
+
+Refusal = TypeVar("Refusal", bound=Exception)
+URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")  # of tests/scripted.py
+MODEL = "foretoken-builtin"
+KEY = "sk-local"  # that server's --api-key
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+LONG = "All work and no play makes a prompt too long. " * 1_000
+PREFIX = " ".join(f"Rule {number} of the house holds." for number in range(40))
+
+
+def say(answer: str) -> str:
+    """A message that the scripted server answers so."""
+    return f"Please answer. [[{answer}]]"
+
+
+def call(name: str, /, **arguments: object) -> str:
+    """What the model writes to call a tool."""
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def expect(got: object, wanted: object, what: str = "") -> None:
+    """Equal, or an AssertionError that shows both."""
+    if got != wanted:
+        raise AssertionError(f"{what or 'answer'}: got {got!r}, wanted {wanted!r}")
+
+
+def refused(kind: type[Refusal], work: Callable[[], object]) -> Refusal:
+    """What ``work`` is refused with, which must be an error of this kind."""
+    try:
+        work()
+    except kind as error:
+        return error
+    raise AssertionError(f"there was no {kind.__name__}")
+
+
+class Features:
+    """The features of one client."""
+
+    def __init__(self, *packages: str) -> None:
+        self._packages = packages
+        self._checks: list[tuple[str, Callable[[], Any]]] = []
+
+    def feature(self, name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+        """Decorates what shows a feature; a coroutine function may."""
+
+        def add(check: Callable[[], Any]) -> Callable[[], Any]:
+            self._checks.append((name, check))
+            return check
+
+        return add
+
+    def run(self) -> None:
+        """Print the versions, then how each feature went."""
+        out = _own_stdout()
+        versions = {name: version(name) for name in self._packages}
+        print(json.dumps({"versions": versions}), file=out, flush=True)
+        with asyncio.Runner() as runner:
+            for name, check in self._checks:
+                began = time.monotonic()
+                detail = _failure(check, runner)
+                seconds = round(time.monotonic() - began, 3)
+                row = {"feature": name, "ok": not detail, "detail": detail, "seconds": seconds}
+                print(json.dumps(row), file=out, flush=True)
+
+
+def _own_stdout() -> TextIO:
+    """The one we were started with; what clients print goes to stderr from here on."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
+
+
+def _failure(check: Callable[[], Any], runner: asyncio.Runner) -> str:
+    """What went wrong, or nothing."""
+    try:
+        result = check()
+        if inspect.iscoroutine(result):
+            runner.run(result)
+    except Exception as error:  # of any kind: it is the finding
+        last = traceback.extract_tb(error.__traceback__)
+        at = next((frame.lineno for frame in last if frame.name == check.__name__), None)
+        return f"line {at}: {type(error).__name__}: {error}"[:2_000]
+    return ""

@@ -1,0 +1,68 @@
+// What the scripts of the clients share; the counterpart of ../harness.py.
+
+import { readFileSync, writeSync } from "node:fs";
+
+export const URL = process.env.FORETOKEN_URL ?? "http://127.0.0.1:8000"; // of tests/scripted.py
+export const MODEL = "foretoken-builtin";
+export const KEY = "sk-local"; // that server's --api-key
+
+export const WEATHER = {
+  type: "object",
+  properties: { city: { type: "string" } },
+  required: ["city"],
+  additionalProperties: false,
+};
+export const LONG = "All work and no play makes a prompt too long. ".repeat(1000);
+export const PREFIX = Array.from({ length: 40 }, (_, i) => `Rule ${i} of the house holds.`).join(" ");
+
+/** A message that the scripted server answers so. */
+export const say = (answer) => `Please answer. [[${answer}]]`;
+
+/** What the model writes to call a tool. */
+export const call = (name, args) =>
+  `<tool_call>\n${JSON.stringify({ name, arguments: args })}\n</tool_call>`;
+
+/** Equal as JSON, or an error that shows both. */
+export function expect(got, wanted, what = "answer") {
+  const [left, right] = [got, wanted].map((value) => JSON.stringify(value));
+  if (left !== right) throw new Error(`${what}: got ${left}, wanted ${right}`);
+}
+
+/** A truth, or an error that shows what there was instead. */
+export function check(truth, what) {
+  if (!truth) throw new Error(typeof what === "string" ? what : JSON.stringify(what));
+}
+
+/** What `work` is refused with. */
+export async function refusal(work) {
+  try {
+    await work;
+  } catch (error) {
+    return error;
+  }
+  throw new Error("there was no error");
+}
+
+/** Print the versions, then how each feature went: one JSON object a line. */
+export async function run(packages, features) {
+  const versions = Object.fromEntries(packages.map((name) => [name, version(name)]));
+  tell({ versions });
+  for (const [feature, show] of Object.entries(features)) {
+    const began = performance.now();
+    let detail = "";
+    try {
+      await show();
+    } catch (error) {
+      detail = `${error?.name}: ${error?.message}`.slice(0, 2000);
+    }
+    const seconds = Math.round(performance.now() - began) / 1000;
+    tell({ feature, ok: !detail, detail, seconds });
+  }
+}
+
+const tell = (row) => writeSync(1, `${JSON.stringify(row)}\n`);
+
+function version(name) {
+  const file = new globalThis.URL(`node_modules/${name}/package.json`, import.meta.url);
+  return JSON.parse(readFileSync(file, "utf8")).version;
+}

@@ -1,0 +1,70 @@
+// The anthropic SDK for JavaScript: Messages.
+
+import Anthropic from "@anthropic-ai/sdk";
+import {
+  KEY, LONG, MODEL, PREFIX, URL, WEATHER, call, check, expect, refusal, run, say,
+} from "./harness.mjs";
+
+// docs: begin
+const client = new Anthropic({ baseURL: URL, apiKey: KEY });
+// docs: end
+const PARIS = call("get_weather", { city: "Paris" });
+const tool = { name: "get_weather", description: "Weather of a city", input_schema: WEATHER };
+
+const user = (content) => [{ role: "user", content }];
+const body = (content, more) => ({ model: MODEL, max_tokens: 200, messages: user(content), ...more });
+const ask = (content, more) => client.messages.create(body(content, more));
+
+await run(["@anthropic-ai/sdk"], {
+  async messages() {
+    const answer = await ask(say("Hello, wörld!"), { system: "Be brief." });
+    expect([answer.content[0].text, answer.stop_reason], ["Hello, wörld!", "end_turn"]);
+  },
+
+  async stream() {
+    const stream = client.messages.stream(body(say("Bit by bit.")));
+    let text = "";
+    stream.on("text", (piece) => (text += piece));
+    const final = await stream.finalMessage();
+    expect([text, final.content[0].text], ["Bit by bit.", "Bit by bit."]);
+    check(final.usage.output_tokens > 1, final.usage);
+  },
+
+  async "tool loop"() {
+    const first = await ask(say(PARIS), { tools: [tool] });
+    const used = first.content.find((block) => block.type === "tool_use");
+    expect([used.name, used.input, first.stop_reason], ["get_weather", { city: "Paris" }, "tool_use"]);
+    const result = { type: "tool_result", tool_use_id: used.id, content: say("Sunny.") };
+    const said = { role: "assistant", content: first.content };
+    const messages = [...user(say(PARIS)), said, ...user([result])];
+    const second = await client.messages.create({ ...body(""), messages, tools: [tool] });
+    expect(second.content[0].text, "Sunny.");
+  },
+
+  async "streamed tool calls"() {
+    const stream = client.messages.stream(body(say(PARIS), { tools: [tool] }));
+    let pieces = "";
+    stream.on("inputJson", (piece) => (pieces += piece));
+    const final = await stream.finalMessage();
+    expect([JSON.parse(pieces), final.content.at(-1).input], [{ city: "Paris" }, { city: "Paris" }]);
+  },
+
+  async "count tokens"() {
+    const counted = await client.messages.countTokens({ model: MODEL, messages: user("Count this.") });
+    check(counted.input_tokens > 3, counted);
+  },
+
+  async "cached tokens"() {
+    const system = [{ type: "text", text: PREFIX, cache_control: { type: "ephemeral" } }];
+    await ask(say("Noted."), { system });
+    const { usage } = await ask(say("Noted."), { system });
+    check(usage.cache_read_input_tokens > 200, usage);
+  },
+
+  async errors() {
+    const unknown = await refusal(ask("Hi", { model: "no-such" }));
+    expect(unknown.constructor.name, "NotFoundError");
+    const long = await refusal(ask(LONG));
+    check(long.message.includes("prompt is too long"), long.message);
+  },
+});

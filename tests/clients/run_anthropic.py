@@ -1,0 +1,226 @@
+"""The anthropic SDK: Messages, streams, tools, counting, the cache."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+from anthropic import Anthropic, AsyncAnthropic
+from harness import KEY, LONG, MODEL, PREFIX, URL, WEATHER, Features, call, expect, refused, say
+
+# docs: begin
+client = Anthropic(base_url=URL, api_key=KEY)
+# docs: end
+features = Features("anthropic")
+TOOL: Any = {"name": "get_weather", "description": "Weather of a city", "input_schema": WEATHER}
+PARIS = call("get_weather", city="Paris")
+
+
+def user(content: Any) -> list[Any]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": content}]
+
+
+def ask(content: Any, *, max_tokens: int = 200, **options: Any) -> Any:
+    """One message."""
+    return client.messages.create(
+        model=MODEL, max_tokens=max_tokens, messages=user(content), **options
+    )
+
+
+def used(message: Any) -> Any:
+    """The one tool use of a message."""
+    (block,) = [block for block in message.content if block.type == "tool_use"]
+    return block
+
+
+@features.feature("messages")
+def messages() -> None:
+    answer = ask(say("Hello, wörld!"), system=[{"type": "text", "text": "Be brief."}])
+    expect([(block.type, block.text) for block in answer.content], [("text", "Hello, wörld!")])
+    expect((answer.role, answer.stop_reason, answer.model), ("assistant", "end_turn", MODEL))
+    assert answer.usage.input_tokens > 0
+    assert answer.usage.output_tokens > 1
+
+
+@features.feature("stream")
+def stream() -> None:
+    with client.messages.stream(
+        model=MODEL, max_tokens=200, messages=user(say("Bit by bit."))
+    ) as events:
+        text = "".join(events.text_stream)
+        final = events.get_final_message()
+    expect((text, final.stop_reason), ("Bit by bit.", "end_turn"))
+    assert final.usage.output_tokens > 1
+
+
+@features.feature("stream events")
+def stream_events() -> None:
+    kinds = [event.type for event in ask(say("In order."), stream=True) if event.type != "ping"]
+    inner = [kind for kind in kinds if kind != "content_block_delta"]
+    begin, end = ["message_start", "content_block_start"], ["content_block_stop", "message_delta"]
+    expect(inner, [*begin, *end, "message_stop"])
+
+
+@features.feature("async")
+async def asynchronous() -> None:
+    async with AsyncAnthropic(base_url=URL, api_key=KEY) as other:
+        answer = await other.messages.create(
+            model=MODEL, max_tokens=100, messages=user(say("In time."))
+        )
+    expect(answer.content[0].text, "In time.")
+
+
+@features.feature("tool loop")
+def tool_loop() -> None:
+    first = ask(say(PARIS), tools=[TOOL])
+    block = used(first)
+    expect(
+        (block.name, block.input, first.stop_reason), ("get_weather", {"city": "Paris"}, "tool_use")
+    )
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": say("Sunny in Paris.")}
+    conversation = [
+        *user(say(PARIS)),
+        {"role": "assistant", "content": first.content},
+        *user([result]),
+    ]
+    second = client.messages.create(
+        model=MODEL, max_tokens=200, messages=conversation, tools=[TOOL]
+    )
+    expect(second.content[0].text, "Sunny in Paris.")
+
+
+@features.feature("streamed tool calls")
+def streamed_tool_calls() -> None:
+    with client.messages.stream(
+        model=MODEL, max_tokens=200, messages=user(say(f"Let me see.\n{PARIS}")), tools=[TOOL]
+    ) as events:
+        pieces = [event.partial_json for event in events if event.type == "input_json"]
+        final = events.get_final_message()
+    expect("".join(pieces), '{"city": "Paris"}')
+    expect(used(final).input, {"city": "Paris"})
+    expect((final.content[0].type, final.content[0].text.strip()), ("text", "Let me see."))
+
+
+@features.feature("forced tool")
+def forced_tool() -> None:
+    named = ask(say(PARIS), tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"})
+    expect(used(named).input, {"city": "Paris"})
+    expect(used(ask(say(PARIS), tools=[TOOL], tool_choice={"type": "any"})).name, "get_weather")
+    none = ask(say("No tool."), tools=[TOOL], tool_choice={"type": "none"})
+    expect(none.content[0].text, "No tool.")
+
+
+@features.feature("parallel tools")
+def parallel_tools() -> None:
+    both = f"{PARIS}\n{call('get_weather', city='Rome')}"
+    answer = ask(say(both), tools=[TOOL])
+    cities = [block.input["city"] for block in answer.content if block.type == "tool_use"]
+    expect(cities, ["Paris", "Rome"])
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    expect(used(ask(say(both), tools=[TOOL], tool_choice=one)).input, {"city": "Paris"})
+
+
+@features.feature("stop sequences")
+def stop_sequences() -> None:
+    answer = ask(say("One. Two. Three."), stop_sequences=["Two"])
+    expect(answer.content[0].text, "One. ")
+    expect((answer.stop_reason, answer.stop_sequence), ("stop_sequence", "Two"))
+
+
+@features.feature("max tokens")
+def max_tokens() -> None:
+    expect(ask(say("One two three four."), max_tokens=2).stop_reason, "max_tokens")
+
+
+@features.feature("count tokens")
+def count_tokens() -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=user(say("Counted.")))
+    usage = ask(say("Counted.")).usage
+    total = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    expect(counted.input_tokens, total)
+
+
+@features.feature("cached tokens")
+def cache_usage() -> None:
+    block = {"type": "text", "text": PREFIX, "cache_control": {"type": "ephemeral"}}
+    first = ask(say("Noted."), system=[block]).usage
+    again = ask(say("Noted."), system=[block]).usage
+    totals = [
+        usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+        for usage in (first, again)
+    ]
+    expect(totals[1], totals[0], "input tokens in all")
+    assert again.cache_read_input_tokens > 200, again
+
+
+@features.feature("thinking")
+def thinking() -> None:
+    answer = ask(say("<think>Hm, let me see.</think>Yes."))
+    expect([block.type for block in answer.content], ["thinking", "text"])
+    expect(answer.content[0].thinking.strip(), "Hm, let me see.")
+    said = {"role": "assistant", "content": answer.content}
+    again = client.messages.create(
+        model=MODEL, max_tokens=50, messages=[*user("So?"), said, *user(say("Sure."))]
+    )
+    expect(again.content[0].text, "Sure.")
+
+
+@features.feature("structured output")
+def structured_output() -> None:
+    output: Any = {"format": {"type": "json_schema", "schema": WEATHER}}
+    answer = ask(say('{"city":"Paris"}'), output_config=output)
+    expect(json.loads(answer.content[0].text), {"city": "Paris"})
+
+
+@features.feature("as coding agents ask")
+def as_agents_ask() -> None:
+    ephemeral: Any = {"type": "ephemeral"}
+    system: Any = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f2e;"},
+        {"type": "text", "text": PREFIX, "cache_control": ephemeral},
+    ]
+    hosted: Any = {"type": "web_search_20250305", "name": "web_search"}
+    with client.beta.messages.stream(
+        model=MODEL,
+        max_tokens=300,
+        system=system,
+        messages=user([{"type": "text", "text": say(PARIS), "cache_control": ephemeral}]),
+        tools=[{**TOOL, "cache_control": ephemeral}, hosted],
+        metadata={"user_id": "someone"},
+        thinking={"type": "disabled"},
+        betas=["prompt-caching-scope-2026-01-05"],
+    ) as events:
+        final = events.get_final_message()
+    expect((used(final).input, final.stop_reason), ({"city": "Paris"}, "tool_use"))
+
+
+@features.feature("errors")
+def errors() -> None:
+    error = refused(
+        anthropic.AuthenticationError,
+        lambda: client.with_options(api_key="wrong").messages.count_tokens(
+            model=MODEL, messages=user("Hi")
+        ),
+    )
+    expect(error.body["error"]["type"], "authentication_error")
+    error = refused(
+        anthropic.NotFoundError,
+        lambda: client.messages.create(model="no-such", max_tokens=1, messages=user("Hi")),
+    )
+    expect(error.body["error"]["type"], "not_found_error")
+    error = refused(anthropic.BadRequestError, lambda: ask(LONG))
+    expect("prompt is too long" in str(error), True, str(error))
+    error = refused(anthropic.BadRequestError, lambda: ask("Hi", extra_body={"temperature": "hot"}))
+    expect(error.body["error"]["type"], "invalid_request_error")
+
+
+@features.feature("models")
+def models() -> None:
+    expect([model.id for model in client.models.list()], [MODEL])
+    expect(client.models.retrieve(MODEL).id, MODEL)
+
+
+if __name__ == "__main__":
+    features.run()

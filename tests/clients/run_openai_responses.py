@@ -1,0 +1,184 @@
+"""The openai SDK: Responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+from harness import KEY, LONG, MODEL, PREFIX, URL, WEATHER, Features, call, expect, refused, say
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
+
+client = OpenAI(base_url=f"{URL}/v1", api_key=KEY)
+features = Features("openai")
+TOOL: Any = {"type": "function", "name": "get_weather", "strict": True, "parameters": WEATHER}
+FORCED: Any = {"type": "function", "name": "get_weather"}
+PARIS = call("get_weather", city="Paris")
+
+
+class Person(BaseModel):
+    """What structured answers are read into."""
+
+    name: str
+    age: int
+
+
+def user(text: Any) -> list[Any]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+def ask(text: Any, **options: Any) -> Any:
+    """One response."""
+    return client.responses.create(model=MODEL, input=text, **options)
+
+
+@features.feature("create")
+def create() -> None:
+    answer = ask(say("In short, yes."), instructions="Be brief.")
+    expect((answer.output_text, answer.status), ("In short, yes.", "completed"))
+    assert answer.usage.input_tokens > 0
+    assert answer.usage.input_tokens_details.cached_tokens >= 0
+
+
+@features.feature("stream")
+def streams() -> None:
+    with client.responses.stream(model=MODEL, input=say("Bit by bit.")) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    expect(final.output_text, "Bit by bit.")
+    expect([e.sequence_number for e in events], list(range(len(events))), "sequence numbers")
+    expect((events[0].type, events[-1].type), ("response.created", "response.completed"))
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    expect("".join(deltas), "Bit by bit.")
+
+
+@features.feature("tools")
+def tools() -> None:
+    first = ask(user(say(PARIS)), tools=[TOOL])
+    made = next(item for item in first.output if item.type == "function_call")
+    expect((made.name, json.loads(made.arguments)), ("get_weather", {"city": "Paris"}))
+    output = {"type": "function_call_output", "call_id": made.call_id, "output": say("Sunny.")}
+    conversation = [*user(say(PARIS)), *first.output, output]
+    second = ask(conversation, tools=[TOOL])
+    expect(second.output_text, "Sunny.")
+
+
+@features.feature("streamed tools")
+def streamed_tools() -> None:
+    with client.responses.stream(model=MODEL, input=say(PARIS), tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds, kinds
+    expect(json.loads(final.output[-1].arguments), {"city": "Paris"})
+
+
+@features.feature("parse")
+def parse() -> None:
+    answer = client.responses.parse(
+        model=MODEL, input=say('{"name":"Ada","age":36}'), text_format=Person
+    )
+    expect(answer.output_parsed, Person(name="Ada", age=36))
+
+
+@features.feature("stored")
+def stored() -> None:
+    first = ask(say("Remember."), store=True)
+    second = ask(say("I do."), previous_response_id=first.id)
+    expect(second.output_text, "I do.")
+    assert second.usage.input_tokens > first.usage.input_tokens
+    expect(client.responses.retrieve(first.id).output_text, "Remember.")
+    expect(len(client.responses.input_items.list(first.id).data), 1)
+    client.responses.delete(first.id)
+    refused(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
+
+
+@features.feature("count")
+def counts() -> None:
+    counted = client.responses.input_tokens.count(model=MODEL, input=say("Counted."))
+    answer = ask(say("Counted."))
+    expect(counted.input_tokens, answer.usage.input_tokens)
+
+
+@features.feature("reasoning")
+def reasoning() -> None:
+    answer = ask(say("<think>Hm.</think>Yes."))
+    expect([item.type for item in answer.output], ["reasoning", "message"])
+    expect(answer.output_text, "Yes.")
+
+
+@features.feature("as coding agents ask")
+def agent() -> None:
+    hosted: Any = [{"type": "web_search"}, {"type": "custom", "name": "patch"}]
+    stream = client.responses.create(
+        model=MODEL,
+        instructions="You are a coding agent.",
+        input=[{"role": "developer", "content": "Be careful."}, *user(say(PARIS))],
+        tools=[TOOL, *hosted],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"effort": "medium", "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="a-session",
+        store=False,
+        stream=True,
+    )
+    events = list(stream)
+    expect(events[-1].type, "response.completed")
+    expect(events[-1].response.output[-1].name, "get_weather")
+
+
+@features.feature("errors")
+def errors() -> None:
+    error = refused(openai.BadRequestError, lambda: ask(LONG))
+    expect(error.code, "context_length_exceeded")
+
+
+@features.feature("async")
+async def asynchronous() -> None:
+    async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY) as other:
+        answer = await other.responses.create(model=MODEL, input=say("In time."))
+    expect(answer.output_text, "In time.")
+
+
+@features.feature("cached tokens")
+def cached_tokens() -> None:
+    ask(PREFIX + say("Noted."))
+    usage = ask(PREFIX + say("Noted.")).usage
+    assert usage.input_tokens_details.cached_tokens > 200, usage
+
+
+@features.feature("forced tool")
+def forced_tool() -> None:
+    for choice in (FORCED, "required"):
+        made = ask(say(PARIS), tools=[TOOL], tool_choice=choice).output[-1]
+        expect((made.name, json.loads(made.arguments)), ("get_weather", {"city": "Paris"}))
+    none = ask(say("No tool."), tools=[TOOL], tool_choice="none")
+    expect(none.output_text, "No tool.")
+
+
+@features.feature("parallel tools")
+def parallel_tools() -> None:
+    both = f"{PARIS}\n{call('get_weather', city='Rome')}"
+    calls = ask(say(both), tools=[TOOL]).output
+    cities = [json.loads(each.arguments)["city"] for each in calls if each.type == "function_call"]
+    expect(cities, ["Paris", "Rome"])
+    expect(len(ask(say(both), tools=[TOOL], parallel_tool_calls=False).output), 1, "calls")
+
+
+@features.feature("length")
+def length() -> None:
+    answer = ask(say("One two three four five."), max_output_tokens=2)
+    expect((answer.status, answer.incomplete_details.reason), ("incomplete", "max_output_tokens"))
+
+
+@features.feature("logprobs")
+def logprobs() -> None:
+    answer = ask(say("Sure."), include=["message.output_text.logprobs"], top_logprobs=2)
+    tokens = answer.output[-1].content[0].logprobs
+    expect("".join(each.token for each in tokens).removesuffix("<|im_end|>"), "Sure.")
+
+
+if __name__ == "__main__":
+    features.run()
