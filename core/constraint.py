@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
-
-if TYPE_CHECKING:  # the scheduler reaches this file, and does without arrays
-    import numpy as np
-    from numpy.typing import NDArray
-
-Mask: TypeAlias = "NDArray[np.bool_]"
+Mask = memoryview
+"""One byte for each token of the vocabulary, 1 where it is allowed; nobody writes into it."""
 
 
 class ConstraintFailed(Exception):  # noqa: N818 - it fails its request, nothing else
@@ -32,7 +28,7 @@ class Constraint(Protocol):
     """
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        """Which tokens may follow the output and then ``tail``, [vocab].
+        """Which tokens may follow the output and then ``tail``.
 
         None, which is no limit at all, where the tail itself is not allowed or ends the answer:
         what is drawn there is never served.

@@ -215,7 +215,7 @@ def _constrain(values: Tensor, row: SampleRow) -> Tensor | None:
     mask = constraint.allowed(row.tokens, start, row.tail)
     if mask is None:
         return None
-    allowed = torch.from_numpy(mask).to(values.device)
+    allowed = torch.from_numpy(np.frombuffer(mask, dtype=np.bool_)).to(values.device)
     values.masked_fill_(~allowed, _NEVER)
     return allowed
 

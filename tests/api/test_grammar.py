@@ -361,6 +361,14 @@ def test_a_bad_form_is_refused_by_name_and_in_few_words(bench: Bench, field, val
     assert "<state>" not in str(caught.value)
 
 
+def test_one_of_is_served_where_its_branches_exclude_each_other(bench: Bench) -> None:
+    matcher = bench.matcher(json_schema={"oneOf": [{"const": "a"}, {"const": 7}]})
+    assert {bench.write(matcher.fork(), seed) for seed in range(20)} == {'"a"', "7"}
+    overlapping = [{"type": "object", "properties": {name: {}}} for name in ("a", "b")]
+    with pytest.raises(InvalidRequest, match="exclude each other; anyOf always is"):
+        bench.matcher(json_schema={"oneOf": overlapping})
+
+
 def chain(num_rules: int) -> str:
     names = "\n".join(f"a{i}:a{i + 1}" for i in range(num_rules))
     return f'start: a0\n{names}\na{num_rules}:"z"'

@@ -33,7 +33,7 @@ class Table:
             return None
         if not self.table[path]:
             raise ConstraintFailed("the table is broken")
-        return np.isin(np.arange(VOCAB), self.table[path])
+        return np.isin(np.arange(VOCAB), self.table[path]).data
 
 
 def make_row(

@@ -30,7 +30,7 @@ class Script:
         self.forks: list[Script] = []
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
-        return np.ones(10, dtype=np.bool_)
+        return np.ones(10, dtype=np.bool_).data
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
         self.calls += 1
