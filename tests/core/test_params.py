@@ -22,7 +22,7 @@ BAD: list[tuple[str, object]] = [
     ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("min_tokens", -1), ("seed", 1.5),
     ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21), ("repetition_penalty", 0),
     ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("deadline", -1),
-    ("stop", ["a"] * 5), ("stop", [""]), ("stop", ["x" * 257]), ("stop", [1]), ("stop", 5),
+    ("stop", ["a"] * 17), ("stop", [""]), ("stop", ["x" * 257]), ("stop", [1]), ("stop", 5),
     ("stop_token_ids", "12"), ("stop_token_ids", [None]), ("stop_token_ids", [-1]),
     ("stop_token_ids", [1] * 1025), ("stop_token_ids", [HUGE]),
     ("allowed_token_ids", []), ("allowed_token_ids", [None]), ("allowed_token_ids", 3),
