@@ -1,7 +1,9 @@
 """foretoken: an async LLM inference engine with speculative decoding at its centre."""
 
+from typing import TYPE_CHECKING
+
 from ._version import __version__
-from .api.results import Choice, Completion, TextDelta
+from .api.results import Choice, Completion, TextDelta, ToolCall
 from .api.sdk import AsyncLLM
 from .api.sync import LLM
 from .core.errors import (
@@ -15,10 +17,15 @@ from .core.errors import (
 from .core.params import SamplingParams
 from .core.request import Usage
 
+if TYPE_CHECKING:
+    from .api.client import AsyncClient, Client
+
 __all__ = [
     "LLM",
+    "AsyncClient",
     "AsyncLLM",
     "Choice",
+    "Client",
     "Completion",
     "EngineDead",
     "ForetokenError",
@@ -28,6 +35,20 @@ __all__ = [
     "QueueFull",
     "SamplingParams",
     "TextDelta",
+    "ToolCall",
     "Usage",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The clients bring httpx, which takes longer to import than all the rest."""
+    if name not in ("AsyncClient", "Client"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .api import client
+
+    return getattr(client, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -87,8 +87,8 @@ def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "speculation": "5", "verify": "coupled", "exact": "off", "device": "cpu",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "auto", "kv-tokens": "64",
-        "page-size": "1", "max-model-len": "99", "max-batch-tokens": "8", "max-running": "3",
-        "max-queued": "0", "threads": "2", "load-format": "random",
+        "page-size": "1", "pin-quota": "0.5", "max-model-len": "99", "max-batch-tokens": "8",
+        "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):

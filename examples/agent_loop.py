@@ -1,0 +1,101 @@
+"""An agent: the model calls tools, is told what came of it, and answers in the end.
+
+    python examples/agent_loop.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
+
+A model that is trained for tools chooses by itself ("auto"). The small built-in model is not, so
+each of its turns is told what to call: the call is then written under a grammar and always valid.
+The conversation only grows, so each turn computes no more than its new tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from foretoken import Client
+
+URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
+FILES = {"todo.txt": "buy milk\ncall home", "notes.txt": "the cat is called Tau"}
+Choice = Literal["auto", "none"] | dict[str, Any]
+FREE: list[Choice] = ["auto"] * 8
+
+
+def list_files() -> str:
+    """What files there are."""
+    return "\n".join(FILES)
+
+
+def read_file(name: str) -> str:
+    """What stands in one of them."""
+    return FILES.get(name, "there is no such file")
+
+
+FUNCTIONS: dict[str, Callable[..., str]] = {"list_files": list_files, "read_file": read_file}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "list_files",
+            "description": "List the files.",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "read_file",
+            "description": "Read a file.",
+            "parameters": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "enum": list(FILES)}},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+        },
+    },
+]
+
+
+def named(tool: str) -> Choice:
+    """A turn that must call this tool."""
+    return {"type": "function", "function": {"name": tool}}
+
+
+def choices(model: str) -> Sequence[Choice]:
+    """What each turn may do; the last one has to answer."""
+    if model == "foretoken-builtin":
+        return [named("list_files"), named("read_file"), "none"]
+    return [*FREE, "none"]
+
+
+def run(client: Client, question: str) -> str:
+    """Let the model call until it answers."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    text = ""
+    for choice in choices(client.models()[0].id):
+        answer = client.chat(
+            messages,
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=128,
+            seed=7,
+        )
+        usage = answer.usage
+        print(f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached]")
+        messages.append(answer.message)
+        text = answer.text
+        if not answer.tool_calls:
+            break
+        for call in answer.tool_calls:
+            result = FUNCTIONS[call.name](**call.parsed())
+            print(f"{call.name}({call.arguments}) -> {result!r}")
+            messages.append(call.reply(result))
+    return text
+
+
+if __name__ == "__main__":
+    with Client(sys.argv[1] if len(sys.argv) > 1 else URL) as client:
+        print(run(client, "What is the cat called? Look into the files."))

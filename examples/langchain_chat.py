@@ -1,0 +1,57 @@
+"""LangChain: streaming, structured output, and a tool that is called.
+
+pip install langchain-openai
+python examples/langchain_chat.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Literal
+
+from langchain_core.messages import AIMessageChunk
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
+
+
+class Weather(BaseModel):
+    """What it is like outside."""
+
+    sky: Literal["clear", "cloudy", "rainy"]
+    wind: Literal["none", "some", "a lot"]
+
+
+@tool
+def look_outside(window: Literal["north", "south"]) -> str:
+    """Look out of a window."""
+    return f"rain, seen to the {window}"
+
+
+def main(url: str) -> None:
+    """One of each."""
+    chat = ChatOpenAI(
+        base_url=f"{url}/v1",
+        api_key="none",
+        model="foretoken-builtin",
+        max_tokens=128,
+        seed=7,
+        stream_usage=True,
+        extra_body={"speculation": "auto"},  # what foretoken adds goes here
+    )
+    whole = AIMessageChunk("")
+    for chunk in chat.stream("Hello!"):
+        print(chunk.text, end="", flush=True)
+        whole += chunk
+    print(f"\n{whole.usage_metadata}")
+    print(chat.with_structured_output(Weather, method="json_schema").invoke("What is it like?"))
+    forced = chat.bind_tools([look_outside], tool_choice="look_outside", strict=True)
+    (call,) = forced.invoke("Is it raining?", parallel_tool_calls=False).tool_calls
+    print(call["name"], call["args"], "->", look_outside.invoke(call["args"]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else URL)

@@ -1,0 +1,174 @@
+"""/openapi.json says what the code does."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from starlette.routing import Route
+
+from foretoken import Client
+from foretoken.api import app, wire
+from foretoken.api import wire_dialects as dialects
+from foretoken.api.flags import Parser, add_server_flags, server_settings
+from foretoken.api.openapi import JSON, OPERATIONS, describe, template
+from foretoken.api.schema import REFUSED
+from foretoken.api.service import Service, Settings
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def routes(built):
+    from foretoken import AsyncLLM
+
+    llm = AsyncLLM.from_built(built)
+    return app._routes(Service(llm, Settings()))
+
+
+@pytest.fixture
+def document(routes):
+    return msgspec.json.decode(msgspec.json.encode(describe(routes)))
+
+
+def test_the_document_is_valid_openapi_3_1(document):
+    OpenAPIV31SpecValidator(document).validate()
+
+
+def test_every_route_is_described_and_nothing_else(routes, document):
+    served = {
+        (method, template(route))
+        for route in routes
+        for method in route.methods - {"HEAD"}
+    }  # fmt: skip
+    described = {
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
+    }
+    assert described == served == set(OPERATIONS)
+
+
+def test_a_route_that_nobody_described_is_an_error(routes):
+    async def more(request): ...
+
+    with pytest.raises(KeyError):
+        describe([*routes, Route("/more", more, methods=["GET"])])
+
+
+def test_every_operation_says_what_it_is_for(document):
+    operations = [each for methods in document["paths"].values() for each in methods.values()]
+    assert all(each["summary"].endswith(".") for each in operations)
+    ids = [each["operationId"] for each in operations]
+    assert len(set(ids)) == len(ids)
+
+
+def test_bodies_are_the_structs_that_the_routes_decode(document):
+    schemas = document["components"]["schemas"]
+    chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"][JSON]
+    assert chat["schema"]["$ref"].endswith("/ChatRequest")
+    properties = schemas["ChatRequest"]["properties"]
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    assert {"messages", "top_k", "cache_salt", "prediction"} <= set(properties)
+    assert not set(REFUSED) & set(properties)
+
+
+def test_it_is_served_and_behind_the_key(serve):
+    server = serve(api_keys=("k",))
+    url = f"{server.url}/openapi.json"
+    assert httpx.get(url).status_code == 401
+    answer = httpx.get(url, headers={"x-api-key": "k"})
+    assert answer.json()["openapi"] == "3.1.0"
+    assert answer.json() == httpx.get(url, headers={"x-api-key": "k"}).json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "struct"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 2}, wire.ChatBody),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 2}, wire.TextBody),
+        ("/v1/models", None, wire.ModelList),
+        ("/v1/models/tiny/model", None, wire.Model),
+        ("/tokenize", {"prompt": "hi", "return_token_strs": True}, wire.Tokens),
+        ("/detokenize", {"tokens": [5]}, wire.Detokenized),
+        ("/cache/flush", {}, wire.Flushed),
+        ("/health", None, wire.Status),
+        ("/version", None, wire.Version),
+        ("/nowhere", None, wire.ErrorBody),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}, dialects.MessageAnswer),
+        ("/v1/messages", {"messages": HI}, dialects.MessageError),
+        ("/v1/messages/count_tokens", {"messages": HI}, dialects.InputTokens),
+        ("/v1/responses/input_tokens", {"input": "hi"}, dialects.InputTokens),
+        ("/v1/branches", {"messages": HI, "branches": [{}], "max_tokens": 2}, wire.BranchesBody),
+    ],
+)
+def test_answers_hold_what_is_described_and_no_more(server, path, body, struct):
+    with httpx.Client(base_url=server.url) as http:
+        answer = http.get(path) if body is None else http.post(path, json=body)
+    read = msgspec.json.decode(answer.content, type=struct)
+    assert _names(msgspec.to_builtins(read)) >= _names(answer.json())
+
+
+def test_responses_are_what_is_described(server):
+    with httpx.Client(base_url=server.url) as http:
+        body = {"input": "hi", "max_output_tokens": 2, "store": True}
+        made = msgspec.json.decode(
+            http.post("/v1/responses", json=body).content, type=dialects.ResponseBody
+        )
+        assert made.usage.output_tokens == 2
+        items = http.get(f"/v1/responses/{made.id}/input_items").content
+        assert len(msgspec.json.decode(items, type=dialects.ItemList).data) == 1
+        gone = http.delete(f"/v1/responses/{made.id}").content
+        assert msgspec.json.decode(gone, type=dialects.Deleted).id == made.id
+
+
+def _names(value, path="") -> set[str]:
+    """Where there is something; free objects are left out by their structs."""
+    if isinstance(value, list):
+        return {name for each in value for name in _names(each, f"{path}[]")}
+    if isinstance(value, dict):
+        return {path}.union(*(_names(each, f"{path}.{key}") for key, each in value.items()))
+    return {path}
+
+
+def test_cors_lets_a_named_page_in_and_tells_it_the_request_id(serve):
+    server = serve(api_keys=("k",), cors_origins=("http://page",))
+    url = f"{server.url}/v1/models"
+    ask = {"origin": "http://page", "access-control-request-method": "POST",
+           "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+    preflight = httpx.options(url, headers=ask)
+    assert preflight.status_code == 200, "a preflight never carries the key"
+    assert preflight.headers["access-control-allow-origin"] == "http://page"
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    answer = httpx.get(url, headers={"origin": "http://page", "x-api-key": "k"})
+    assert answer.headers["access-control-allow-origin"] == "http://page"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    refused = httpx.get(url, headers={"origin": "http://page"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "http://page", "so that it is read"
+
+
+@pytest.mark.parametrize(("origins", "allowed"), [((), None), (("*",), "*"), (("http://a",), None)])
+def test_cors_is_off_unless_asked_for(serve, origins, allowed):
+    server = serve(cors_origins=origins)
+    answer = httpx.get(f"{server.url}/health", headers={"origin": "http://page"})
+    assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+def test_cors_covers_streams(serve):
+    server = serve(cors_origins=("*",))
+    with Client(server.url) as client:
+        request = client._http.build_request(
+            "POST", f"{server.url}/v1/chat/completions", headers={"origin": "http://page"},
+            json={"messages": HI, "stream": True, "max_tokens": 2},
+        )  # fmt: skip
+        answer = client._http.send(request)
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_the_flag_names_origins_and_may_be_repeated():
+    parser = Parser(prog="foretoken")
+    add_server_flags(parser)
+    given = parser.parse_args(["--cors-origin", "http://a", "--cors-origin", "http://b"])
+    assert server_settings(given).cors_origins == ("http://a", "http://b")
+    assert server_settings(parser.parse_args([])).cors_origins == ()

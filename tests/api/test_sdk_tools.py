@@ -1,0 +1,163 @@
+"""LLM.chat and AsyncLLM.chat: tools in, thinking, words and calls out."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from foretoken import Choice, ForetokenError, InvalidRequest, SamplingParams, ToolCall
+from foretoken.api.ask import Asking
+from foretoken.api.output.events import CallArguments, CallBegin, CallEnd, Thought, Words
+from foretoken.api.talk import Ask
+from foretoken.api.turn import Turn, Turns
+
+HI = [{"role": "user", "content": "hi"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+FOUR = SamplingParams(max_tokens=4, seed=0)
+PARTS = [
+    Thought("hm"),
+    Words("so: "),
+    CallBegin("add"),
+    CallArguments('{"a"'),
+    CallArguments(":1}"),
+]
+
+
+class OnePartAStep:
+    """Whatever the model says, it means these parts."""
+
+    def __init__(self) -> None:
+        self._parts = iter(PARTS)
+
+    def feed(self, text):
+        return [next(self._parts)]
+
+    def end(self):
+        return [*self._parts, CallEnd()]
+
+
+class Calling(Turns):
+    """Turns that end with a call."""
+
+    def __init__(self, llm) -> None:
+        self._host = llm
+        self.asks: list[Ask] = []
+
+    async def open(self, ask, *, request_id=None):
+        self.asks.append(ask)
+        answer = await self._host.open([5, 6], ask.params, request_id=request_id)
+        return Turn(self._host, answer, ask, [OnePartAStep() for _ in range(ask.params.n)])
+
+
+@pytest.fixture
+def calling(llm):
+    """Of an LLM that says the parts above."""
+    llm._llm._turns = Calling(llm._llm)
+    return llm._llm._turns
+
+
+def test_an_answer_is_told_apart_into_thinking_words_and_calls(llm, calling):
+    out = llm.chat(HI, FOUR, tools=[ADD])
+    (call,) = out.tool_calls
+    assert (out.thought, out.text) == ("hm", "so: ")
+    assert (call.name, call.parsed(), call.id[:5]) == ("add", {"a": 1}, "call_")
+    assert out.token_ids == [5, 6, 5, 6]
+    assert out.prompt_token_ids == [5, 6]
+    assert out.usage.completion_tokens == 4
+    assert calling.asks[0].tools[0].name == "add"
+
+
+def test_streamed_parts_add_up_to_the_same(llm, calling):
+    deltas = list(llm.stream_chat(HI, FOUR, tools=[ADD], request_id="me"))
+    whole = llm.chat(HI, FOUR, tools=[ADD])
+    pieces = [piece for delta in deltas for piece in delta.tool_calls]
+    assert "".join(delta.thought for delta in deltas) == whole.thought
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert "".join(piece.arguments for piece in pieces) == whole.tool_calls[0].arguments
+    assert [piece.name for piece in pieces if piece.name] == ["add"]
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [whole.finish_reason]
+
+
+def test_a_stream_that_is_left_early_is_aborted(llm, engine):
+    engine.by_hand = True
+
+    def step_once():
+        engine.submitted.acquire(timeout=10)
+        llm._thread.loop.call_soon_threadsafe(engine.step)
+
+    threading.Thread(target=step_once, daemon=True).start()
+    stream = llm.stream_chat(HI, request_id="me")
+    next(stream)
+    stream.close()
+    assert engine.was_aborted.acquire(timeout=10)
+    assert engine.aborted == ["me"]
+
+
+def test_several_conversations_and_choices_are_answered_in_order(llm, calling):
+    params = [SamplingParams(max_tokens=count, n=2) for count in (1, 3)]
+    outs = llm.chat([HI, HI], params, tools=[ADD])
+    assert [len(choice.token_ids) for out in outs for choice in out.choices] == [1, 1, 3, 3]
+
+
+def test_conversations_without_tools_are_words_alone(llm, say):
+    say("hello world")
+    out = llm.chat(HI, SamplingParams(prompt_logprobs=0, logprobs=1))
+    assert (out.text, out.thought, out.tool_calls) == ("hello world", "", [])
+    assert out.message == {"role": "assistant", "content": "hello world"}
+    assert len(out.logprobs) == len(out.token_ids)
+    assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
+
+
+def test_more_conversations_than_fit_wait_for_room(llm, engine, say):
+    from foretoken import QueueFull
+
+    say("hello")
+    submit, refusals = engine.submit, [QueueFull("full", retry_after=0.01)]
+
+    def reluctant(request):
+        if len(engine.requests) == 1 and refusals:
+            raise refusals.pop()
+        return submit(request)
+
+    engine.submit = reluctant
+    assert [out.text for out in llm.chat([HI] * 3)] == ["hello"] * 3
+    assert not refusals
+
+
+def test_calls_of_an_earlier_answer_are_objects_in_the_template(llm):
+    call = ToolCall(id="c", name="add", arguments='{"a":1}')
+    said = Choice(index=0, text="", token_ids=[], finish_reason="tool_calls", tool_calls=[call])
+    ask = Asking([ADD], "auto").ask([*HI, said.message, call.reply("3")], FOUR)
+    (shown,) = ask.messages[1]["tool_calls"]
+    assert shown["function"]["arguments"] == {"a": 1}
+    assert ask.messages[2] == {"role": "tool", "tool_call_id": "c", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": 5}, "tools"),
+        ({"tools": [ADD], "tool_choice": "add"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"function": {"name": "sub"}}}, "tool_choice"),
+    ],
+)
+def test_tools_that_make_no_sense_are_named(llm, options, param):
+    with pytest.raises(InvalidRequest) as failed:
+        llm.chat(HI, FOUR, **options)
+    assert failed.value.param == param
+
+
+def test_a_named_tool_and_single_calls_are_passed_on():
+    choice = {"type": "function", "function": {"name": "add"}}
+    ask = Asking([ADD], choice, is_parallel=False).ask(HI, FOUR)
+    assert (ask.tool_choice.mode, ask.tool_choice.name) == ("required", "add")
+    assert not ask.tool_choice.parallel
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", '{"a":', "{" * 5000])
+def test_arguments_that_are_no_object_are_an_error_of_ours(arguments):
+    with pytest.raises(ForetokenError, match="add"):
+        ToolCall(id="c", name="add", arguments=arguments).parsed()
