@@ -10,24 +10,28 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar, cast
+from time import perf_counter
+from typing import Any, TypeVar, cast
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from ..core.errors import EngineDead, InvalidRequest
+from ..core.errors import EngineDead, InvalidRequest, QueueFull
 from ..core.params import FORMS, MAX_GRAMMAR_CHARS, SamplingParams
 from .matcher import Grammar, Vocabulary, error_text
 from .tokenizer import Tokenizer
+from .worker import Worker
 
 T = TypeVar("T")
-SECONDS = 5.0  # for one grammar
+SECONDS = 5.0  # for one grammar, from when it is begun
+MAX_RULES = 4_000  # of a Lark text: what goes wrong in longer chains takes minutes to be told
+MAX_PENDING = 32  # grammars that may wait to be compiled
 NUM_GRAMMARS = 128  # compiled ones that are kept
+KEPT_SECONDS = 4.0  # that those took to compile, all together
 STACK_BYTES = (
     256 * 2**20
 )  # address space of the thread: long chains of rules are walked by recursion
@@ -38,17 +42,57 @@ JSON_FORM = {
     "coerce_one_of": False,
     "lenient": False,
 }
-LIMITS = {  # about 10 ms a step at worst, and some 60 MB of lexer states
+LIMITS = {  # what these let through is bounded by time (matcher.py)
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 5_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 2_000,
     "max_lexer_states": 32_768,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
+_LARK_RULE = re.compile(r"^[ \t]*[!?]*\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+
+class _Job:
+    """A grammar that is compiled once for all who wait for it."""
+
+    def __init__(self, compile: Callable[[], Grammar]) -> None:
+        self.future: asyncio.Future[Grammar]
+        self._compile = compile
+        self._began = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_begun = False
+        self._num_waiting = 0
+
+    def run(self) -> Grammar:
+        """In the thread."""
+        self._is_begun = True
+        self._loop.call_soon_threadsafe(self._began.set)
+        return self._compile()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended without a grammar."""
+        done = self.future.done()
+        return done and (self.future.cancelled() or self.future.exception() is not None)
+
+    async def wait(self) -> Grammar:
+        """The grammar; the time in the queue is not its own. One that nobody awaits is dropped."""
+        self._num_waiting += 1
+        began = asyncio.create_task(self._began.wait())
+        either: list[asyncio.Future[Any]] = [began, self.future]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(SECONDS):
+                return await asyncio.shield(self.future)
+        finally:
+            began.cancel()
+            self._num_waiting -= 1
+            if not self._num_waiting and not self._is_begun:
+                self.future.cancel()
 
 
 class Grammars:
@@ -61,21 +105,21 @@ class Grammars:
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
         self._model = (tokenizer, vocab_size, eos_token_ids)
-        self._thread = ThreadPoolExecutor(1, "foretoken-grammar")
-        self._is_started = False
+        self._thread = Worker("foretoken-grammar", stack_bytes=STACK_BYTES)
         self._closed = False
         self._vocabulary: asyncio.Future[tuple[Vocabulary, LLTokenizer]] | None = None
-        self._grammars: OrderedDict[tuple[str, str], asyncio.Future[Grammar]] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, str], _Job] = OrderedDict()
 
     def close(self) -> None:
-        """Stop the thread; what it works on is finished first, what waits for it is refused."""
+        """Refuse what waits for the thread; what it works on is finished, if there is time."""
         self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     async def compile(self, params: SamplingParams) -> Grammar | None:
         """The grammar that the answer must follow, if any.
 
-        Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow.
+        Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow, and
+        `QueueFull` where too many wait.
         """
         field = next((name for name in FORMS if getattr(params, name) is not None), None)
         if field is None:
@@ -83,23 +127,42 @@ class Grammars:
         source = _source(field, getattr(params, field))
         if self._vocabulary is None:
             self._vocabulary = self._work(self._read_vocabulary)
-        vocabulary, tokenizer = await self._wait(self._vocabulary, None)
-        return await self._wait(self._grammar(field, source, vocabulary, tokenizer), field)
+        vocabulary, tokenizer = await asyncio.shield(self._vocabulary)
+        try:
+            return await self._job(field, source, vocabulary, tokenizer).wait()
+        except TimeoutError:
+            raise InvalidRequest(f"{field} took too long to compile", param=field) from None
+        except asyncio.CancelledError:
+            self._check_open()  # perhaps it is not the caller who is cancelled
+            raise
 
-    def _grammar(
-        self, field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer
-    ) -> asyncio.Future[Grammar]:
+    def _job(self, field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> _Job:
         """One that is there or under way, else a new one; those not used for longest go."""
         key = (field, source)
         known = self._grammars.get(key)
-        if known is None or (known.done() and (known.cancelled() or known.exception())):
-            job = partial(compile_grammar, field, source, tokenizer)
-            known = self._work(lambda: Grammar(job(), vocabulary))
+        if known is None or known.is_lost:
+            self._check_room()
+            known = _Job(partial(_compile, field, source, vocabulary, tokenizer))
+            known.future = self._work(known.run)
             self._grammars[key] = known
         self._grammars.move_to_end(key)
-        while len(self._grammars) > NUM_GRAMMARS:
-            self._grammars.popitem(last=False)
+        self._forget_some()
         return known
+
+    def _forget_some(self) -> None:
+        """What is dear to compile is big, too: a few of those are kept, or many that are cheap."""
+        ended = [job.future for job in self._grammars.values() if job.future.done()]
+        grammars = [each.result() for each in ended if not (each.cancelled() or each.exception())]
+        seconds = sum(grammar.seconds for grammar in grammars)
+        while len(self._grammars) > NUM_GRAMMARS or (seconds > KEPT_SECONDS and self._grammars):
+            _, job = self._grammars.popitem(last=False)
+            if job.future in ended and not (job.future.cancelled() or job.future.exception()):
+                seconds -= job.future.result().seconds
+
+    def _check_room(self) -> None:
+        num_pending = sum(not job.future.done() for job in self._grammars.values())
+        if num_pending >= MAX_PENDING:
+            raise QueueFull(f"{num_pending} grammars are waiting to be compiled")
 
     def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
         vocabulary = Vocabulary(*self._model)
@@ -110,31 +173,9 @@ class Grammars:
     def _work(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Begin a job; it goes on when its caller gives up, for others may want the result."""
         self._check_open()
-        if not self._is_started:
-            self._is_started = True
-            self._start()
-        future = asyncio.get_running_loop().run_in_executor(self._thread, job)
+        future = asyncio.wrap_future(self._thread.submit(job))
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
         return future
-
-    def _start(self) -> None:
-        """The stack of a thread is fixed when it begins; others begin as they always did."""
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            self._thread.submit(int)
-        finally:
-            threading.stack_size(before)
-
-    async def _wait(self, future: asyncio.Future[T], field: str | None) -> T:
-        try:
-            async with asyncio.timeout(None if field is None else SECONDS):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            raise InvalidRequest(f"{field} took too long to compile", param=field) from None
-        except asyncio.CancelledError:
-            if future.cancelled():  # and not its caller
-                self._check_open()
-            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -183,7 +224,29 @@ def _source(field: str, value: object) -> str:
     return text
 
 
+def check_size(field: str, value: object) -> None:
+    """Raise `InvalidRequest` for what is surely too long as JSON, without writing it down."""
+    if num_chars(value) > MAX_GRAMMAR_CHARS:
+        message = f"{field} takes at most {MAX_GRAMMAR_CHARS} characters"
+        raise InvalidRequest(message, param=field)
+
+
+def num_chars(value: object) -> int:
+    """Characters that its JSON has at least; counted no further than matters."""
+    total, left = 0, [value]
+    while left and total <= MAX_GRAMMAR_CHARS:
+        each = left.pop()
+        total += len(each) + 2 if isinstance(each, str | list | tuple | Mapping) else 1
+        if isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            left += each
+    return total
+
+
 def _json_text(field: str, schema: object) -> str:
+    if not isinstance(schema, str):  # a text was measured already
+        check_size(field, schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
@@ -203,7 +266,10 @@ def _guidance(field: str, source: str) -> str:
     if field == "choice":
         texts = " | ".join(map(lark_text, json.loads(source)))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-    return LLMatcher.grammar_from_lark(_lark(source))
+    text = _lark(source)
+    if len(_LARK_RULE.findall(text)) > MAX_RULES:
+        raise ValueError(f"takes at most {MAX_RULES} rules")
+    return LLMatcher.grammar_from_lark(text)
 
 
 def _ascii_digit(escape: re.Match[str]) -> str:
@@ -222,18 +288,39 @@ def _lark(source: str) -> str:
         raise ValueError(f"not GBNF: {error}") from None
 
 
+def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> Grammar:
+    """Compile, and see what that takes."""
+    compile_anew = partial(compile_grammar, field, source, tokenizer)
+    began = perf_counter()
+    prototype = compile_anew()
+    return Grammar(prototype, vocabulary, compile_anew, perf_counter() - began)
+
+
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Compile the text of a form. Raises `InvalidRequest`.
 
-    Also asks for the first mask: so an impossible grammar shows, and copies begin warm.
+    Also asks for the first two masks: so an impossible grammar shows, and copies begin warm.
     """
     try:
         text = _guidance(field, source)
     except ValueError as error:
         raise InvalidRequest(f"{field}: {error}", param=field) from None
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise InvalidRequest(f"{field}: {error_text(matcher)}", param=field)
+    trial = matcher.deep_copy()
+    if not trial.is_error():
+        _try(trial)
+    if trial.is_error():
+        raise InvalidRequest(f"{field}: {error_text(trial)}", param=field)
     return matcher
+
+
+def _try(matcher: LLMatcher) -> None:
+    """Ask what may come first, and what after it."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    for token_id in allowed.tolist():
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        if matcher.try_consume_tokens([token_id]):
+            matcher.compute_bitmask()
+            return

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
+from time import perf_counter
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +27,9 @@ from .tokenizer import Tokenizer
 
 T = TypeVar("T")
 NUM_FORCED_TEXTS = 4096  # whose tokens are kept: requests of one schema share them
+FORCED_CHARS = 256  # of a forced text that are tokenised as the model would; more is never needed
+FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # that an answer may spend on its grammar
+QUICK_SECONDS = 0.1  # a grammar that compiles in less may be compiled again by the model thread
 MAX_ERROR_CHARS = 300
 _PLAINLY = {  # a part of what llguidance says, and what it means here
     "NoExtensionBias": "no token of the model fits",
@@ -48,16 +52,27 @@ class Vocabulary:
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         # A token that ends the answer is never a part of its text, however it is spelt.
         special = {i for i in tokenizer.special_ids | eos_ids if 0 <= i < vocab_size}
-        self.special_token_ids = sorted(special)
+        self.special_token_ids = np.array(sorted(special), dtype=np.int64)
         self._texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
         self._ids = {text: i for i, text in reversed([*enumerate(self._texts)]) if text}
+        self._byte_ids = [self._ids.get(bytes([value])) for value in range(256)]
         self._longest = max(map(len, self._ids), default=0)
         self._encode = tokenizer.encode_word
         self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text that stands inside a longer one; they spell exactly these bytes."""
-        return list(self._forced(text))
+        """Ids of a text that stands inside a longer one; they spell exactly these bytes.
+
+        Of a long one the end is spelt byte by byte: by then it will have been asked for anew.
+        """
+        ids = list(self._forced(text[:FORCED_CHARS]))
+        if len(text) > FORCED_CHARS and self._spells(ids, text[:FORCED_CHARS]):
+            rest = [self._byte_ids[value] for value in text[FORCED_CHARS:].encode()]
+            ids += rest[: rest.index(None)] if None in rest else rest  # type: ignore[arg-type]
+        return ids
+
+    def _spells(self, ids: Sequence[int], text: str) -> bool:
+        return b"".join(self._texts[token_id] for token_id in ids) == text.encode()
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         """The tokenizer's own ids, if need be behind a line break, else the longest ones.
@@ -99,10 +114,21 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, shared by requests: nobody moves its matcher, all copy it."""
+    """A compiled grammar, shared by requests: nobody moves its matcher, all copy it.
+
+    Copies share the states of the lexer, whose number is limited; `anew` shares nothing.
+    """
 
     prototype: LLMatcher
     vocabulary: Vocabulary
+    compile: Callable[[], LLMatcher]
+    seconds: float = 0.0  # that compiling took
+
+    def anew(self) -> LLMatcher:
+        """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
+        if self.seconds > QUICK_SECONDS:
+            raise ConstraintFailed("the grammar reached its limits")
+        return self.compile()
 
     def matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
         """A constraint whose complete answers end with any of ``stop_ids``."""
@@ -117,6 +143,7 @@ class GrammarMatcher:
         self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
         self._stops = sorted(self._stop_ids)
         self._matcher: LLMatcher | None = None
+        self._seconds = 0.0  # that it took
         self._num_sure = 0  # tokens of the output that are consumed: they never change
         self._tail: list[int] = []  # what is consumed behind them
         self._masks: dict[int, Mask] = {}  # by tokens before, none of fewer than the sure ones
@@ -138,15 +165,24 @@ class GrammarMatcher:
         return self._sound(lambda: self._count_allowed(tokens, start, guess))
 
     def _sound(self, job: Callable[[], T]) -> T:
-        """A matcher that fails stays broken, and drafts wear one out: a new one tries again."""
+        """A matcher that fails stays broken, and others wear it out: one of its own tries again."""
+        if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_sure:
+            raise ConstraintFailed("the grammar takes too much time")
+        began = perf_counter()
+        try:
+            return self._twice(job)
+        finally:
+            self._seconds += perf_counter() - began
+
+    def _twice(self, job: Callable[[], T]) -> T:
         try:
             return job()
         except ConstraintFailed:
-            self._restart()
+            self._restart(self._grammar.anew())
         try:
             return job()
         except ConstraintFailed:
-            self._restart()
+            self._restart(None)
             raise
 
     # -- what may follow, once ------------------------------------------------------------------
@@ -165,9 +201,10 @@ class GrammarMatcher:
         run: list[int] = []
         self._goto(self._new(tokens, start, ()))
         self._settle(len(tokens) - start)
-        while len(run) < most and (token_id := self._only()) is not None:
-            run.append(token_id)
-            if not self._consume([token_id]):
+        while len(run) < most and (more := self._forced_now()):
+            more = more[: most - len(run)]
+            run += more
+            if not self._consume(more):
                 break
         return run
 
@@ -188,8 +225,8 @@ class GrammarMatcher:
             self._matcher = self._grammar.prototype.deep_copy()
         return self._matcher
 
-    def _restart(self) -> None:
-        self._matcher = None
+    def _restart(self, matcher: LLMatcher | None) -> None:
+        self._matcher = matcher
         self._num_sure = 0
         self._tail.clear()
         self._masks.clear()
@@ -242,18 +279,21 @@ class GrammarMatcher:
         vocabulary = self._grammar.vocabulary
         mask = np.unpackbits(bits, count=vocabulary.end + 1, bitorder="little").view(np.bool_)
         is_complete, mask = mask[vocabulary.end], mask[: vocabulary.size]
+        special = vocabulary.special_token_ids  # a complement of texts lets them in
+        for token_id in special[mask[special]].tolist():
+            mask[token_id] = self._live.validate_tokens([token_id]) == 1
         if is_complete:
             mask[self._stops] = True
         return mask.data
 
-    def _only(self) -> int | None:
-        """The token that must come next, if the grammar forces one."""
+    def _forced_now(self) -> Sequence[int]:
+        """The tokens that must come next, if the grammar forces some."""
         if self._live.is_stopped():
             self._check()
-            return self._stops[0] if len(self._stops) == 1 else None
-        forced = self._live.compute_ff_tokens()
+            return self._stops if len(self._stops) == 1 else ()
+        forced: Sequence[int] = self._live.compute_ff_tokens()
         self._check()
-        return forced[0] if forced else None
+        return forced
 
     def _check(self) -> None:
         if self._live.is_error():
@@ -262,7 +302,8 @@ class GrammarMatcher:
 
 def error_text(matcher: LLMatcher) -> str:
     """What is wrong, in a line that a caller may read."""
-    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    text = " ".join(text.split())
     for part, said in _PLAINLY.items():
         if part in text:
             return said

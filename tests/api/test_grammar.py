@@ -21,7 +21,7 @@ from foretoken.api.grammar import Grammars, json_rule, lark_text
 from foretoken.api.matcher import Grammar, GrammarMatcher, Vocabulary
 from foretoken.api.tokenizer import Tokenizer
 from foretoken.core.constraint import ConstraintFailed
-from foretoken.core.errors import EngineDead
+from foretoken.core.errors import EngineDead, QueueFull
 
 FOLDERS = ("byte_level_folder", "metaspace_folder", "byte_fallback_folder")
 SCHEMA = {
@@ -489,7 +489,6 @@ def test_the_grammars_that_are_kept_are_bounded(bench, monkeypatch) -> None:
 
 def test_a_caller_that_leaves_takes_nothing_along(bench, held) -> None:
     async def body(grammars: Grammars) -> None:
-        await grammars._wait(grammars._work(int), None)
         callers = [
             asyncio.create_task(grammars.compile(SamplingParams(regex="a"))) for _ in range(2)
         ]
@@ -498,6 +497,61 @@ def test_a_caller_that_leaves_takes_nothing_along(bench, held) -> None:
         held.set()
         assert await callers[1] is not None
         assert callers[0].cancelled()
+
+    with_grammars(bench, body)
+
+
+def test_a_slow_grammar_fails_its_own_caller_and_no_other(bench, held, monkeypatch) -> None:
+    monkeypatch.setattr(grammar_module, "SECONDS", 0.01)
+
+    async def body(grammars: Grammars) -> None:
+        slow = asyncio.create_task(grammars.compile(SamplingParams(regex="a")))
+        await until(lambda: held.begun)
+        other = asyncio.create_task(grammars.compile(SamplingParams(regex="b")))
+        with pytest.raises(InvalidRequest, match="took too long"):
+            await slow
+        monkeypatch.setattr(grammar_module, "SECONDS", 20)
+        assert not other.done()
+        held.set()
+        assert await other is not None
+
+    with_grammars(bench, body)
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(bench, held, monkeypatch) -> None:
+    calls, compile_now = [], grammar_module.compile_grammar
+    monkeypatch.setattr(
+        grammar_module,
+        "compile_grammar",
+        lambda *args: calls.append(args[1]) or compile_now(*args),
+    )
+
+    async def body(grammars: Grammars) -> None:
+        first = asyncio.create_task(grammars.compile(SamplingParams(regex="a")))
+        await until(lambda: held.begun)
+        left = asyncio.create_task(grammars.compile(SamplingParams(regex="b")))
+        await until(lambda: len(grammars._grammars) == 2)
+        left.cancel()
+        await asyncio.wait([left])
+        held.set()
+        assert await first is not None
+        assert await grammars.compile(SamplingParams(regex="c")) is not None
+        assert calls == ["a", "c"]
+
+    with_grammars(bench, body)
+
+
+def test_only_so_many_grammars_wait(bench, held, monkeypatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_PENDING", 1)
+
+    async def body(grammars: Grammars) -> None:
+        first = asyncio.create_task(grammars.compile(SamplingParams(regex="a")))
+        await until(lambda: held.begun)
+        with pytest.raises(QueueFull):
+            await grammars.compile(SamplingParams(regex="b"))
+        held.set()
+        assert await first is not None
+        assert await grammars.compile(SamplingParams(regex="b")) is not None
 
     with_grammars(bench, body)
 
@@ -557,3 +611,15 @@ def test_vocabularies_are_read_from_their_folder(byte_level_folder: Path) -> Non
     assert vocabulary.end == len(loaded.vocab) + 5
     assert vocabulary.tokens[loaded.vocab["<think> é"]] == "<think> é".encode()
     assert vocabulary.tokens[-5:] == [b""] * 5
+
+
+def test_requests_that_wear_the_lexer_out_break_nobody_else(bench: Bench) -> None:
+    """Copies of a compiled grammar share its lexer, whose states are limited."""
+    grammar = asyncio.run(bench.compile(regex="(a|b)*a(a|b){24}"))
+    rng = random.Random(5)
+    ab = [bench.tokenizer.encode_word(text)[0] for text in "ab"]
+    for _ in range(40):
+        matcher, tokens = grammar.matcher(frozenset({bench.eos})), array("q")
+        for _ in range(100):
+            assert matcher.allowed(tokens, 0, ()) is not None
+            tokens.append(rng.choice(ab))

@@ -1,0 +1,52 @@
+"""The thread of long jobs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from foretoken.api.worker import Worker
+
+STACK = 2**20
+
+
+def test_jobs_run_in_order_in_one_thread() -> None:
+    worker, seen = Worker("w", stack_bytes=STACK), []
+    futures = [worker.submit(lambda i=i: seen.append(i) or threading.get_ident()) for i in range(5)]
+    assert len({future.result(10) for future in futures}) == 1
+    assert seen == [0, 1, 2, 3, 4]
+    worker.close()
+
+
+def test_an_error_is_the_job_s_own_and_the_next_one_runs() -> None:
+    worker = Worker("w", stack_bytes=STACK)
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result(10)
+    assert worker.submit(lambda: 3).result(10) == 3
+    worker.close()
+
+
+def test_what_waits_can_be_cancelled_and_is_when_it_closes() -> None:
+    worker, go, begun = Worker("w", stack_bytes=STACK), threading.Event(), threading.Event()
+    running = worker.submit(lambda: begun.set() or go.wait(10))
+    assert begun.wait(10)
+    early, late = worker.submit(lambda: 1), worker.submit(lambda: 2)
+    assert early.cancel()
+    worker.close()
+    assert late.cancelled()
+    go.set()
+    assert running.result(10)
+
+
+def test_the_interpreter_does_not_wait_for_a_job() -> None:
+    code = (
+        "import threading\nfrom foretoken.api.worker import Worker\n"
+        "begun = threading.Event()\n"
+        "Worker('w', stack_bytes=2**20).submit(lambda: begun.set() or threading.Event().wait())\n"
+        "begun.wait()\nprint('bye')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "bye\n")
