@@ -59,7 +59,7 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 def _plain(message: Message) -> Message:
     """Calls of earlier answers as templates want them; the rest is the template's to judge."""
-    if not message.get("tool_calls"):
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
         return message
     from .plain import plain_call  # brings starlette
 

@@ -250,6 +250,7 @@ class Engine:
 
     async def _rest(self) -> None:
         if not self.scheduler.num_requests:
+            self.scheduler.speculator.work()  # it lets go of those that ended last
             self._idle.set()
             self._finish_times.clear()  # a rate measured over idle time would be too low
         self._wake.clear()
