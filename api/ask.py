@@ -33,6 +33,8 @@ class Asking:
 
     def ask(self, messages: Conversation, params: SamplingParams) -> Ask:
         """The whole question."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise InvalidRequest("messages must be a list of objects", param="messages")
         return Ask(
             messages=[_plain(message) for message in messages],
             params=params,
