@@ -11,7 +11,7 @@ from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
 from ..core.step import TokenLogprob
 from .forms import NamedChoice, Tools, read_choice, read_tools
-from .intake import Conversation, Message
+from .intake import Conversation, Message, is_one_conversation
 from .results import CallDelta, Choice, Completion, TextDelta, ToolCall
 from .talk import Ask, Tool, ToolChoice, TurnChoice, TurnDelta
 from .turn import Turn
@@ -33,8 +33,7 @@ class Asking:
 
     def ask(self, messages: Conversation, params: SamplingParams) -> Ask:
         """The whole question."""
-        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-            raise InvalidRequest("messages must be a list of objects", param="messages")
+        is_one_conversation(messages)  # for its errors
         return Ask(
             messages=[_plain(message) for message in messages],
             params=params,
