@@ -144,7 +144,9 @@ class _Part:
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self._logprobs = [*(self._logprobs or ()), *delta.logprobs]
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
         self._last = delta
 

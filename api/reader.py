@@ -27,6 +27,7 @@ class TurnReader:
         self._is_single = choice.is_single  # the choice ends with its first call
         self._has_words = choice.mode != "required"  # else it is what a cut left of a call's mark
         self._num_calls = 0
+        self._is_called = False  # whether the last call is whole
 
     def read(self, delta: TextDelta) -> list[TurnDelta]:
         """What a step adds: one delta, more where words or thoughts follow a call in it.
@@ -63,7 +64,12 @@ class TurnReader:
             last.finish_reason = "tool_calls"
         elif reason is not None:
             self.is_done = True
-            last.finish_reason = "tool_calls" if reason == "stop" and self._num_calls else reason
+            last.finish_reason = "tool_calls" if self._ends_called(delta) else reason
+
+    def _ends_called(self, delta: TextDelta) -> bool:
+        """Whether the caller shall run the calls: not one that its own stop string has cut."""
+        was_cut = isinstance(delta.stop_reason, str) and not self._is_called
+        return delta.finish_reason == "stop" and self._num_calls > 0 and not was_cut
 
     def _take(self, event: Event, turned: TurnDelta) -> bool:
         """Whether the choice ends with this."""
@@ -76,10 +82,11 @@ class TurnReader:
                 call_id = f"call_{uuid4().hex[:24]}"
                 turned.calls.append(Call(index=self._num_calls, id=call_id, name=name))
                 self._num_calls += 1
+                self._is_called = False
             case CallArguments(text):
                 self._call(turned).arguments += text
             case CallEnd():
-                self._call(turned).is_done = True
+                self._call(turned).is_done = self._is_called = True
                 return self._is_single
         return False
 

@@ -127,7 +127,9 @@ class TurnChoice:
         self.token_ids += delta.token_ids
         self.num_thought_tokens += len(delta.token_ids) if delta.thought else 0
         if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
         for call in delta.calls:
             if call.index == len(self.calls):

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -203,6 +203,10 @@ class Tokenizer:
         settings = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             return str(self._hf.apply_chat_template(list(messages), **settings))
+        except RecursionError:  # its traceback would be as long as what is nested is deep
+            param = _deeper(messages, options)
+            logger.warning("the chat template failed: %s are nested too deeply", param)
+            raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
         except Exception as error:
             logger.warning("the chat template failed", exc_info=error)
             raise InvalidRequest(_template_error(error), param="messages") from error
@@ -310,6 +314,28 @@ def _num_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
         elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             left += value
     return total
+
+
+def _deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    """The field that a template cannot get to the end of."""
+    given = {"messages": messages, "tools": options.get("tools", ())}
+    given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}
+    return max(given, key=lambda name: _depth(given[name]))
+
+
+def _depth(value: object) -> int:
+    """How deeply it is nested."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [inner for each in level for inner in _inside(each)]
+    return depth
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
 
 
 def _template_error(error: Exception) -> str:

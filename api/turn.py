@@ -13,14 +13,16 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..core.errors import InvalidRequest
-from ..core.params import SamplingParams
+from ..core.params import FORMS, SamplingParams
 from ..core.request import Usage
 from .answer import Answer
 from .host import Host
+from .intake import warm_params
 from .output.call_ids import with_short_ids
 from .output.events import OutputParser
 from .output.syntax import Syntax, check_tools
 from .reader import TurnReader
+from .results import Completion
 from .talk import Ask, TurnChoice, TurnDelta
 
 TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
@@ -34,6 +36,7 @@ class Turn:
     ) -> None:
         self.answer = answer
         self._llm = llm
+        self._ask = ask
         self._readers = [
             TurnReader(index, parser, ask.tool_choice) for index, parser in enumerate(parsers)
         ]
@@ -63,12 +66,16 @@ class Turn:
 
     async def deltas(self) -> AsyncGenerator[TurnDelta]:
         """One delta per step and choice; those of several choices come mixed."""
-        async with aclosing(self.answer.deltas()) as deltas:
-            async for delta in deltas:
-                for turned in self._readers[delta.index].read(delta):
-                    yield turned
-                    if turned.finish_reason is not None:
-                        self.answer.generations[delta.index].close()
+        try:
+            async with aclosing(self.answer.deltas()) as deltas:
+                async for delta in deltas:
+                    for turned in self._readers[delta.index].read(delta):
+                        yield turned
+                        if turned.finish_reason is not None:
+                            self.answer.generations[delta.index].close()
+        except InvalidRequest as error:
+            _name_field(error, self._ask)
+            raise
 
     async def collect(self) -> list[TurnChoice]:
         """Read all of it and close it."""
@@ -128,10 +135,7 @@ class Turns:
                 note=ask.note,
             )
         except InvalidRequest as error:
-            if error.param == "prompt":  # which the bodies call otherwise
-                error.param = "messages"
-            elif error.param == "grammar" and ask.params.grammar is None:
-                error.param = "tools"  # the grammar that they became
+            _name_field(error, ask)
             raise
         parsers = [self.syntax.parser(tools=tools, prompt_tail=tail) for _ in range(ask.params.n)]
         return Turn(self._llm, answer, ask, parsers)
@@ -175,12 +179,26 @@ class Turns:
         *,
         request_id: str | None = None,
         prompt_ids: Sequence[int] | None = None,
-    ) -> Usage:
-        """Put a conversation into the cache and say nothing; rendered, unless that is done."""
-        return await self._llm.prewarm(
+    ) -> Completion:
+        """Put a conversation into the cache; rendered, unless that is done. Raises as `open`.
+
+        What comes of it tells whether it was given up; its one token is not to be told.
+        """
+        self._check_tools(ask)
+        answer = await self._llm.open(
             await self.render(ask) if prompt_ids is None else prompt_ids,
-            cache=ask.cache,
-            cache_salt=ask.params.cache_salt,
+            warm_params(ask.params),
             request_id=request_id,
+            cache=ask.cache,
             note=ask.note,
         )
+        return await self._llm.finish(answer)
+
+
+def _name_field(error: InvalidRequest, ask: Ask) -> None:
+    """Name the field as the bodies do."""
+    if error.param == "prompt":
+        error.param = "messages"
+    elif error.param == "grammar" and ask.params.grammar is None:  # what others became
+        form = next((name for name in FORMS if getattr(ask.params, name) is not None), "tools")
+        error.param = "tools" if ask.callable_tools else form

@@ -12,6 +12,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import jsonschema
@@ -124,8 +125,8 @@ class Ours(Guidance):
     name = "foretoken over llguidance"
 
     def compile(self, schema: Schema) -> Callable[[], Walker]:
-        prototype = compile_grammar("json_schema", json.dumps(schema), self.tokenizer)
-        grammar = Grammar(prototype, self.vocabulary)
+        anew = partial(compile_grammar, "json_schema", json.dumps(schema), self.tokenizer)
+        grammar = Grammar(anew(), self.vocabulary, anew)
         return lambda: _OwnWalker(grammar.matcher(frozenset({EOS})))
 
 

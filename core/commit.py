@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .errors import ForetokenError, InvalidRequest
+from .params import FORMS
 from .request import Delta, FinishReason, Request
-from .step import PlanRow, RowOutput, TokenLogprob
+from .step import PlanRow, Refusal, RowOutput, TokenLogprob
 
 
 def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
@@ -23,6 +25,15 @@ def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> D
     if delta.token_ids:
         _count(request, out, delta, now)
     return delta
+
+
+def row_error(request: Request, out: RowOutput) -> ForetokenError:
+    """Why this row alone failed; a refusal names the form that was asked for."""
+    if not isinstance(out.error, Refusal):
+        return ForetokenError(out.error)
+    params = request.sampling.params
+    form = next((name for name in FORMS if getattr(params, name) is not None), None)
+    return InvalidRequest(str(out.error), param=form)
 
 
 def _append(request: Request, out: RowOutput, delta: Delta) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .constraint import ConstraintFailed
-from .step import RowSampling
+from .step import Refusal, RowSampling
 
 _NEVER = -math.inf
 _MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
@@ -105,7 +105,7 @@ def _edited(values: Tensor, row: SampleRow) -> str | None:
         try:
             _edit(values, row, rules)
         except ConstraintFailed as error:
-            return str(error)
+            return Refusal(error)
     return rules.error
 
 

@@ -16,7 +16,7 @@ from sortedcontainers import SortedKeyList
 from ..radix_cache import PrefixCache
 from .admission import SchedulerLimits, check_fits, check_token_ids, shares_prefill, would_fit
 from .audit import check_ledger
-from .commit import take_output
+from .commit import row_error, take_output
 from .drafting import fit_pages, make_row, pending_upto, share_of
 from .errors import ForetokenError, InvalidRequest, QueueFull
 from .pages import borrow, give_back, pin_prompt, publish
@@ -260,7 +260,7 @@ class Scheduler:
 
     def _commit_row(self, request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
         if out.error is not None:
-            return self._finish(request, Delta(error=ForetokenError(out.error)), now, keep=False)
+            return self._finish(request, Delta(error=row_error(request, out)), now, keep=False)
         try:
             delta = take_output(request, row, out, now)
         except Exception:

@@ -107,6 +107,12 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
 
 
+class Refusal(str):
+    """A row's error for which the request itself is to blame, as its own grammar may be."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutput:
     """What a step yields for one plan row.
@@ -125,7 +131,7 @@ class RowOutput:
     backlog: int = 0  # tokens whose KV the draft model lacks; 0 too when it was not asked
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] when asked for
     prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
-    error: str | None = None  # this row alone failed (for example NaN logits)
+    error: str | None = None  # this row alone failed (NaN logits); `Refusal`: by its own fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

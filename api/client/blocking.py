@@ -167,7 +167,7 @@ class Client:
         while True:
             try:
                 response = self._http.send(request, stream=True)
-                if not response.is_error:
+                if response.is_success:
                     return response
                 with closing(response):
                     response.read()

@@ -27,7 +27,17 @@ from .answers import (
     read_usage,
 )
 from .errors import ServerFailed
-from .options import Messages, Prefix, Prompt, chat_body, complete_body, streamed
+from .options import (
+    Messages,
+    Prefix,
+    Prompt,
+    chat_body,
+    checked_text,
+    complete_body,
+    listed,
+    mapped,
+    streamed,
+)
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -107,13 +117,14 @@ def branches(
     if prompt is not None:
         del body["messages"]
         body["prompt"] = prompt
-    return _post("/v1/branches", {**body, "branches": list(adds)}, read_branches)
+    return _post("/v1/branches", {**body, "branches": listed(adds, "branches")}, read_branches)
 
 
 def prewarm(messages: Messages, options: Options) -> Call[Usage]:
     """Compute and keep what answers to this conversation will begin with."""
     body = chat_body(messages, options)
-    body["prompt_cache_options"] = {**body.get("prompt_cache_options", {}), "prewarm": True}
+    options = mapped(body.get("prompt_cache_options", {}), "prompt_cache_options")
+    body["prompt_cache_options"] = {**options, "prewarm": True}
     return _post("/v1/chat/completions", body, reader(Head, lambda head: read_usage(head.usage)))
 
 
@@ -124,7 +135,8 @@ def models() -> Call[list[Model]]:
 
 def model(name: str) -> Call[Model]:
     """One of them."""
-    return _get(f"/v1/models/{quote(name)}", reader(Model, lambda found: found))
+    path = f"/v1/models/{quote(checked_text(name, 'name'))}"
+    return _get(path, reader(Model, lambda found: found))
 
 
 def tokenize(prompt: str | None, messages: Messages | None, special: bool) -> Call[list[int]]:
@@ -133,14 +145,14 @@ def tokenize(prompt: str | None, messages: Messages | None, special: bool) -> Ca
     if prompt is not None:
         body["prompt"] = prompt
     if messages is not None:
-        body["messages"] = list(messages)
+        body["messages"] = listed(messages, "messages")
     return _post("/tokenize", body, reader(Tokens, lambda found: found.tokens))
 
 
 def detokenize(token_ids: Sequence[int]) -> Call[str]:
     """The text of token ids."""
     read = reader(Detokenized, lambda found: found.prompt)
-    return _post("/detokenize", {"tokens": list(token_ids)}, read)
+    return _post("/detokenize", {"tokens": listed(token_ids, "token_ids")}, read)
 
 
 def health() -> Call[bool]:
@@ -166,7 +178,7 @@ def flush_cache(salt: str | None, prefix: Prefix | None) -> Call[int]:
 def explain_cache(response_id: str, previous_id: str | None, salt: str | None) -> Call[Raw]:
     """Why the prompt of an answer missed."""
     asked = {"response_id": response_id, "previous_id": previous_id, "cache_salt": salt}
-    query = {name: value for name, value in asked.items() if value is not None}
+    query = {name: checked_text(value, name) for name, value in asked.items() if value is not None}
     return Call(method="GET", path="/cache/explain", read=whole, query=query)
 
 

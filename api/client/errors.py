@@ -23,7 +23,7 @@ from ...core.errors import EngineDead, ForetokenError, InvalidRequest, PromptToo
 from ..wire import ErrorBody, ErrorParts
 
 DEFAULT_WAIT = 1.0  # seconds, where a full queue names none
-_LENGTHS = re.compile(r"(\d+) tokens > (\d+) maximum")
+_LENGTHS = re.compile(r"\b(\d{1,18}) tokens > (\d{1,18}) maximum")
 _NOT_THE_REQUEST = (408, 409)  # below 500, and nothing is wrong with the request
 
 
@@ -44,7 +44,10 @@ class Unreachable(ForetokenError):  # noqa: N818
 
 
 def error_of_answer(status: int, headers: Mapping[str, str], body: bytes) -> ForetokenError:
-    """The error that an answer with a status of 400 or more stands for."""
+    """The error that an answer with a status other than 2xx stands for."""
+    if status < 400:
+        place = headers.get("location", "nowhere")
+        return ServerFailed(f"the server sends us on to {place}: base_url is wrong", status=status)
     try:
         parts = msgspec.json.decode(body, type=ErrorBody).error
     except (msgspec.DecodeError, RecursionError):

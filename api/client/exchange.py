@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from .sse import EventParser
 
 BASE_URL = "http://127.0.0.1:8000"
 TIMEOUT = 600.0  # seconds, as other clients have it
+MAX_TIMEOUT = 1e6  # what every system's sockets take
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE = 0.5  # seconds; doubled each time
 LONGEST_PAUSE = 60.0  # a server that asks for more is not waited for
 BUSY = (429, 503)
 DONE = "[DONE]"
+_KEY = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 T = TypeVar("T")
 LIMITS = httpx.Limits(max_connections=1024, max_keepalive_connections=100)
 
@@ -42,11 +45,17 @@ class Settings:
         """Check them; without a key that of FORETOKEN_API_KEY is taken, if there is one."""
         if not base_url.startswith(("http://", "https://")):
             raise InvalidRequest("base_url must begin with http:// or https://", param="base_url")
+        if not 0 < timeout <= MAX_TIMEOUT:
+            message = f"timeout must be above 0 and at most {MAX_TIMEOUT:g} seconds"
+            raise InvalidRequest(message, param="timeout")
         if max_retries < 0:
             raise InvalidRequest("max_retries must be at least 0", param="max_retries")
         key = os.environ.get("FORETOKEN_API_KEY") if api_key is None else api_key
         headers = {"user-agent": f"foretoken/{__version__}"}
         if key:
+            if not _KEY.fullmatch(key):
+                message = "api_key must be printable ASCII, as HTTP headers are"
+                raise InvalidRequest(message, param="api_key")
             headers["authorization"] = f"Bearer {key}"
         return cls(
             # The routes bring their own /v1, users of other clients write it here.

@@ -170,7 +170,7 @@ class AsyncClient:
         while True:
             try:
                 response = await self._http.send(request, stream=True)
-                if not response.is_error:
+                if response.is_success:
                     return response
                 async with aclosing(response):
                     await response.aread()

@@ -6,7 +6,8 @@ The names are those of the HTTP bodies. Two are friendlier: ``deadline`` is in s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from ...core.errors import InvalidRequest
@@ -103,7 +104,7 @@ def chat_body(messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
     body = _body(options, ChatOptions)
     if isinstance(body.get("prediction"), str):
         body["prediction"] = {"type": "content", "content": body["prediction"]}
-    return {"messages": list(messages), **body}
+    return {"messages": listed(messages, "messages"), **body}
 
 
 def complete_body(prompt: Prompt, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +124,44 @@ def _body(options: Mapping[str, Any], known: type) -> dict[str, Any]:
             # The server passes unknown fields over, so a misspelt one would do nothing.
             raise InvalidRequest(f"{name} is not an option; use extra_body for others", param=name)
     body = {name: value for name, value in options.items() if value is not None}
-    extra = body.pop("extra_body", {})
+    body |= mapped(body.pop("extra_body", {}), "extra_body")
+    for name, value in body.items():
+        if isinstance(value, float) and not math.isfinite(value):  # which JSON would call null
+            raise InvalidRequest(f"{name} must be a finite number", param=name)
     deadline = body.pop("deadline", None)
     if deadline is not None:
-        body["deadline_ms"] = deadline * 1000
-    return {**body, **extra}
+        body["deadline_ms"] = _milliseconds(deadline)
+    return body
+
+
+def _milliseconds(deadline: object) -> float:
+    if not isinstance(deadline, int | float):
+        raise InvalidRequest("deadline must be a number of seconds", param="deadline")
+    return deadline * 1000
+
+
+def listed(value: object, param: str) -> list[Any]:
+    """A list of it; raises `InvalidRequest` for what is none."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise InvalidRequest(f"{param} must be a list", param=param)
+    return list(value)
+
+
+def mapped(value: object, param: str) -> Mapping[str, Any]:
+    """The same; raises `InvalidRequest` for what is no mapping."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{param} must be a mapping", param=param)
+    return value
+
+
+def checked_text(value: object, param: str) -> str:
+    """The same; raises `InvalidRequest` for what is no text that can be sent."""
+    try:
+        if isinstance(value, str) and value.encode():
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise InvalidRequest(f"{param} must be a text, without halves of surrogate pairs", param=param)
 
 
 def _names(known: type) -> frozenset[str]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .errors import ServerFailed
+
+MAX_LINE_BYTES = 64 * 2**20
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 
@@ -25,7 +28,8 @@ class EventParser:
     """Fed with bytes, gives the events that are complete; one that never ends is dropped."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line
+        self._rest: list[bytes] = []  # the pieces of a line that has no end yet
+        self._rest_len = 0
         self._after_cr = False  # a line feed that comes next belongs to it
         self._is_first = True
         self._data: list[str] = []
@@ -33,14 +37,25 @@ class EventParser:
         self._id = ""
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events that end in this chunk."""
+        """The events that end in this chunk; raises `ServerFailed` for a line without an end."""
         if not chunk:
             return []
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = chunk.endswith(b"\r")
-        *lines, self._rest = _LINE_END.split(self._rest + chunk)
-        return [event for line in lines if (event := self._read(line)) is not None]
+        return [event for line in self._lines(chunk) if (event := self._read(line)) is not None]
+
+    def _lines(self, chunk: bytes) -> list[bytes]:
+        """The lines that end in this chunk. What came before is not searched again."""
+        *lines, rest = _LINE_END.split(chunk)
+        if self._rest_len + len(lines[0] if lines else rest) > MAX_LINE_BYTES:
+            raise ServerFailed(f"the stream has a line of more than {MAX_LINE_BYTES} bytes")
+        if lines:
+            lines[0] = b"".join([*self._rest, lines[0]])
+            self._rest, self._rest_len = [], 0
+        self._rest.append(rest)
+        self._rest_len += len(rest)
+        return lines
 
     def _read(self, line: bytes) -> Event | None:
         if self._is_first:

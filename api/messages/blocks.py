@@ -6,6 +6,7 @@ stream.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,6 @@ class Part:
     text: str = ""
     id: str = ""
     name: str = ""
-    is_done: bool = False
 
     @property
     def opening(self) -> Body:
@@ -48,7 +48,7 @@ class Part:
             case "text":
                 return {**self.opening, "text": self.text}
             case "tool_use":
-                return {**self.opening, "input": read_arguments(self.text, is_done=self.is_done)}
+                return {**self.opening, "input": read_arguments(self.text)}
 
 
 class Blocks:
@@ -110,7 +110,6 @@ class Blocks:
             piece: Body = {"type": "input_json_delta", "partial_json": call.arguments}
             self._grow(call.arguments, piece, events)
         if call.is_done:
-            self.parts[-1].is_done = True
             self._close(events)
 
     def _goes_on(self, kind: str) -> bool:
@@ -150,14 +149,27 @@ def tool_use_id(call_id: str) -> str:
     return f"toolu_{call_id.removeprefix('call_')}"
 
 
-def read_arguments(text: str, *, is_done: bool) -> object:
+def read_arguments(text: str) -> object:
     """Arguments as an object.
 
     What is none, as when ``max_tokens`` cut it, is shown as it is under a name that no tool has:
-    half an object would be taken for a whole one, and an empty one would hide that there was more.
+    half an object would be taken for a whole one. Of no text at all a stream shows `{}`, too.
     """
     try:
-        arguments = msgspec.json.decode("{}" if is_done and not text else text)
+        arguments = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        return {INVALID: text}
+        return _as_written(text)
     return arguments if isinstance(arguments, dict) else {INVALID: text}
+
+
+def _as_written(text: str) -> object:
+    """What msgspec does not read and others do: half of a surrogate pair, as an escape."""
+    try:
+        arguments = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return {INVALID: text}
+    return msgspec.Raw(text.encode()) if isinstance(arguments, dict) else {INVALID: text}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)

@@ -45,12 +45,17 @@ class Breakpoints:
     """The pins of a prompt, shortest first."""
 
     pins: tuple[Pin, ...] = ()
+    page_size: int = 1  # tokens; the cache keeps whole pages
 
     def written(self, num_cached: int, ttl: float | None = None) -> int:
-        """Tokens before the last breakpoint that the cache did not have; those of one ttl."""
+        """Tokens before the last breakpoint that the cache did not have; those of one ttl.
+
+        In whole pages: what is behind the last of them is kept by nobody.
+        """
         total, done = 0, num_cached
         for pin in self.pins:
-            fresh = max(0, pin.num_tokens - done)
+            kept = pin.num_tokens // self.page_size * self.page_size
+            fresh = max(0, kept - done)
             done += fresh
             total += fresh if ttl in (None, pin.ttl) else 0
         return total

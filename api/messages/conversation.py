@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
@@ -50,14 +52,13 @@ def plain_conversation(body: CountRequest) -> list[Plain]:
     Results of tools come before the words of their message, as the calls that they answer stand
     right before. Neighbours of one role are one message, which many templates insist on.
     """
-    merged: list[Plain] = []
+    plains: list[Plain] = []
     if body.system:
-        _append(merged, {"role": "system", "content": _text(body.system)})
+        plains.append({"role": "system", "content": _text(body.system)})
     names: dict[str, str] = {}  # of tools, by the id of the call
     for index, message in enumerate(body.messages):
-        for plain in _plain(message, f"messages[{index}]", names):
-            _append(merged, plain)
-    return merged
+        plains += _plain(message, f"messages[{index}]", names)
+    return _merged(plains)
 
 
 def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str, object]:
@@ -111,17 +112,28 @@ def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
     return ToolChoice(mode=choice.type, parallel=parallel)
 
 
-def _append(messages: list[Plain], plain: Plain) -> None:
-    """Add a message, or its parts to the one before it."""
-    if not messages or plain["role"] != messages[-1]["role"] or plain["role"] == "tool":
-        messages.append(plain)
-        return
-    last = messages[-1]
-    last["content"] = "\n".join(text for text in (last["content"], plain["content"]) if text)
-    if "reasoning_content" in plain:
-        last["reasoning_content"] = last.get("reasoning_content", "") + plain["reasoning_content"]
-    if "tool_calls" in plain:
-        last["tool_calls"] = last.get("tool_calls", []) + plain["tool_calls"]
+def _merged(plains: Sequence[Plain]) -> list[Plain]:
+    """Neighbours of one role as one message; each result of a tool stays one."""
+    messages: list[Plain] = []
+    for role, neighbours in groupby(plains, key=itemgetter("role")):
+        group = list(neighbours)
+        messages += group if role == "tool" else [_joined(group)]
+    return messages
+
+
+def _joined(group: list[Plain]) -> Plain:
+    """One message out of several, each text put together once."""
+    if len(group) == 1:
+        return group[0]
+    content = "\n".join(plain["content"] for plain in group if plain["content"])
+    joined: Plain = {"role": group[0]["role"], "content": content}
+    thoughts = [plain["reasoning_content"] for plain in group if "reasoning_content" in plain]
+    if thoughts:
+        joined["reasoning_content"] = "".join(thoughts)
+    calls = [call for plain in group for call in plain.get("tool_calls", ())]
+    if calls:
+        joined["tool_calls"] = calls
+    return joined
 
 
 def _plain(message: Message, path: str, names: dict[str, str]) -> list[Plain]:

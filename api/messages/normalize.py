@@ -16,6 +16,9 @@ from ..talk import Ask
 from ..turn import Turns
 
 LINE = re.MULTILINE | re.IGNORECASE
+# Marks of a list, a quotation or an emphasis. Bounded and of one line: a pattern that could go on
+# over the next ones would take time with the square of their number, and what stands there.
+MARKS = r"[^\w\n]{0,16}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,9 @@ RULES = (
     Rule(
         "time-of-day",
         re.compile(
-            r"^(?P<head>\W*(?:the )?current (?:date(?: and |/| ?& ?)?)?time(?: is)?\b[^\d\n]{0,40}"
-            r"\d{4}-\d\d-\d\d)[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?",
+            rf"^(?P<head>{MARKS}(?:the )?current (?:date(?: and |/| ?& ?)?)?time(?: is)?\b"
+            r"[^\d\n]{0,40}\d{4}-\d\d-\d\d)[T ]"
+            r"\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?",
             LINE,
         ),
         r"\g<head>",
@@ -48,7 +52,8 @@ RULES = (
     Rule(
         "request-id",
         re.compile(
-            r"^\W*(?:x-)?(?:request|trace|correlation)[-_ ]id\b[\W_]{1,4}[\w-]{8,}\W*(?:\n|\Z)",
+            rf"^{MARKS}(?:x-)?(?:request|trace|correlation)[-_ ]id\b"
+            rf"(?:[^\w\n]|_){{1,4}}[\w-]{{8,}}{MARKS}(?:\n|\Z)",
             LINE,
         ),
         "",

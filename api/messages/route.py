@@ -18,6 +18,7 @@ from ..schema import decoder, refuse_unsupported, sampling_params
 from ..service import Service
 from ..sse import EventStream, unless_gone
 from ..talk import Ask
+from ..writer import is_prewarm, prewarm
 from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import conversation_ask
 from .errors import request_id
@@ -75,7 +76,7 @@ class MessagesRoute:
         is_streamed: bool,
     ) -> Response:
         """Bring a prompt into the cache and say nothing."""
-        work = self.service.turns.prewarm(ask, request_id=writer.id, prompt_ids=prompt_ids)
+        work = prewarm(self.service, ask, request_id=writer.id, prompt_ids=prompt_ids)
         usage = await unless_gone(request.receive, work)
         if is_streamed:
             return self._stream(request, writer.warm_events(usage), _nothing)
@@ -107,6 +108,7 @@ class MessagesRoute:
         if not marks or not ask.cache.write:
             return ask, Breakpoints()
         breakpoints = await self._placer.place(marks, ask, prompt_ids)
+        breakpoints = replace(breakpoints, page_size=self.service.llm.page_size)
         pins = (*ask.cache.pins, *breakpoints.pins)
         return replace(ask, cache=replace(ask.cache, pins=pins)), breakpoints
 
@@ -116,6 +118,9 @@ def read_ask(body: MessagesRequest) -> Ask:
     refuse_unsupported(body)
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1", param="n")
+    if is_prewarm(body):
+        name = "prompt_cache_options.prewarm"
+        raise InvalidRequest(f"{name}: here max_tokens 0 prewarms a prompt", param=name)
     if body.mcp_servers:
         raise InvalidRequest("mcp_servers are not served", param="mcp_servers")
     cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)

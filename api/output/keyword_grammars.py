@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
-from ..grammar import lark_text
+from ...core.params import MAX_GRAMMAR_CHARS
+from ..grammar import lark_text, num_chars
 from . import formats as f
 from .lark import Lark, value
 from .qwen_coder import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, kinds, listed_values
@@ -21,6 +22,7 @@ _ABOUT_WHOLE = (
     "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
 )  # fmt: skip
 _ABOUT_TEXT = ("pattern", "format", "minLength", "maxLength")
+MAX_PROPERTIES = 4096  # of one tool; the text of more is too long in any case
 _KEY = re.compile(r"\w+", re.ASCII)
 
 
@@ -98,7 +100,7 @@ def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
 
 
 def _properties(tool: Tool) -> dict[str, Mapping[str, Any]]:
-    """Schemas of the arguments, each with the definitions that it may refer to."""
+    """Schemas of the arguments, each that refers to something with what is defined."""
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
         message = f"tools: {tool.name} cannot be strict: {found[0]} at the top cannot be followed"
@@ -109,10 +111,25 @@ def _properties(tool: Tool) -> dict[str, Mapping[str, Any]]:
     if not all(map(_KEY.fullmatch, properties)):
         message = f"tools: the arguments of {tool.name} need names of letters, digits and _"
         raise InvalidRequest(message, param="tools")
-    return {
-        key: {**shared, **(each if isinstance(each, Mapping) else {})}
-        for key, each in properties.items()
-    }
+    given = {key: each if isinstance(each, Mapping) else {} for key, each in properties.items()}
+    referring = {key for key, each in given.items() if shared and _refers(each)}
+    if len(properties) > MAX_PROPERTIES or len(referring) * num_chars(shared) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"tools: the parameters of {tool.name} are too long", param="tools")
+    return {key: {**shared, **each} if key in referring else each for key, each in given.items()}
+
+
+def _refers(schema: Mapping[str, Any]) -> bool:
+    """Whether there is a reference in it."""
+    left: list[object] = [schema]
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            if "$ref" in each:
+                return True
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
+    return False
 
 
 def _required(tool: Tool) -> Sequence[str]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
-from ..grammar import JSON_FORM, json_rule, lark_rules, lark_text
+from ...core.params import MAX_GRAMMAR_CHARS
+from ..grammar import JSON_FORM, check_size, json_rule, lark_rules, lark_text
 
 if TYPE_CHECKING:
     from ...core.params import SamplingParams
@@ -26,9 +27,12 @@ class Lark:
     def __init__(self, vocab: Mapping[str, int]) -> None:
         self._vocab = vocab
         self._rules: dict[str, str] = {}
+        self._num_chars = 0
 
     def rule(self, name: str, body: str, *, options: str = "") -> str:
         """Define it, again in the same words if need be; its name."""
+        if name not in self._rules:
+            self._num_chars += len(body)
         self._rules[name] = f"{name}{options}: {body}"
         return name
 
@@ -75,7 +79,11 @@ class Lark:
 
     def each(self, tools: Sequence[Tool], written: Callable[[Tool], str]) -> str:
         """Any of these; a rule for each, so that references inside a schema stay what they were."""
-        rules = [self.rule(f"tool_{i}", written(tool)) for i, tool in enumerate(tools)]
+        rules = []
+        for index, tool in enumerate(tools):
+            rules.append(self.rule(f"tool_{index}", written(tool)))
+            if self._num_chars > MAX_GRAMMAR_CHARS:
+                raise InvalidRequest("the parameters of the tools are too long", param="tools")
         return self.rule("tool", " | ".join(rules))
 
     def form(self, params: SamplingParams) -> str | None:
@@ -100,6 +108,7 @@ def arguments(tool: Tool) -> str:
 
 def value(schema: Mapping[str, Any], *, strict: bool) -> str:
     """JSON of a schema, without free white space. Raises `InvalidRequest`."""
+    check_size("tools", schema)
     if strict:
         return json_rule(schema)
     try:

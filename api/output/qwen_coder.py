@@ -17,7 +17,8 @@ from .events import CallArguments
 from .formats import HERMES_BEGIN, HERMES_END
 from .source import Cut, Reading, Source, collected
 
-MAX_REFS = 8  # one behind the other
+MAX_SCHEMAS = 64  # looked at for the types of one value: its alternatives, and references
+MAX_REF_CHARS = 1024
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\n]+")
@@ -76,29 +77,44 @@ def _parameters(call: CallState, name: str, schema: Mapping[str, Any]) -> Readin
     yield CallArguments("}")
 
 
-def kinds(schema: object, root: Mapping[str, Any], num_refs: int = 0) -> frozenset[str]:
+def kinds(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema names, or those of its values; none if it tells nothing.
 
-    ``root``: what its references point into.
+    ``root``: what its references point into. They may go in circles, and each may stand for many:
+    no schema is looked at twice, and no more than `MAX_SCHEMAS` are.
     """
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    if isinstance(path := schema.get("$ref"), str) and num_refs < MAX_REFS:
-        return kinds(_target(root, path), root, num_refs + 1)
+    names: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left and len(seen) < MAX_SCHEMAS:
+        each = left.pop(0)
+        if isinstance(each, Mapping) and id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(path := each.get("$ref"), str):
+                left.append(_target(root, path))
+            else:
+                names |= _own_kinds(each)
+                left += _alternatives(each)
+    return frozenset(names)
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
     found = schema.get("type")
     listed = found if isinstance(found, list) else [found]
     names = {name for name in listed if isinstance(name, str)}
     if found is None:
         names = {_TYPES[type(each)] for each in listed_values(schema)}
-    for each in (schema.get("anyOf"), schema.get("oneOf")):
-        if isinstance(each, list):
-            names.update(*(kinds(one, root, num_refs) for one in each))
-    return frozenset(names)
+    return names
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[object]:
+    lists = [schema.get("anyOf"), schema.get("oneOf")]
+    return [one for each in lists if isinstance(each, list) for one in each[:MAX_SCHEMAS]]
 
 
 def _target(root: Mapping[str, Any], path: str) -> object:
-    found: object = root
-    for key in path.removeprefix("#").strip("/").split("/"):
+    found: object = root if len(path) <= MAX_REF_CHARS else None
+    for key in path[:MAX_REF_CHARS].removeprefix("#").strip("/").split("/"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
 

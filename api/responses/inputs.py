@@ -76,7 +76,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._thought = ""  # waits for what it led to
+        self._thoughts: list[str] = []  # wait for what they led to
         self._open: Message | None = None  # the assistant's, that calls may still join
 
     def add(self, item: Item, path: str) -> None:
@@ -85,8 +85,8 @@ class _Thread:
             case "message":
                 self._add_message(item, path)
             case "reasoning":
-                waiting = [self._thought] if self._thought else []
-                self._thought = "\n".join([*waiting, _thought(item, path)])
+                thought = _thought(item, path)
+                self._thoughts += [thought] if thought or self._thoughts else []
                 self._open = None
             case "function_call":
                 self._add_call(item, item.arguments, path)
@@ -119,15 +119,14 @@ class _Thread:
 
     def _begin(self, content: str | None) -> Message:
         """A message of the assistant's."""
-        message = Message(
-            role="assistant", content=content, reasoning_content=self._thought or None
-        )
+        thought = "\n".join(self._thoughts)
+        message = Message(role="assistant", content=content, reasoning_content=thought or None)
         self._close(message)
         self._open = message
         return message
 
     def _close(self, message: Message) -> None:
-        self._thought, self._open = "", None
+        self._thoughts, self._open = [], None
         self.messages.append(message)
 
 

@@ -44,7 +44,7 @@ class FakeEngine:
         self.sources = ["fake"]  # who drafts
         self.by_hand = False  # no step but by `step`
         self.refusal: ForetokenError | None = None  # raised by `submit`
-        self.row_error: str | None = None  # ends each request at its second step
+        self.row_error: str | ForetokenError | None = None  # ends each request at its second step
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.submitted = threading.Semaphore(0)
@@ -55,7 +55,7 @@ class FakeEngine:
         self.alive = False
         self.metrics = SimpleNamespace(render=lambda: (b"foretoken:x 1\n", "text/plain"))
         limits = SimpleNamespace(max_running=8, max_queued=32)
-        self.scheduler = SimpleNamespace(limits=limits)
+        self.scheduler = SimpleNamespace(limits=limits, cache=SimpleNamespace(page_size=1))
         self._live: dict[str, Live] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -158,7 +158,10 @@ class FakeEngine:
             ids = request.tokens[1 : request.prompt_len]
             delta.prompt_logprobs = [_logprob(i, params.prompt_logprobs) for i in ids]
         if self.row_error is not None and request.num_output:
-            return Delta(error=ForetokenError(self.row_error))
+            error = self.row_error
+            return Delta(
+                error=error if isinstance(error, ForetokenError) else ForetokenError(error)
+            )
         for token_id in itertools.islice(live.tokens, self.tokens_per_step):
             request.tokens.append(token_id)
             delta.token_ids.append(token_id)

@@ -49,6 +49,25 @@ def test_only_what_a_template_says_on_purpose_is_shown(own, caplog, error, shown
     assert caplog.records[0].exc_info[1] is error, "it is in the log"
 
 
+@pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
+def test_what_is_nested_too_deeply_is_named_and_takes_one_line_of_the_log(own, caplog, field):
+    def fail(messages, **settings):
+        raise RecursionError
+
+    own._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
+    own._reserved_options = frozenset()
+    deep = {}
+    for _ in range(600):
+        deep = {"a": [deep]}
+    given = {field: deep}
+    talk = [{"role": "user", "content": given.get("messages", "hi")}]
+    options = {"extra": given.get("chat_template_kwargs")}
+    with pytest.raises(InvalidRequest) as info:
+        asyncio.run(own.encode_chat(talk, options, tools=[{"f": given.get("tools")}]))
+    assert info.value.param == field
+    assert [record.exc_info for record in caplog.records] == [None]
+
+
 def test_what_a_broken_tokenizer_says_is_logged_and_not_shown(own, caplog):
     def fail(text, **options):
         raise RuntimeError("/srv/secret")

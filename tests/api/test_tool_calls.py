@@ -7,12 +7,15 @@ import json
 import openai
 import pytest
 
+from foretoken.api.answer import _Part
 from foretoken.api.output.events import CallArguments, CallBegin, CallEnd, Words
 from foretoken.api.plain import plain_messages
 from foretoken.api.reader import TurnReader
 from foretoken.api.results import TextDelta
 from foretoken.api.schema import Message
-from foretoken.api.talk import ToolChoice
+from foretoken.api.talk import ToolChoice, TurnChoice, TurnDelta
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.step import TokenLogprob
 
 TALK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {
@@ -39,7 +42,7 @@ def client(serve):
 
 def ask(client, **options):
     return client.chat.completions.create(
-        model=client.models.list().data[0].id, messages=TALK, tools=[WEATHER], **options
+        model=client.models.list().data[0].id, messages=TALK, **{"tools": [WEATHER], **options}
     )
 
 
@@ -201,3 +204,46 @@ def test_a_tool_that_is_named_is_called_once(client, say):
     named = {"type": "function", "function": {"name": "get_weather"}}
     choice = ask(client, tool_choice=named).choices[0]
     assert len(choice.message.tool_calls) == 1
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(client, say):
+    say(f"{CALL}\n{OTHER} so")
+    for stop, cities in (("Paris", ['{"city": "']), ("Rome", ['{"city": "Paris"}', '{"city": "'])):
+        choice = ask(client, stop=stop).choices[0]
+        assert [call.function.arguments for call in choice.message.tool_calls] == cities
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    whole = ask(client, stop=" so").choices[0]
+    assert (whole.finish_reason, len(whole.message.tool_calls)) == ("tool_calls", 2)
+
+
+def test_the_log_probabilities_of_many_steps_are_copied_once():
+    choice, part, logprobs = TurnChoice(index=0), _Part(), [TokenLogprob(1, -0.5)]
+    turned, step = (
+        TurnDelta(logprobs=logprobs),
+        TextDelta(text="", token_ids=[1], logprobs=logprobs),
+    )
+    choice.add(turned)
+    part.add(step)
+    kept = [choice.logprobs, part._logprobs]
+    for _ in range(2):
+        choice.add(turned)
+        part.add(step)
+    choice.add(TurnDelta())
+    assert choice.logprobs is kept[0]
+    assert part._logprobs is kept[1]
+    assert kept == [logprobs * 3] * 2
+    assert len(logprobs) == 1, "the delta's own list is left alone"
+
+
+@pytest.mark.parametrize(("tools", "named"), [([WEATHER], "tools"), ([], "json_schema")])
+def test_a_grammar_that_cannot_go_on_is_the_fault_of_the_field_that_asked_for_it(
+    client, engine, say, tools, named
+):
+    say("</think>{}")
+    engine.row_error = InvalidRequest("too many states", param="grammar")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    asked = {"tools": tools} if tools else {"tools": openai.omit}
+    for stream in (False, True):
+        with pytest.raises(openai.APIError) as failed:
+            list(ask(client, stream=stream, response_format=form, **asked))
+        assert (failed.value.param, failed.value.type) == (named, "invalid_request_error")

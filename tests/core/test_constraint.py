@@ -13,7 +13,7 @@ from foretoken.core.constraint import ConstraintFailed, Mask
 from foretoken.core.params import SamplingParams
 from foretoken.core.rejection import probabilities
 from foretoken.core.sampling import SampleRow, edit_rows, is_edited
-from foretoken.core.step import RowSampling
+from foretoken.core.step import Refusal, RowSampling
 from foretoken.core.verify import ALL_BANNED, VerifyRow, sample, verify
 
 VOCAB, STOP = 8, 7
@@ -126,3 +126,12 @@ def test_what_is_kept_of_a_request_goes_with_it() -> None:
     del row, table
     gc.collect()
     assert gone() is None
+
+
+def test_a_constraint_that_fails_is_the_requests_own_fault() -> None:
+    broken = make_row(Table({(): []}))
+    (choice,) = sample(torch.zeros(1, VOCAB), [broken])
+    assert isinstance(choice.error, Refusal)
+    assert choice.error == "the table is broken"
+    (banned,) = sample(torch.full((1, VOCAB), torch.nan), [make_row(None)])
+    assert not isinstance(banned.error, Refusal)

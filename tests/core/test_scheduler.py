@@ -22,7 +22,7 @@ from fake_model import (
 )
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
 from foretoken.core.request import RequestStatus
-from foretoken.core.step import RowOutput, StepOutput
+from foretoken.core.step import Refusal, RowOutput, StepOutput
 
 
 def drive(drafter=no_draft, **options) -> Driver:
@@ -363,6 +363,16 @@ def test_a_failed_row_fails_its_request_alone_and_publishes_nothing() -> None:
     assert driver.scheduler.cache.match_len(array("q", prompt_of(6))) == 0
     driver.run()
     assert driver.served["good"] == answer(prompt_of(6, 1), 8)
+
+
+def test_a_row_that_fails_by_the_requests_own_form_is_an_invalid_request() -> None:
+    driver = drive()
+    driver.add(make_request("bad", prompt_of(6), regex="a+"))
+    plan = driver.scheduler.schedule(1.0)
+    rows = [RowOutput(request_id="bad", error=Refusal("too many states"))]
+    ((_, delta),) = driver.scheduler.commit(plan, StepOutput(rows=rows), 1.0)
+    assert isinstance(delta.error, InvalidRequest)
+    assert (str(delta.error), delta.error.param) == ("too many states", "regex")
 
 
 def test_who_left_is_told_with_the_next_plan_even_after_idle_turns() -> None:

@@ -117,6 +117,33 @@ def test_a_misspelt_option_is_refused_and_nothing_is_sent(client, engine):
     assert not engine.requests
 
 
+@pytest.mark.parametrize(
+    ("send", "param"),
+    [
+        (lambda client: client.chat(None), "messages"),
+        (lambda client: client.chat("hi"), "messages"),
+        (lambda client: client.chat(HI, temperature=float("nan")), "temperature"),
+        (lambda client: client.chat(HI, deadline=float("inf")), "deadline"),
+        (lambda client: client.chat(HI, deadline="1 s"), "deadline"),
+        (lambda client: client.chat(HI, extra_body=[1]), "extra_body"),
+        (lambda client: client.chat(HI, extra_body={"top_p": float("inf")}), "top_p"),
+        (lambda client: client.prewarm(HI, prompt_cache_options=1), "prompt_cache_options"),
+        (lambda client: client.branches(None, messages=HI), "branches"),
+        (lambda client: client.tokenize(messages=5), "messages"),
+        (lambda client: client.detokenize(None), "token_ids"),
+        (lambda client: client.model("\ud800"), "name"),
+        (lambda client: client.model(None), "name"),
+        (lambda client: client.explain_cache("\ud800"), "response_id"),
+        (lambda client: client.explain_cache("a", salt="\ud800"), "cache_salt"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_its_name(client, engine, send, param):
+    with pytest.raises(InvalidRequest) as failed:
+        send(client)
+    assert failed.value.param == param
+    assert not engine.requests
+
+
 def test_extra_body_goes_along(client):
     with pytest.raises(InvalidRequest) as failed:
         client.chat(HI, extra_body={"audio": {"voice": "x"}})

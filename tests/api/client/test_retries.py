@@ -177,6 +177,19 @@ def test_an_overlong_prompt_is_the_engines_own_error(models):
     assert failed.value.param == "messages"
 
 
+def test_absurd_lengths_of_a_prompt_are_just_words(models):
+    message = f"{'9' * 5000} tokens > 1 maximum"
+    with pytest.raises(InvalidRequest, match="maximum") as failed:
+        models(Scripted(refused(400, message, code="context_length_exceeded")))
+    assert type(failed.value) is InvalidRequest
+
+
+def test_a_server_that_sends_elsewhere_is_told_of(models):
+    with pytest.raises(ServerFailed, match="to http://other/: base_url is wrong") as failed:
+        models(Scripted(httpx.Response(302, headers={"location": "http://other/"})))
+    assert failed.value.status == 302
+
+
 def test_the_status_of_a_failure_is_told(models):
     with pytest.raises(ServerFailed, match="bad gateway") as failed:
         models(Scripted(httpx.Response(502, text="<html>bad gateway</html>")))
@@ -275,7 +288,18 @@ def test_the_base_url_is_the_root_or_what_other_clients_take(models, url):
     assert str(server.requests[0].url) == "http://x:1/v1/models"
 
 
-@pytest.mark.parametrize("options", [{"base_url": "x:1"}, {"max_retries": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base_url": "x:1"},
+        {"max_retries": -1},
+        {"timeout": -1},
+        {"timeout": float("nan")},
+        {"timeout": float("inf")},
+        {"api_key": "é中"},
+        {"api_key": "a\nb"},
+    ],
+)
 def test_settings_that_make_no_sense_are_named(options):
     with pytest.raises(InvalidRequest) as failed:
         Client(**options)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.api.client import ServerFailed, sse
 from foretoken.api.client.sse import Event, EventParser
+
+LINE_END = sse._LINE_END
 
 STREAM = (
     "\ufeff: hello\n\ndata: one\r\ndata: more\r\n\r\nevent: tick\rdata:two\rdata:  three\r\r"
@@ -53,3 +57,30 @@ def test_an_event_is_given_as_soon_as_its_empty_line_is_there():
 
 def test_a_line_feed_that_ends_a_line_is_not_taken_for_the_rest_of_an_older_carriage_return():
     assert parse([b"data: x\r", b"\n", b"", b"\n"]) == [Event("x")]
+
+
+class Searched:
+    """Counts the bytes that are looked through."""
+
+    def __init__(self):
+        self.num_bytes = 0
+
+    def split(self, data):
+        self.num_bytes += len(data)
+        return LINE_END.split(data)
+
+
+def test_a_line_in_many_pieces_is_searched_once(monkeypatch):
+    searched = Searched()
+    monkeypatch.setattr(sse, "_LINE_END", searched)
+    pieces = [b"data: ", *[b"y" * 64] * 1000, b"\n\n"]
+    assert parse(pieces) == [Event("y" * 64_000)]
+    assert searched.num_bytes == sum(map(len, pieces))
+
+
+def test_a_line_that_does_not_end_is_an_error(monkeypatch):
+    monkeypatch.setattr(sse, "MAX_LINE_BYTES", 100)
+    assert len(parse([b"data: " + b"y" * 90 + b"\n"] * 3 + [b"\n"])) == 1
+    for last in (b"y" * 50, b"y" * 50 + b"\n"):
+        with pytest.raises(ServerFailed, match="a line of more than 100 bytes"):
+            parse([b"data: " + b"y" * 50, last])

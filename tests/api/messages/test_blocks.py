@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from foretoken.api.messages.blocks import INVALID, SIGNATURE, Blocks, read_arguments
@@ -63,7 +64,7 @@ def test_events_add_up_to_the_whole():
     for block in built:
         text = block.pop("json")
         if block["type"] == "tool_use":
-            block["input"] = read_arguments(text, is_done=True)
+            block["input"] = read_arguments(text)
     assert built == WHOLE
 
 
@@ -93,9 +94,18 @@ def test_omitted_thoughts_are_a_block_without_words():
     ],
 )
 def test_arguments_that_are_no_object_are_never_taken_for_one(text, arguments):
-    assert read_arguments(text, is_done=False) == arguments
+    assert read_arguments(text) == arguments
 
 
-def test_no_arguments_are_an_object_only_once_the_call_is_done():
-    assert read_arguments("", is_done=True) == {}
-    assert read_arguments("", is_done=False) == {INVALID: ""}
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_call_without_arguments_is_an_empty_object_as_in_the_stream(is_done):
+    call = Call(index=0, id="call_a", name="sun", is_done=is_done)
+    blocks, events = play([TurnDelta(calls=[call])])
+    assert blocks.parts[0].body["input"] == events[0]["content_block"]["input"] == {}
+
+
+def test_half_a_surrogate_pair_in_arguments_goes_out_as_it_was_written():
+    text = r'{"a": "\ud800"}'
+    assert msgspec.json.encode({"input": read_arguments(text)}) == b'{"input":%s}' % text.encode()
+    assert read_arguments("NaN") == {INVALID: "NaN"}
+    assert read_arguments(r'["\ud800"]') == {INVALID: r'["\ud800"]'}

@@ -146,3 +146,19 @@ def test_what_was_read_is_not_written():
 )
 def test_common_len(one, other, length):
     assert common_len(array("i", one), array("i", other)) == length
+
+
+def test_only_whole_pages_are_written():
+    marks = Breakpoints((Pin(10, 3600.0), Pin(30, 300.0)), page_size=8)
+    assert [marks.written(n) for n in (0, 8, 16, 24)] == [24, 16, 8, 0]
+    assert [marks.written(n, 3600.0) for n in (0, 8)] == [8, 0]
+    assert [marks.written(n, 300.0) for n in (0, 8, 16)] == [16, 16, 8]
+
+
+def test_less_than_a_page_is_input_and_not_written(post, say, engine):
+    say("ok")
+    engine.scheduler.cache.page_size = 256
+    usage = post(messages=[{"role": "user", "content": [text("hey", HERE)]}]).json()["usage"]
+    assert usage["cache_creation_input_tokens"] == 0
+    assert set(usage["cache_creation"].values()) == {0}
+    assert usage["input_tokens"] == engine.requests[0].prompt_len

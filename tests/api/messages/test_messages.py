@@ -60,6 +60,12 @@ def test_a_stop_has_its_reason(post, say, fields, reason, sequence):
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
 
 
+def test_a_stop_sequence_inside_a_call_is_the_reason(post, say):
+    say('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>')
+    body = post(stop_sequences=["Paris"], tools=[WEATHER], max_tokens=200).json()
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "Paris")
+
+
 def test_an_answer_that_fills_the_context_says_so(post):
     assert post(max_tokens=4000).json()["stop_reason"] == "model_context_window_exceeded"
 

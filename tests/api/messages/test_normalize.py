@@ -68,3 +68,16 @@ def test_two_prompts_that_differ_in_a_header_are_one(serve, engine, say, is_on):
     assert (prompts[0] == prompts[1]) or not is_on
     assert (prompts[0] == prompts[2]) == is_on
     assert (prompts[1] == prompts[3]) == is_on
+
+
+def test_no_pattern_goes_on_over_the_lines_around_it():
+    text = "# Rules\n\n---\n{}\n---\n\n- never delete files"
+    assert steady(text.format("request-id: abcdefgh12\n")) == text.format("")
+    late = "Current time:\n2026-11-21 10:00"
+    assert steady(late) == late
+
+
+@pytest.mark.parametrize("many", ["\n", "-", "\n---", "request-id: -", "current time "])
+def test_a_system_text_of_any_kind_takes_time_in_proportion_to_its_length(many):
+    text = many * 100_000 + "x"  # with the square of it this would not come to an end
+    assert steady(text) == text

@@ -12,7 +12,10 @@ from parsing import WEATHER, F, read, syntax
 from walking import Model
 
 from foretoken import InvalidRequest, SamplingParams
+from foretoken.api.grammar import json_rule
 from foretoken.api.output.families import FAMILIES
+from foretoken.api.output.lark import value
+from foretoken.api.output.qwen_coder import kinds
 from foretoken.api.talk import Tool, ToolChoice
 
 NODE = Tool(
@@ -276,3 +279,51 @@ def test_a_text_of_qwen_coder_can_not_be_held_to_a_length(plain):
         model.constrain(ANY, tools=[STRICT], choice=REQUIRED)
     assert info.value.param == "tools"
     assert model.constrain(ANY, tools=[WEATHER], choice=REQUIRED)
+
+
+CIRCLE = {"anyOf": [{"$ref": "#/$defs/a"}] * 10}
+
+
+@pytest.mark.parametrize("family", ["pythonic", "qwen3-coder"])
+def test_a_schema_that_refers_to_itself_ten_times_over_is_read_once(plain, family):
+    parameters = {"$defs": {"a": CIRCLE}, "properties": {"p": {"$ref": "#/$defs/a"}}}
+    tool = Tool(name="f", parameters=parameters)
+    assert plain.syntax(family).constrain(ANY, tools=[tool], choice=REQUIRED)
+
+
+def test_types_are_found_behind_references_and_alternatives():
+    deep = {"type": "integer"}
+    for _ in range(30):
+        deep = {"oneOf": [deep]}
+    listed = {"anyOf": [{"enum": [None, True]}, {"$ref": "#/$defs/b"}, {"$ref": "#/$defs/lost"}]}
+    root = {"$defs": {"a": listed, "b": {"anyOf": [deep, {"$ref": "#/$defs/a"}]}}}
+    assert kinds({"$ref": "#/$defs/a"}, root) == {"null", "boolean", "integer"}
+    assert kinds({"$ref": "#" + "/a" * 10**6}, root) == frozenset()
+
+
+@pytest.mark.parametrize("family", ["pythonic", "qwen3-coder"])
+def test_definitions_that_each_argument_would_repeat_are_refused_before_they_are(family):
+    shared = {"$defs": {f"d{i}": {"type": "string"} for i in range(500)}}
+    many = {f"p{i}": {"$ref": "#/$defs/d1"} for i in range(1000)}
+    for parameters in (
+        {**shared, "properties": many},
+        {"properties": {f"p{i}": {} for i in range(5000)}},
+    ):
+        tool = Tool(name="f", parameters=parameters)
+        with pytest.raises(InvalidRequest) as info:
+            syntax(family).constrain(ANY, tools=[tool], choice=REQUIRED)
+        assert info.value.param == "tools"
+    texts = {"p": {"$ref": "#/$defs/d1"}, **{f"q{i}": {"type": "string"} for i in range(100)}}
+    tool = Tool(name="f", parameters={**shared, "properties": texts})
+    text = syntax(family).constrain(ANY, tools=[tool], choice=REQUIRED)
+    assert text is not None
+    assert text.count('"d499"') <= 1, "only where they are referred to"
+
+
+@pytest.mark.parametrize("write", [json_rule, lambda schema: value(schema, strict=False)])
+def test_a_schema_that_is_too_long_is_refused_before_it_is_written(monkeypatch, write):
+    fits = {"enum": ["x" * 8] * 20_000}
+    assert len(write(fits)) > 200_000
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: pytest.fail("written"))
+    with pytest.raises(InvalidRequest, match="at most"):
+        write({"properties": {f"p{i}": {"type": "string"} for i in range(60_000)}})

@@ -196,3 +196,8 @@ def test_allowed_tools_leave_the_prompt_as_it_is(client, say, prompt_of):
     assert prompt_of() == free
     assert answer.tool_choice.type == "allowed_tools"
     assert len(answer.tools) == 2
+
+
+def test_thoughts_behind_each_other_are_one_however_many_they_are():
+    said_then = plain(USER, thought(""), *[thought("a")] * 3, thought(""), said("b"))
+    assert said_then[1]["reasoning_content"] == "a\na\na\n"
