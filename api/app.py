@@ -28,6 +28,7 @@ from .host import Host
 from .messages.errors import error_response, is_messages
 from .messages.route import MessagesRoute
 from .openapi import OpenApi
+from .owners import CALLER, caller_of
 from .plain import plain_messages
 from .responses.route import ResponsesRoute
 from .schema import (
@@ -47,7 +48,7 @@ decode_detokenize = decoder(DetokenizeRequest)
 
 
 class Gate:
-    """Gives each answer its ``x-request-id`` and lets only callers with a key pass.
+    """Gives each answer its ``x-request-id``, lets only callers with a key pass, and names them.
 
     Outermost but for CORS. Every path needs the key unless it is named in ``OPEN_PATHS``; the path
     is the one of the scope, because a Host header can be forged.
@@ -76,17 +77,22 @@ class Gate:
                     sent["request-id"] = request_id
             await send(message)
 
-        refusal = self._refusal(scope["path"], headers)
+        key = self._key(headers)
+        refusal = self._refusal(scope["path"], headers, key)
         answer = self.app if refusal is None else error_response(scope, refusal)
-        await answer(scope, receive, send_with_id)
+        caller = CALLER.set(caller_of(key or ""))
+        try:
+            await answer(scope, receive, send_with_id)
+        finally:
+            CALLER.reset(caller)
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, path: str, headers: Headers, key: str | bytes | None) -> ApiError | None:
         if len(headers) > MAX_HEADER_FIELDS:
             return ApiError(431, f"more than {MAX_HEADER_FIELDS} header fields")
         if "content-length" in headers and "transfer-encoding" in headers:
             close = {"connection": "close"}
             return ApiError(400, "Content-Length and Transfer-Encoding together", headers=close)
-        if not self._keys or path in OPEN_PATHS or self._knows(headers):
+        if not self._keys or path in OPEN_PATHS or key is not None:
             return None
         return ApiError(
             401,
@@ -95,18 +101,22 @@ class Gate:
             headers={"www-authenticate": "Bearer"},
         )
 
-    def _knows(self, headers: Headers) -> bool:
+    def _key(self, headers: Headers) -> str | bytes | None:
+        """The key that lets the caller pass; where none is needed, the one that it offers."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         offered = [headers.get("x-api-key", "")]
         if scheme.lower() == "bearer":
-            offered.append(token.strip())
+            offered.insert(0, token.strip())
+        if not self._keys:
+            return next((key for key in offered if key), None)
         # All are compared, so that the time tells nothing of which key is near.
         found = [
-            hmac.compare_digest(key, candidate.encode("latin-1"))  # as starlette read them
+            key
             for key in self._keys
             for candidate in offered
+            if hmac.compare_digest(key, candidate.encode("latin-1"))  # as starlette read them
         ]
-        return any(found)
+        return found[0] if found else None
 
 
 class ModelRoutes:
@@ -247,7 +257,6 @@ def _routes(service: Service) -> list[Route]:
     models, tokens, operator = ModelRoutes(service), TokenRoutes(service), OperatorRoutes(service)
     cache = CacheRoutes(service)
     responses, messages = ResponsesRoute(service), MessagesRoute(service)
-    cache = CacheRoutes(service)
     return [
         Route("/v1/chat/completions", ChatRoute(service).create, methods=["POST"]),
         Route("/v1/completions", CompletionsRoute(service).create, methods=["POST"]),

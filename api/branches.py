@@ -7,9 +7,10 @@ page.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+import re
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -17,10 +18,10 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..core.errors import InvalidRequest
+from ..core.errors import InvalidRequest, PromptTooLong
 from .answer import merge
 from .chat import OPENING, ChatWriter, read_ask
-from .completions import completion_params
+from .completions import completion_params, refuse
 from .errors import JsonResponse
 from .forms import read_cache
 from .output.events import PlainParser
@@ -32,9 +33,11 @@ from .shapes import Body, Head, usage_body
 from .sse import EventStream, unless_gone
 from .talk import Ask, TurnChoice, TurnDelta
 from .turn import Turn
+from .writer import is_prewarm
 
 MAX_BRANCHES = 64
 Text = str | list[int]
+AnyBody = ChatRequest | CompletionRequest
 
 
 class Branch(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,13 +63,51 @@ class BranchesRequest(Struct, kw_only=True):
     prompt: Text | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """One branch as a body of its own, and where the fields of that stand."""
+
+    body: AnyBody
+    path: str
+    own: frozenset[str]  # fields that the branch gave
+    num_shared: int  # messages of the beginning
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let errors name the field as the body of all branches calls it."""
+        try:
+            yield
+        except InvalidRequest as error:
+            name = error.param or ""
+            place = self._place(name)
+            if place != name:
+                error.param = place
+                if not isinstance(error, PromptTooLong):  # whose words clients know
+                    error.args = (_renamed(str(error), name, place),)
+            raise
+
+    def _place(self, name: str) -> str:
+        found = _INDEXED.match(name)
+        if found is None:
+            return f"{self.path}.{name}" if name in self.own else name
+        index = int(found["index"]) - self.num_shared
+        return name if index < 0 else f"{self.path}.messages[{index}]{name[found.end() :]}"
+
+
+def _renamed(message: str, name: str, place: str) -> str:
+    found = re.compile(rf"\b{re.escape(name)}").search(message)
+    if found is None:
+        return f"{place}: {message}"
+    return f"{message[: found.start()]}{place}{message[found.end() :]}"
+
+
+_INDEXED = re.compile(r"messages\[(?P<index>\d+)\]")
 decode = decoder(BranchesRequest)
 decode_chat = decoder(ChatRequest)
 decode_completion = decoder(CompletionRequest)
-AnyBody = ChatRequest | CompletionRequest
 
 
-def decode_branches(data: bytes) -> list[AnyBody]:
+def decode_branches(data: bytes) -> list[Fork]:
     """One body for each branch, as if it had been sent alone; raises 400."""
     asked = decode(data)
     is_chat = bool(bytes(asked.messages))
@@ -75,10 +116,15 @@ def decode_branches(data: bytes) -> list[AnyBody]:
     shared: AnyBody = decode_chat(data) if is_chat else decode_completion(data)
     if shared.n not in (None, 1):
         raise InvalidRequest("n must be 1: each branch is one answer", param="n")
-    return [_merged(shared, each, f"branches[{i}]") for i, each in enumerate(asked.branches)]
+    if shared.echo:
+        raise InvalidRequest("echo is not supported here", param="echo")
+    if is_prewarm(shared):
+        name = "prompt_cache_options.prewarm"
+        raise InvalidRequest(f"{name}: a chat or a completion can be prewarmed", param=name)
+    return [_forked(shared, each, f"branches[{i}]") for i, each in enumerate(asked.branches)]
 
 
-def _merged(shared: AnyBody, branch: Branch, path: str) -> AnyBody:
+def _forked(shared: AnyBody, branch: Branch, path: str) -> Fork:
     own = {
         name: value for name, value in msgspec.structs.asdict(branch).items() if value is not None
     }
@@ -87,11 +133,17 @@ def _merged(shared: AnyBody, branch: Branch, path: str) -> AnyBody:
         name = wrong if wrong in own else "max_completion_tokens"
         message = f"{path}: {name} does not suit the body"
         raise InvalidRequest(message, param=f"{path}.{name}")
+    given = frozenset(own)
+    num_shared = 0
     if isinstance(shared, ChatRequest):
+        num_shared = len(shared.messages)
         own["messages"] = [*shared.messages, *(branch.messages or ())]
+        # Else the body's would win: of the two fields that mean the same, it stands above.
+        own.setdefault("max_completion_tokens", branch.max_tokens or shared.max_completion_tokens)
     else:
         own["prompt"] = _joined(shared.prompt, branch.prompt, path)
-    return msgspec.structs.replace(shared, **own)
+    body = msgspec.structs.replace(shared, **own)
+    return Fork(body=body, path=path, own=given, num_shared=num_shared)
 
 
 def _joined(front: Any, end: Text | None, path: str) -> Text:  # noqa: ANN401 - a union of lists
@@ -110,13 +162,14 @@ class BranchesRoute:
 
     async def create(self, request: Request) -> Response:
         """Answer all branches, whole or as one stream."""
-        bodies = await self.service.read(request, decode_branches)
-        first = bodies[0]
+        forks = await self.service.read(request, decode_branches)
+        first = forks[0].body
         self.service.check_model(first.model)
-        self.service.check_room(len(bodies), 1)
+        self.service.check_room(len(forks), 1)
         head = Head(prefix="branches", model=self.service.model)
-        turns = await self._open(bodies, head)
         writer = BranchWriter(self.service, head, first)
+        writer.prompt_ids = [f"{head.id}-{index}" for index in range(len(forks))]
+        turns = await self._open(forks, writer.prompt_ids)
         if first.stream:
             return EventStream(
                 writer.branch_events(turns),
@@ -126,11 +179,12 @@ class BranchesRoute:
         choices = await unless_gone(request.receive, _collect(turns))
         return JsonResponse(writer.branches(turns, choices))
 
-    async def _open(self, bodies: Sequence[AnyBody], head: Head) -> list[Turn]:
+    async def _open(self, forks: Sequence[Fork], names: Sequence[str]) -> list[Turn]:
         turns: list[Turn] = []
         try:
-            for index, body in enumerate(bodies):
-                turns.append(await self._open_one(body, f"{head.id}-{index}"))
+            for fork, name in zip(forks, names, strict=True):
+                with fork.naming():
+                    turns.append(await self._open_one(fork.body, name))
         except BaseException:
             _close(turns)
             raise
@@ -139,14 +193,19 @@ class BranchesRoute:
     async def _open_one(self, body: AnyBody, name: str) -> Turn:
         if isinstance(body, ChatRequest):
             return await self.service.turns.open(read_ask(body), request_id=name)
+        refuse(body)
         prompt: Any = body.prompt
+        note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            prompt = await self.service.llm.tokenizer.encode(prompt, add_special_tokens=special)
         ask = Ask(messages=(), params=completion_params(body))
         answer = await self.service.llm.open(
             prompt,
             ask.params,
             request_id=name,
             cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
-            note=PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key),
+            note=note,
         )
         return Turn(self.service.llm, answer, ask, [PlainParser()])
 
@@ -176,8 +235,8 @@ class BranchWriter(ChatWriter):
     def branches(self, turns: Sequence[Turn], choices: Sequence[TurnChoice]) -> Body:
         """All branches in one body."""
         written = [
-            {**self.choice(choice), "usage": usage_body(turn.usage)}
-            for turn, choice in zip(turns, choices, strict=True)
+            {**self.choice(choice), "usage": usage_body(turn.usage) | self.explanation(name)}
+            for turn, choice, name in zip(turns, choices, self.prompt_ids, strict=True)
         ]
         body = self.answer([], batch_usage([turn.usage for turn in turns]))
         del body["choices"]

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ..core.errors import InvalidRequest
 from .errors import ApiError, JsonResponse
 from .explain import Explanation
+from .owners import owner_of
 from .plain import plain_messages
 from .schema import Message, decoder
 from .service import Service, read_body
@@ -69,7 +70,7 @@ class CacheRoutes:
         return await llm.render(plain_messages(messages), add_generation_prompt=False)
 
     async def explain(self, request: Request) -> Response:
-        """Why the prompt of ``response_id`` missed the cache; its ``cache_salt`` is the key to it.
+        """Why the prompt of ``response_id`` missed the cache; its key and ``cache_salt`` open it.
 
         ``previous_id`` names the response to compare with; by default it is the most similar.
         """
@@ -84,7 +85,7 @@ class CacheRoutes:
     def _explain(self, response_id: str, previous_id: str | None, salt: str | None) -> Explanation:
         llm = self.service.llm
         prompt = llm.prompts.find(response_id)
-        if prompt is None or prompt.namespace != salt:  # nobody is told which of the two it was
+        if prompt is None or prompt.owner != owner_of(salt):  # it is not told which of the two
             raise _unknown(response_id, "response_id")
         found = llm.explain(response_id, previous_id=previous_id)
         if found is None:

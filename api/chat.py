@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -18,10 +18,10 @@ from .plain import plain_messages
 from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
 from .service import Service
 from .shapes import Body, Head, chat_logprobs, reason_body
-from .sse import EventStream, unless_gone
+from .sse import HEADERS, EventStream, unless_gone
 from .talk import Ask, Call, TurnChoice, TurnDelta
 from .turn import Turn
-from .writer import Writer
+from .writer import Writer, is_prewarm, prewarm
 
 decode = decoder(ChatRequest)
 OPENING: Body = {"delta": {"role": "assistant", "content": ""}}
@@ -41,11 +41,10 @@ class ChatRoute:
         try:
             ask = read_ask(body)
             self.service.check_room(1, ask.params.n)
-            if body.prompt_cache_options is not None and body.prompt_cache_options.prewarm:
-                usage = await unless_gone(
-                    request.receive, self.service.turns.prewarm(ask, request_id=head.id)
-                )
-                return JsonResponse(ChatWriter(self.service, head, body).prewarmed(usage))
+            if is_prewarm(body):
+                work = prewarm(self.service, ask, request_id=head.id)
+                usage = await unless_gone(request.receive, work)
+                return self._prewarmed(ChatWriter(self.service, head, body), body, usage)
             turn = await self.service.turns.open(ask, request_id=head.id)
         except InvalidRequest as error:
             if error.param == "json_schema" and body.response_format is not None:
@@ -60,6 +59,11 @@ class ChatRoute:
             )
         choices = await unless_gone(request.receive, turn.collect())
         return JsonResponse(writer.whole(turn, choices))
+
+    def _prewarmed(self, writer: ChatWriter, body: ChatRequest, usage: Usage) -> Response:
+        if body.stream:
+            return Response(b"".join(writer.prewarmed_events(usage)), headers=HEADERS)
+        return JsonResponse(writer.prewarmed(usage))
 
 
 def read_ask(body: ChatRequest) -> Ask:
@@ -155,6 +159,12 @@ class ChatWriter(Writer):
                     yield chunk
         for last in self.end(turn.usage):
             yield last
+
+    def prewarmed_events(self, usage: Usage) -> Iterator[bytes]:
+        """The answer that says nothing as events."""
+        yield self.chunk(0, OPENING)
+        yield from self._chunks(TurnDelta(finish_reason="length"))
+        yield from self.end(usage)
 
     def _chunks(self, delta: TurnDelta) -> list[bytes]:
         """What a step adds, all of it in one chunk, and the end in one of its own."""

@@ -7,10 +7,11 @@ from starlette.responses import Response
 
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
+from ..core.request import Usage
 from .answer import Answer
 from .errors import JsonResponse
 from .forms import read_cache
-from .intake import Prompt
+from .intake import Prompt, warm_params
 from .legacy import CompletionWriter, echo_ids
 from .prompts import PromptNote, text_parts
 from .results import Completion
@@ -24,7 +25,8 @@ from .schema import (
 )
 from .service import Service
 from .shapes import Head
-from .sse import EventStream, unless_gone
+from .sse import HEADERS, EventStream, unless_gone
+from .writer import is_prewarm, warm_usage
 
 decode = decoder(CompletionRequest)
 
@@ -45,8 +47,12 @@ class CompletionsRoute:
         self.service.check_room(len(prompts), params.n)
         head = Head(prefix="cmpl", model=self.service.model)
         echoed = await self._echoed(prompts) if body.echo else None
-        answers = await self._open(head, prompts, params, body)
         writer = CompletionWriter(self.service, head, body, echoed)
+        writer.prompt_ids = prompt_ids(head, len(prompts))
+        if is_prewarm(body):
+            work = self._prewarm(head, prompts, params, body)
+            return _prewarmed(writer, body, await unless_gone(request.receive, work))
+        answers = await self._open(head, prompts, params, body)
         if body.stream:
             return EventStream(
                 writer.events(answers),
@@ -75,8 +81,7 @@ class CompletionsRoute:
         special = body.add_special_tokens is not False
         cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
         try:
-            for index, prompt in enumerate(prompts):
-                name = head.id if len(prompts) == 1 else f"{head.id}-p{index}"
+            for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
                 note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
                 if isinstance(prompt, str):
                     prompt = await llm.tokenizer.encode(prompt, add_special_tokens=special)
@@ -88,6 +93,12 @@ class CompletionsRoute:
             raise
         return answers
 
+    async def _prewarm(
+        self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
+    ) -> list[Usage]:
+        answers = await self._open(head, prompts, warm_params(params), body)
+        return [warm_usage(self.service, each) for each in await self._finish(answers)]
+
     async def _finish(self, answers: list[Answer]) -> list[Completion]:
         try:
             return [await self.service.llm.finish(answer) for answer in answers]
@@ -97,6 +108,17 @@ class CompletionsRoute:
     def _forget(self, answers: list[Answer]) -> None:
         for answer in answers:
             self.service.llm.forget(answer)
+
+
+def prompt_ids(head: Head, count: int) -> list[str]:
+    """Under which each prompt of a body is known."""
+    return [head.id] if count == 1 else [f"{head.id}-p{index}" for index in range(count)]
+
+
+def _prewarmed(writer: CompletionWriter, body: CompletionRequest, usages: list[Usage]) -> Response:
+    if body.stream:
+        return Response(b"".join(writer.prewarmed_events(usages)), headers=HEADERS)
+    return JsonResponse(writer.prewarmed(usages))
 
 
 def refuse(body: CompletionRequest) -> None:

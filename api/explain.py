@@ -1,8 +1,8 @@
 """Why a prompt missed the cache.
 
-A prompt is compared with the most similar one that is remembered from before, of the same cache
-salt alone: nobody learns of another tenant's prompts. One may also name the response to compare
-with.
+A prompt is compared with the most similar one that is remembered from before, of the same API key
+and cache salt alone: nobody learns of another tenant's prompts. One may also name the response to
+compare with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Cause = Literal[
     "flushed",  # it was cached, and someone emptied the cache
     "not_written",  # the other prompt was not cached: not yet, or it asked not to be
     "not_read",  # this one asked not to read, or for log-probabilities of the prompt
-    "other_salt",  # the response that was named has another cache salt
+    "other_salt",  # the response that was named, of the same key, has another cache salt
     "too_short",  # no whole page before the last token
     "first_seen",  # nothing like it is remembered
 ]

@@ -28,6 +28,7 @@ from .intake import (
     make_config,
     make_request,
     prediction_ids,
+    warm_params,
 )
 from .prompts import NO_NOTE, PromptLog, PromptNote
 from .results import Completion
@@ -136,6 +137,11 @@ class Host:
         return self._tokenizer
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache; only after `start`."""
+        return self.engine.scheduler.cache.page_size
+
+    @property
     def draining(self) -> bool:
         """Whether it was told to close."""
         return self._closed
@@ -216,19 +222,24 @@ class Host:
         note: PromptNote = NO_NOTE,
     ) -> Usage:
         """Compute a prompt and leave it in the cache. The token that comes of it is not told."""
-        params = SamplingParams(max_tokens=1, speculation="off", cache_salt=cache_salt)
+        params = warm_params(SamplingParams(cache_salt=cache_salt))
         answer = await self.open(prompt, params, request_id=request_id, cache=cache, note=note)
         completion = await self.finish(answer)
         return replace(completion.usage, completion_tokens=0)
 
     def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
-        """Why a prompt missed the cache, or why more so than another; None: one is not known."""
+        """Why a prompt missed the cache, or why more so than another; None: one is not known.
+
+        One of another caller is not known either.
+        """
         prompt = self.prompts.find(response_id)
         previous = None if previous_id is None else self.prompts.find(previous_id)
         if prompt is None or (previous is None and previous_id is not None):
             return None
-        page_size = self.engine.scheduler.cache.page_size
-        return Explainer(self.prompts, page_size, self.tokenizer.decode).explain(prompt, previous)
+        if previous is not None and previous.caller != prompt.caller:
+            return None
+        explainer = Explainer(self.prompts, self.page_size, self.tokenizer.decode)
+        return explainer.explain(prompt, previous)
 
     def forget(self, answer: Answer) -> None:
         """Abort what still runs of an answer and free its id; may be called twice."""

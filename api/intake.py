@@ -58,6 +58,17 @@ def one_params(params: object) -> SamplingParams:
     return params
 
 
+def warm_params(params: SamplingParams) -> SamplingParams:
+    """Those that compute the prompt as these would, and one token that nobody is told."""
+    return SamplingParams(
+        max_tokens=1,
+        speculation="off",
+        cache_salt=params.cache_salt,
+        deadline=params.deadline,
+        priority=params.priority,
+    )
+
+
 def many_params(params: object, count: int) -> list[SamplingParams]:
     """One set of parameters per prompt, from one for all or a list."""
     if params is None or isinstance(params, SamplingParams):

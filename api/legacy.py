@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from ..core.request import Usage
 from ..core.step import TokenLogprob
 from .answer import Answer, merge
 from .results import Choice, Completion, TextDelta, batch_usage
@@ -110,6 +111,18 @@ class CompletionWriter(Writer):
             for choice in completion.choices
         ]
         return self.answer(choices, batch_usage([each.usage for each in completions]))
+
+    def prewarmed(self, usages: list[Usage]) -> Body:
+        """The answer that says nothing, once for each prompt."""
+        nothing = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choices: list[Body] = [{"index": index, **nothing} for index in range(len(usages))]
+        return self.answer(choices, batch_usage(usages))
+
+    def prewarmed_events(self, usages: list[Usage]) -> Iterator[bytes]:
+        """The same as events."""
+        for index in range(len(usages)):
+            yield self.chunk(index, {"text": ""}, finish_reason="length")
+        yield from self.end(batch_usage(usages))
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> Body:
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,11 +12,12 @@ import msgspec
 import numpy as np
 
 from ..core.request import Request, Usage
+from .owners import CALLER, Owner, Shares, owner_of
 
 MAX_BYTES = 32 * 2**20
 TOKEN_BYTES = 4
 MAX_ALIKE = 32  # prompts whose texts are compared, the latest
-OVERHEAD = 512  # bytes, about, of a remembered prompt beside its tokens and texts
+OVERHEAD = 2048  # bytes, about, of a remembered prompt with its usage, beside tokens and texts
 Kind = Literal["tools", "system", "messages", "format", "prompt"]
 _json = msgspec.json.Encoder(order="deterministic")
 
@@ -84,6 +84,8 @@ class Remembered:
     """A prompt that was served, or is being served: its usage is still written then."""
 
     response_id: str
+    caller: bytes  # hash of an API key
+    owner: Owner  # of the key and the salt
     namespace: str | None  # cache salt
     tokens: bytes  # int32
     note: PromptNote
@@ -101,8 +103,13 @@ class Remembered:
     @property
     def num_bytes(self) -> int:
         """About what it takes to remember it."""
-        texts = sum(sys.getsizeof(part.text) for part in self.note.parts)
-        return OVERHEAD + len(self.tokens) + texts
+        note = self.note
+        names = (self.response_id, self.namespace, note.model, note.cache_key)
+        texts = sum(
+            sys.getsizeof(part) + sys.getsizeof(part.path) + sys.getsizeof(part.text)
+            for part in note.parts
+        )
+        return OVERHEAD + len(self.tokens) + texts + sum(map(sys.getsizeof, names))
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids of a span."""
@@ -148,13 +155,12 @@ def common_len(first: str, second: str) -> int:
 
 
 class PromptLog:
-    """The last prompts of each cache salt, ``max_bytes`` in all; the oldest are forgotten first."""
+    """The last prompts of each owner, ``max_bytes`` in all; which are forgotten: see `Shares`."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._prompts: OrderedDict[str, Remembered] = OrderedDict()  # by response id, oldest first
-        self._by_namespace: dict[str | None, dict[str, Remembered]] = {}
+        self._shares: Shares[str] = Shares(max_bytes)
+        self._prompts: dict[str, Remembered] = {}  # by response id, oldest first
+        self._by_owner: dict[Owner, dict[str, Remembered]] = {}  # those that were to be written
         self._num_recorded = 0
 
     def __len__(self) -> int:
@@ -169,6 +175,8 @@ class PromptLog:
         self._num_recorded += 1
         prompt = Remembered(
             response_id=response_id,
+            caller=CALLER.get(),
+            owner=owner_of(request.namespace),
             namespace=request.namespace,
             tokens=_int32(request.tokens[: request.prompt_len]),
             note=note,
@@ -180,22 +188,22 @@ class PromptLog:
         )
         self._prompts[response_id] = prompt
         if prompt.writes:
-            self._by_namespace.setdefault(prompt.namespace, {})[response_id] = prompt
-        self._num_bytes += prompt.num_bytes
-        while self._num_bytes > self._max_bytes:
-            self._forget(next(iter(self._prompts)))
+            self._by_owner.setdefault(prompt.owner, {})[response_id] = prompt
+        self._shares.add(prompt.owner, response_id, prompt.num_bytes)
+        while (excess := self._shares.excess()) is not None:
+            self._forget(excess)
 
     def find(self, response_id: str) -> Remembered | None:
-        """The prompt of a response, unless it is forgotten."""
+        """The prompt of a response, unless it is forgotten. Whoever tells of it asks its owner."""
         return self._prompts.get(response_id)
 
     def most_similar(self, prompt: Remembered, at_least: int) -> Remembered | None:
-        """Of the same salt and earlier: which begins with most of its tokens, the latest of these.
+        """Of the same owner and earlier: which begins with most of its tokens, the latest of these.
 
         When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
         O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.
         """
-        siblings = reversed(self._by_namespace.get(prompt.namespace, {}).values())
+        siblings = reversed(self._by_owner.get(prompt.owner, {}).values())
         earlier = [other for other in siblings if other.serial < prompt.serial]
         best, probe = None, prompt.tokens[: at_least * TOKEN_BYTES]
         for other in earlier:
@@ -223,10 +231,10 @@ class PromptLog:
         prompt = self._prompts.pop(response_id, None)
         if prompt is None:
             return
-        self._num_bytes -= prompt.num_bytes
-        siblings = self._by_namespace.get(prompt.namespace, {})
+        self._shares.remove(response_id)
+        siblings = self._by_owner.get(prompt.owner, {})
         if siblings.pop(response_id, None) is not None and not siblings:
-            del self._by_namespace[prompt.namespace]
+            del self._by_owner[prompt.owner]
 
 
 def _int32(tokens: array[int]) -> bytes:

@@ -30,6 +30,8 @@ MAX_PROMPTS = 64
 MAX_MESSAGES = 10_000
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
+Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its request
+Name = Annotated[str, Meta(max_length=256)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -78,7 +80,7 @@ class Sampling(Struct, kw_only=True):
     json_schema: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     cache: CacheSpec | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: PromptCacheOptions | None = None
     explain_cache: bool | None = None
@@ -105,7 +107,7 @@ class Message(Struct, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
-    name: str | None = None
+    name: Name | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None

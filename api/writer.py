@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from ..core.request import Usage
 from .errors import unavailable
-from .schema import AnyRequest
+from .results import Completion
+from .schema import AnyRequest, Sampling
 from .service import SHUTTING_DOWN, Service
 from .shapes import Body, Head, usage_body
 from .sse import DONE, event
+from .talk import Ask
 
 
 class Writer:
@@ -25,6 +28,7 @@ class Writer:
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._predicted = body.prediction is not None
         self._explains = bool(body.explain_cache)
+        self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
         """An answer that was given up before it began, or because of a shutdown, is an error."""
@@ -61,15 +65,42 @@ class Writer:
         yield DONE
 
     def _usage(self, usage: Usage) -> Body:
+        """What was spent, and why the cache was missed; of several prompts a list of reasons."""
         spent = usage_body(usage, predicted=self._predicted)
-        found = self._service.llm.explain(self._head.id) if self._explains else None
-        return spent if found is None else {**spent, "cache_explanation": found.body()}
+        if len(self.prompt_ids) == 1:
+            return spent | self.explanation(self.prompt_ids[0])
+        told = [self.explanation(each).get("cache_explanation") for each in self.prompt_ids]
+        return {**spent, "cache_explanations": told} if self._explains else spent
+
+    def explanation(self, prompt_id: str) -> Body:
+        """Why a prompt missed the cache, where that was asked for and is known."""
+        found = self._service.llm.explain(prompt_id) if self._explains else None
+        return {} if found is None else {"cache_explanation": found.body()}
 
     def _event(self, choices: list[Body], usage: Body | None) -> bytes:
         chunk = self._head.body(self.chunk_kind, choices)
         if self._include_usage:
             chunk["usage"] = usage
         return event(chunk)
+
+
+def is_prewarm(body: Sampling) -> bool:
+    """Whether the prompt is only to be put into the cache."""
+    return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
+
+
+async def prewarm(
+    service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
+) -> Usage:
+    """Put a conversation into the cache and say nothing; raises as an answer would."""
+    done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
+    return warm_usage(service, done)
+
+
+def warm_usage(service: Service, done: Completion) -> Usage:
+    """What a prompt took that was put into the cache; raises `ApiError` for one given up."""
+    refuse_aborted(service, done.choices[0].finish_reason, 0)
+    return replace(done.usage, completion_tokens=0)
 
 
 def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:

@@ -17,6 +17,7 @@ MODEL = "foretoken-builtin"
 PAGE_SIZE = 8
 FLAGS = ["--page-size", str(PAGE_SIZE), "--kv-tokens", "4096", "--max-running", "8"]
 WARM_TEXT = "These rules are read before anybody asks: be brief, be kind, be right. " * 2
+KEY = {"authorization": "Bearer me"}
 RULES = "You answer in one word, and you never explain yourself, whatever is asked of you."
 
 
@@ -37,7 +38,7 @@ def url(prewarm_file: Path) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="me", max_retries=0) as client:
         yield client
 
 
@@ -170,7 +171,8 @@ def test_a_miss_is_explained_in_the_answer_and_later(client: OpenAI, url: str) -
     assert "Monday" in told["first_difference"]["before"]
     assert told["cached_tokens"] == cached(second)
     asked = {"response_id": second.id, "cache_salt": "why"}
-    assert httpx.get(f"{url}/cache/explain", params=asked).json() == told
+    assert httpx.get(f"{url}/cache/explain", params=asked, headers=KEY).json() == told
+    assert httpx.get(f"{url}/cache/explain", params=asked).status_code == 404, "of another key"
     assert "cache_explanation" not in chat(client, after, "why").usage.model_extra
 
 
@@ -186,7 +188,7 @@ def test_a_flush_is_the_explanation_of_the_next_miss(client: OpenAI, url: str) -
 def test_explanations_are_told_to_who_knows_the_salt_alone(client: OpenAI, url: str) -> None:
     mine = chat(client, [user("Mine, and nobody else's, whatever happens.")], "mine")
     for params in ({"response_id": mine.id}, {"response_id": mine.id, "cache_salt": "yours"}):
-        assert httpx.get(f"{url}/cache/explain", params=params).status_code == 404
+        assert httpx.get(f"{url}/cache/explain", params=params, headers=KEY).status_code == 404
     assert httpx.get(f"{url}/cache/explain").status_code == 400
 
 

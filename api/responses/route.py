@@ -10,20 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest
-from ...core.request import Usage
 from ..errors import ApiError, JsonResponse
+from ..owners import Owner, owner_of
 from ..schema import decoder
 from ..service import Service
 from ..shapes import Body
 from ..sse import HEADERS, EventStream, unless_gone
 from ..talk import Ask
+from ..writer import is_prewarm, prewarm
 from .answer import ResponseWriter
 from .ask import make_ask, refuse_unsupported, renaming
 from .body import ResponseHead
 from .events import ResponseEvents, all_at_once
 from .inputs import kept_items, read_items
 from .schema import Item, ResponsesRequest
-from .store import Owner, ResponseStore, owner_of
+from .store import ResponseStore
 
 MAX_PAGE = 100
 PAGE = 20  # items, as OpenAI has it
@@ -50,14 +51,14 @@ class ResponsesRoute:
         """Answer the input, whole or as a stream."""
         body = await self._read(request)
         with renaming(body):
-            question = self._question(request, body)
+            question = self._question(body)
             head = ResponseHead(body, question.ask.params, self.service.model)
             writer = ResponseWriter(self.service, head)
-            if body.prompt_cache_options is not None and body.prompt_cache_options.prewarm:
-                usage = await unless_gone(
-                    request.receive, self.service.turns.prewarm(question.ask, request_id=head.id)
-                )
-                return _prewarmed(body, writer, usage)
+            if is_prewarm(body):
+                work = prewarm(self.service, question.ask, request_id=head.id)
+                response = writer.prewarmed(await unless_gone(request.receive, work))
+                self._keeper(body, question)(response)
+                return _prewarmed(body, writer, response)
             turn = await self.service.turns.open(question.ask, request_id=head.id)
         keep = self._keeper(body, question)
         if body.stream:
@@ -72,7 +73,7 @@ class ResponsesRoute:
         """How many tokens the input comes to."""
         body = await self._read(request)
         with renaming(body):
-            token_ids = await self.service.turns.render(self._question(request, body).ask)
+            token_ids = await self.service.turns.render(self._question(body).ask)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def retrieve(self, request: Request) -> Response:
@@ -108,8 +109,8 @@ class ResponsesRoute:
         refuse_unsupported(body)
         return body
 
-    def _question(self, request: Request, body: ResponsesRequest) -> Question:
-        owner = owner_of(request, body.cache_salt)
+    def _question(self, body: ResponsesRequest) -> Question:
+        owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
             history = self.store.history(owner, body.previous_response_id)
@@ -126,15 +127,14 @@ class ResponsesRoute:
         return keep
 
 
-def _prewarmed(body: ResponsesRequest, writer: ResponseWriter, usage: Usage) -> Response:
-    response = writer.prewarmed(usage)
+def _prewarmed(body: ResponsesRequest, writer: ResponseWriter, response: Body) -> Response:
     if not body.stream:
         return JsonResponse(response)
     return Response(all_at_once(writer.begun(), response), headers=HEADERS)
 
 
 def _named(request: Request) -> tuple[Owner, str]:
-    owner = owner_of(request, request.query_params.get("cache_salt"))
+    owner = owner_of(request.query_params.get("cache_salt"))
     return owner, request.path_params["id"]
 
 

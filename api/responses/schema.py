@@ -12,7 +12,9 @@ from ..schema import MAX_MESSAGES, NumTop, Positive, Prediction, Sampling
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
 
-Metadata = Annotated[dict[str, str], Meta(max_length=MAX_METADATA)]
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)]
 
 
 class Part(Struct, kw_only=True, omit_defaults=True):

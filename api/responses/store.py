@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw
-from starlette.requests import Request
 
 from ..errors import ApiError
+from ..owners import Owner, Shares
 from ..shapes import Body
+from .inputs import kept_items
 from .schema import Item
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
-Owner = bytes
+OVERHEAD = 1024  # bytes, about, of a response beside its texts
+ITEM_BYTES = 256  # about, to find an item by its id
+Place = tuple[Owner, str]
 _decode_items = msgspec.json.Decoder(list[Item]).decode
 _decode_bodies = msgspec.json.Decoder(list[dict[str, object]]).decode
 
@@ -34,42 +35,52 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes."""
-        return len(self.response) + len(self.inputs) + len(self.outputs)
+        """About what it takes, with what leads to it."""
+        texts = len(self.response) + len(self.inputs) + len(self.outputs)
+        return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
 
 
-@dataclass(slots=True)
 class ResponseStore:
-    """The last responses by owner and id; the least recently used goes first.
+    """The last responses by owner and id; the least recently used goes first, as `Shares` has it.
 
-    Using a response counts as using those before it, which are needed to continue it. The newest
-    is kept even if it exceeds ``max_bytes`` by itself.
+    Using a response counts as using those before it, which are needed to continue it. One that is
+    alone is kept even if it exceeds ``max_bytes``.
     """
 
-    max_responses: int = MAX_RESPONSES
-    max_bytes: int = MAX_BYTES
-    num_bytes: int = field(default=0, init=False)
-    _kept: OrderedDict[tuple[Owner, str], Kept] = field(default_factory=OrderedDict, init=False)
-    _places: dict[tuple[Owner, str], str] = field(default_factory=dict, init=False)  # of items
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._kept: dict[Place, Kept] = {}
+        self._places: dict[Place, str] = {}  # of items
+        self._shares: Shares[Place] = Shares(max_bytes, max_responses)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what all of them take."""
+        return self._shares.num_bytes
 
     def __len__(self) -> int:
         """How many are kept."""
         return len(self._kept)
 
     def put(self, owner: Owner, response: Body, inputs: Sequence[Item]) -> None:
-        """Keep a response with the items that it answers. O(turns of its conversation)."""
-        response_id, previous_id = str(response["id"]), response["previous_response_id"]
+        """Keep a response with the items that it answers. O(items of its conversation).
+
+        An item whose id is there already in the conversation gets one of its own.
+        """
+        response_id, previous = str(response["id"]), response["previous_response_id"]
+        previous_id = None if previous is None else str(previous)
+        inputs = _renamed(inputs, self._item_ids(owner, previous_id))
         outputs = msgspec.json.encode(response["output"])
         known = [*inputs, *_decode_items(outputs)]
         kept = Kept(
-            None if previous_id is None else str(previous_id),
+            previous_id,
             msgspec.json.encode(response),
             msgspec.json.encode(inputs),
             outputs,
             tuple(item.id for item in known if item.id is not None),
         )
+        self.delete(owner, response_id)
         self._kept[owner, response_id] = kept
-        self.num_bytes += kept.num_bytes
+        self._shares.add(owner, (owner, response_id), kept.num_bytes)
         for item_id in kept.item_ids:
             self._places[owner, item_id] = response_id
         self._touch(owner, response_id)
@@ -85,7 +96,7 @@ class ResponseStore:
         kept = self._kept.pop((owner, response_id), None)
         if kept is None:
             return False
-        self.num_bytes -= kept.num_bytes
+        self._shares.remove((owner, response_id))
         for item_id in kept.item_ids:
             if self._places.get((owner, item_id)) == response_id:
                 del self._places[owner, item_id]
@@ -103,10 +114,13 @@ class ResponseStore:
         return [item for each in items for item in each]
 
     def inputs(self, owner: Owner, response_id: str) -> list[Body] | None:
-        """The items that a response answers, those of the turns before it included."""
+        """The items that a response answers, those of the turns before it included.
+
+        Turns before one that is no longer here are left out.
+        """
         if (owner, response_id) not in self._kept:
             return None
-        last, *earlier = self._turns(owner, response_id)
+        last, *earlier = self._path(owner, response_id)
         items: list[Body] = []
         for kept in reversed(earlier):
             items += _decode_bodies(kept.inputs) + _decode_bodies(kept.outputs)
@@ -123,39 +137,46 @@ class ResponseStore:
         return next(item for item in both if item.id == item_id)
 
     def _turns(self, owner: Owner, response_id: str) -> list[Kept]:
-        """A turn and those before it, the last first."""
+        """A turn and all before it, the last first; raises `ApiError` where one is not here."""
+        turns = self._path(owner, response_id)
+        missing = turns[-1].previous_id if turns else response_id
+        if missing is not None:
+            raise _no_previous(missing)
+        return turns
+
+    def _path(self, owner: Owner, response_id: str | None) -> list[Kept]:
+        """A turn and those before it that are here, the last first."""
         turns: list[Kept] = []
-        wanted: str | None = response_id
-        while wanted is not None:
-            kept = self._kept.get((owner, wanted))
-            if kept is None:
-                raise _no_previous(wanted)
+        wanted = response_id
+        while wanted is not None and (kept := self._kept.get((owner, wanted))) is not None:
             turns.append(kept)
             wanted = kept.previous_id
         return turns
 
+    def _item_ids(self, owner: Owner, response_id: str | None) -> set[str]:
+        return {each for kept in self._path(owner, response_id) for each in kept.item_ids}
+
     def _touch(self, owner: Owner, response_id: str) -> None:
-        path: list[tuple[Owner, str]] = []
-        wanted: str | None = response_id
-        while wanted is not None and (owner, wanted) in self._kept:
-            path.append((owner, wanted))
-            wanted = self._kept[owner, wanted].previous_id
-        for place in reversed(path):
-            self._kept.move_to_end(place)
+        turns = self._path(owner, response_id)
+        ids = [response_id, *(kept.previous_id for kept in turns if kept.previous_id is not None)]
+        for each in reversed(ids[: len(turns)]):
+            self._shares.touch((owner, each))
 
     def _shrink(self) -> None:
-        while len(self._kept) > self.max_responses or self.num_bytes > self.max_bytes:
-            if len(self._kept) == 1:
-                return
-            self.delete(*next(iter(self._kept)))
+        while len(self._kept) > 1 and (excess := self._shares.excess()) is not None:
+            self.delete(*excess)
 
 
-def owner_of(request: Request, cache_salt: str | None) -> Owner:
-    """Whose responses a caller may read: those of its key and of its salt."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    key = token.strip() if scheme.lower() == "bearer" else ""
-    parts = (key, request.headers.get("x-api-key", ""), cache_salt)
-    return hashlib.sha256(msgspec.json.encode(parts)).digest()  # keys are not kept
+def _renamed(items: Sequence[Item], taken: set[str]) -> list[Item]:
+    """Items with an id that none before them has; pages of a listing go on behind an id."""
+    renamed: list[Item] = []
+    for item in items:
+        if item.id in taken:
+            [item] = kept_items([msgspec.structs.replace(item, id=None)])
+        if item.id is not None:
+            taken.add(item.id)
+        renamed.append(item)
+    return renamed
 
 
 def _no_previous(response_id: str) -> ApiError:

@@ -134,7 +134,8 @@ def test_when_one_branch_is_refused_none_runs_on(http, engine):
         ({"branches": [{}], "messages": None}, "prompt"),
         ({"branches": [{"prompt": [1]}], "messages": None, "prompt": "x"}, "branches[0].prompt"),
         ({"branches": [{"messages": []}], "messages": None, "prompt": "x"}, "branches[0].messages"),
-        ({"branches": [{"temperature": -1}]}, "temperature"),
+        ({"branches": [{"temperature": -1}]}, "branches[0].temperature"),
+        ({"branches": [{}], "temperature": -1}, "temperature"),
         ({"branches": [{}] * 65}, "branches"),
     ],
 )
@@ -149,3 +150,84 @@ def test_a_body_that_cannot_be_branched_is_a_400_that_names_the_field(http, fiel
 
 def test_an_unknown_model_is_a_404(http):
     assert fork(http, user("a"), model="other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_regex": "a+"},
+        {"suffix": "x"},
+        {"best_of": 5},
+        {"truncate_prompt_tokens": 4},
+        {"skip_special_tokens": False},
+        {"echo": True},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_what_a_completion_refuses_a_branch_of_one_refuses_too(http, engine, field):
+    answer = http.post("/v1/branches", json={"prompt": "Hi", "branches": [{}], **field})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(field))
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("own", ["max_tokens", "max_completion_tokens"])
+def test_the_limit_of_a_branch_stands_above_the_bodys_by_either_name(http, engine, field, own):
+    body = fork(http, user("a"), {**user("a"), own: 1}, **{field: 3}).json()
+    assert [branch["usage"]["completion_tokens"] for branch in body["branches"]] == [3, 1]
+
+
+def test_special_tokens_are_added_to_a_text_as_the_body_says(http, server, engine):
+    asked = []
+    encode = server.llm.tokenizer.encode
+
+    async def watch(text, **options):
+        asked.append(options)
+        return await encode(text, **options)
+
+    server.llm.tokenizer.encode = watch
+    try:
+        fork(http, {}, prompt="Hi", add_special_tokens=False, max_tokens=1)
+    finally:
+        del server.llm.tokenizer.encode
+    assert asked == [{"add_special_tokens": False}]
+
+
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}
+
+
+@pytest.mark.parametrize(
+    ("branch", "place"),
+    [
+        ({"messages": [SYSTEM, IMAGE]}, "branches[1].messages[1].content[1]"),
+        ({"top_p": 7.0}, "branches[1].top_p"),
+        ({"stop": [""]}, "branches[1].stop"),
+        (user("x" * 4000), "branches[1].messages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_error_names_the_place_in_the_branch(http, branch, place):
+    answer = fork(http, user("a"), branch, messages=[SYSTEM, user("b")["messages"][0]])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, place)
+    if "too long" not in error["message"]:
+        assert place in error["message"]
+
+
+def test_an_error_in_the_beginning_names_the_body(http):
+    answer = fork(http, user("a"), messages=[SYSTEM, IMAGE])
+    assert answer.json()["error"]["param"] == "messages[1].content[1]"
+
+
+def test_each_branch_is_told_why_it_missed_the_cache(http):
+    body = fork(http, user("a"), user("bcd"), max_tokens=1, explain_cache=True).json()
+    told = [branch["usage"]["cache_explanation"] for branch in body["branches"]]
+    usages = [branch["usage"] for branch in body["branches"]]
+    assert [each["prompt_tokens"] for each in told] == [u["prompt_tokens"] for u in usages]
+    assert body["usage"]["cache_explanations"] == told
+    options = {"stream": True, "stream_options": {"include_usage": True}, "explain_cache": True}
+    *_, last = events(fork(http, user("a"), user("bcd"), max_tokens=1, **options))
+    assert len(last["usage"]["cache_explanations"]) == 2
+    plain = fork(http, user("a"), max_tokens=1).json()
+    assert "cache_explanation" not in json.dumps(plain)

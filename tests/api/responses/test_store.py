@@ -175,3 +175,62 @@ def test_a_conversation_whose_beginning_is_gone_cannot_go_on():
     with pytest.raises(ApiError, match="'a' not found"):
         store.history(b"me", "b")
     assert store.get(b"me", "b") is not None
+
+
+def test_the_items_that_are_left_are_listed_when_a_turn_before_is_deleted(client, say):
+    say("hello")
+    first = ask(client, "who", store=True)
+    second = ask(client, "what", store=True, previous_response_id=first.id)
+    third = ask(client, "why", store=True, previous_response_id=second.id)
+    client.responses.delete(first.id)
+    items = client.responses.input_items.list(third.id, order="asc")
+    assert [item.content[0].text for item in items] == ["what", "hello", "why"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, previous_response_id=third.id)
+    assert caught.value.param == "previous_response_id"
+
+
+def test_items_that_came_with_one_id_are_told_apart_in_a_listing(client, say):
+    say("hello")
+    items = [{"type": "message", "id": "msg_x", "role": "user", "content": text} for text in "abc"]
+    first = ask(client, items[:2], store=True)
+    again = {"type": "item_reference", "id": first.output[0].id}
+    second = ask(client, [again, items[2]], store=True, previous_response_id=first.id)
+    listed: list[str] = []
+    after = openai.omit
+    for _ in range(10):
+        page = client.responses.input_items.list(second.id, order="asc", limit=1, after=after)
+        listed += [item.content[0].text for item in page.data]
+        if not page.has_more:
+            break
+        after = page.last_id
+    assert listed == ["a", "b", "hello", "hello", "c"]
+    ids = [item.id for item in client.responses.input_items.list(second.id)]
+    assert len(set(ids)) == 5
+    assert "msg_x" in ids
+    renamed = {"type": "item_reference", "id": ids[0]}
+    assert ask(client, [renamed]).status == "completed"
+
+
+def test_ids_of_items_count_as_bytes():
+    store = ResponseStore()
+    store.put(b"me", body("a"), [USER])
+    few = store.num_bytes
+    store.delete(b"me", "a")
+    assert store.num_bytes == 0
+    named = [
+        Item(type="message", id=f"msg_{index}", role="user", content="") for index in range(99)
+    ]
+    store.put(b"me", body("a"), named)
+    assert store.num_bytes > few + 99 * 100
+
+
+def test_who_floods_the_store_drives_out_none_but_its_own():
+    store = ResponseStore(max_responses=8)
+    store.put(b"quiet", body("a"), [USER])
+    store.put(b"quiet", body("b"), [USER])
+    for index in range(50):
+        store.put(b"loud", body(f"r{index}"), [USER])
+    assert store.get(b"quiet", "a") is not None
+    assert store.get(b"loud", "r49") is not None
+    assert len(store) == 8
