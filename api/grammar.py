@@ -1,47 +1,36 @@
 """From json_schema, regex, grammar or choice to a compiled grammar, off the event loop.
 
-JSON is written without free white space: a model can never loop on blanks. What comes from a caller
-may be made to be expensive, so there are limits on the text, on the work of compiling it and on
-the work of each step behind it; what exceeds them fails that request alone.
+What comes from a caller may be made to be expensive, so there are limits on the text, on the work
+of compiling it and on the work of each step behind it; what exceeds them fails that request alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ..core.errors import EngineDead, InvalidRequest, QueueFull
-from ..core.params import FORMS, MAX_GRAMMAR_CHARS, SamplingParams
+from ..core.params import FORMS, SamplingParams
+from .grammar_text import guidance_text, source_text
 from .matcher import Grammar, Vocabulary, error_text
 from .tokenizer import Tokenizer
 from .worker import Worker
 
 T = TypeVar("T")
 SECONDS = 5.0  # for one grammar, from when it is begun
-MAX_RULES = 4_000  # of a Lark text: what goes wrong in longer chains takes minutes to be told
 MAX_PENDING = 32  # grammars that may wait to be compiled
 NUM_GRAMMARS = 128  # compiled ones that are kept
 KEPT_SECONDS = 4.0  # that those took to compile, all together
 STACK_BYTES = (
     256 * 2**20
 )  # address space of the thread: long chains of rules are walked by recursion
-JSON_FORM = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,
-}
 LIMITS = {  # what these let through is bounded by time (matcher.py)
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -51,9 +40,6 @@ LIMITS = {  # what these let through is bounded by time (matcher.py)
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-_ESCAPE = re.compile(r"\\.", re.DOTALL)
-_LARK_RULE = re.compile(r"^[ \t]*[!?]*\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 class _Job:
@@ -124,7 +110,7 @@ class Grammars:
         field = next((name for name in FORMS if getattr(params, name) is not None), None)
         if field is None:
             return None
-        source = _source(field, getattr(params, field))
+        source = source_text(field, getattr(params, field))
         if self._vocabulary is None:
             self._vocabulary = self._work(self._read_vocabulary)
         vocabulary, tokenizer = await asyncio.shield(self._vocabulary)
@@ -182,112 +168,6 @@ class Grammars:
             raise EngineDead("this LLM is closed") from None
 
 
-def json_rule(schema: Mapping[str, object] | str) -> str:
-    """The text that stands for JSON of this schema inside a Lark ``grammar``.
-
-    Raises `InvalidRequest` for what is no JSON object.
-    """
-    text = _json_text("json_schema", schema)
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        value = {"anyOf": [value]}
-    return f"%json {json.dumps({**value, 'x-guidance': JSON_FORM})}"
-
-
-def lark_rules(grammar: str) -> str:
-    """A ``grammar`` as Lark, whichever way it was written. Raises `InvalidRequest`."""
-    try:
-        return _lark(grammar)
-    except ValueError as error:
-        raise InvalidRequest(f"grammar: {error}", param="grammar") from None
-
-
-def lark_text(text: str) -> str:
-    """A string literal of a Lark ``grammar``."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-# -- source texts ---------------------------------------------------------------------------------
-
-
-def _source(field: str, value: object) -> str:
-    """One text that says it all, of bounded length: what a compiled grammar is known by."""
-    if field == "json_schema":
-        text = _json_text(field, value)
-    elif field == "choice":
-        text = json.dumps(value)
-    else:
-        text = str(value)
-    if len(text) > MAX_GRAMMAR_CHARS:
-        message = f"{field} takes at most {MAX_GRAMMAR_CHARS} characters"
-        raise InvalidRequest(message, param=field)
-    return text
-
-
-def check_size(field: str, value: object) -> None:
-    """Raise `InvalidRequest` for what is surely too long as JSON, without writing it down."""
-    if num_chars(value) > MAX_GRAMMAR_CHARS:
-        message = f"{field} takes at most {MAX_GRAMMAR_CHARS} characters"
-        raise InvalidRequest(message, param=field)
-
-
-def num_chars(value: object) -> int:
-    """Characters that its JSON has at least; counted no further than matters."""
-    total, left = 0, [value]
-    while left and total <= MAX_GRAMMAR_CHARS:
-        each = left.pop()
-        total += len(each) + 2 if isinstance(each, str | list | tuple | Mapping) else 1
-        if isinstance(each, Mapping):
-            left += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple):
-            left += each
-    return total
-
-
-def _json_text(field: str, schema: object) -> str:
-    if not isinstance(schema, str):  # a text was measured already
-        check_size(field, schema)
-    try:
-        value = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
-    except (ValueError, TypeError, RecursionError):
-        raise InvalidRequest(f"{field} is not JSON, or nested too deeply", param=field) from None
-    if not isinstance(value, Mapping | bool):
-        raise InvalidRequest(f"{field} must be a JSON object", param=field)
-    return text
-
-
-def _guidance(field: str, source: str) -> str:
-    """The source as llguidance takes it. Raises ValueError."""
-    if field == "json_schema":
-        return LLMatcher.grammar_from_json_schema(source, overrides=JSON_FORM)  # type: ignore[arg-type]
-    if field == "regex":
-        return LLMatcher.grammar_from_regex(_ESCAPE.sub(_ascii_digit, source))
-    if field == "choice":
-        texts = " | ".join(map(lark_text, json.loads(source)))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
-    text = _lark(source)
-    if len(_LARK_RULE.findall(text)) > MAX_RULES:
-        raise ValueError(f"takes at most {MAX_RULES} rules")
-    return LLMatcher.grammar_from_lark(text)
-
-
-def _ascii_digit(escape: re.Match[str]) -> str:
-    """Digits are those of ASCII, as callers mean them; Rust's regexes know hundreds."""
-    return {"\\d": "[0-9]", "\\D": "[^0-9]"}.get(escape[0], escape[0])
-
-
-def _lark(source: str) -> str:
-    if not _GBNF_RULE.search(source):
-        return source
-    try:
-        return gbnf_to_lark(source)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except Exception as error:
-        raise ValueError(f"not GBNF: {error}") from None
-
-
 def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> Grammar:
     """Compile, and see what that takes."""
     compile_anew = partial(compile_grammar, field, source, tokenizer)
@@ -302,7 +182,7 @@ def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatche
     Also asks for the first two masks: so an impossible grammar shows, and copies begin warm.
     """
     try:
-        text = _guidance(field, source)
+        text = guidance_text(field, source)
     except ValueError as error:
         raise InvalidRequest(f"{field}: {error}", param=field) from None
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]

@@ -6,19 +6,18 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.errors import EngineDead, InvalidRequest, ModelLoadError, PromptTooLong
+from .template import INLINE_CHARS, check_messages, count_chars, deeper, template_error
 from .text import BYTE_OF_CHAR, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
-MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
 NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a request share one
 SECONDS = 30.0  # for one text in that thread
 NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
@@ -185,11 +184,11 @@ class Tokenizer:
         """
         if not getattr(self._hf, "chat_template", None):
             raise InvalidRequest("the model has no chat template", param="messages")
-        _check_messages(messages)
+        check_messages(messages)
         self._check_options(options)
         settings = {**options, "tools": list(tools)} if tools else options
-        num_chars = _num_chars(messages, settings)
-        text = await self._work(num_chars, lambda: self._render(messages, settings))
+        length = count_chars(messages, settings)
+        text = await self._work(length, lambda: self._render(messages, settings))
         return await self.encode(text, add_special_tokens=False)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -204,12 +203,12 @@ class Tokenizer:
         try:
             return str(self._hf.apply_chat_template(list(messages), **settings))
         except RecursionError:  # its traceback would be as long as what is nested is deep
-            param = _deeper(messages, options)
+            param = deeper(messages, options)
             logger.warning("the chat template failed: %s are nested too deeply", param)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
         except Exception as error:
             logger.warning("the chat template failed", exc_info=error)
-            raise InvalidRequest(_template_error(error), param="messages") from error
+            raise InvalidRequest(template_error(error), param="messages") from error
 
     @cached_property
     def _reserved_options(self) -> set[str]:
@@ -291,57 +290,3 @@ def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
     if decoder["type"] == "Sequence" and len(members) == 1:
         return _is_byte_level(members[0])
     return bool(decoder["type"] == "ByteLevel")
-
-
-def _check_messages(messages: object) -> None:
-    if (
-        not isinstance(messages, Sequence)
-        or isinstance(messages, str | bytes)
-        or not all(isinstance(message, Mapping) for message in messages)
-    ):
-        raise InvalidRequest("messages must be objects with role and content", param="messages")
-
-
-def _num_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int:
-    """About how long a conversation is, counted no further than matters for where it is done."""
-    total = MESSAGE_CHARS * len(messages)
-    left: list[object] = [*messages, options]
-    while left and total <= INLINE_CHARS:
-        value = left.pop()
-        total += len(value) if isinstance(value, str) else 1
-        if isinstance(value, Mapping):
-            left += [*value.keys(), *value.values()]
-        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            left += value
-    return total
-
-
-def _deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """The field that a template cannot get to the end of."""
-    given = {"messages": messages, "tools": options.get("tools", ())}
-    given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}
-    return max(given, key=lambda name: _depth(given[name]))
-
-
-def _depth(value: object) -> int:
-    """How deeply it is nested."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [inner for each in level for inner in _inside(each)]
-    return depth
-
-
-def _inside(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
-
-
-def _template_error(error: Exception) -> str:
-    """What a caller may read: what the template's author wrote, and which field is missing."""
-    from jinja2 import TemplateError, UndefinedError
-
-    if type(error) in (TemplateError, UndefinedError, ValueError):
-        return f"the chat template refuses these messages: {error}"
-    return "the chat template cannot render these messages"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..grammar import lark_text
+from ..grammar_text import lark_text
 from . import formats as f
 from .keyword_grammars import pythonic_block, qwen_coder_block
 from .lark import Lark, arguments

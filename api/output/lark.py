@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
 from ...core.params import MAX_GRAMMAR_CHARS
-from ..grammar import JSON_FORM, check_size, json_rule, lark_rules, lark_text
+from ..grammar_text import JSON_FORM, check_size, json_rule, lark_rules, lark_text
 
 if TYPE_CHECKING:
     from ...core.params import SamplingParams

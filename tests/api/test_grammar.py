@@ -17,7 +17,8 @@ import pytest
 
 import foretoken.api.grammar as grammar_module
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.grammar import Grammars, json_rule, lark_text
+from foretoken.api.grammar import Grammars
+from foretoken.api.grammar_text import json_rule, lark_text
 from foretoken.api.matcher import Grammar, GrammarMatcher, Vocabulary
 from foretoken.api.tokenizer import Tokenizer
 from foretoken.core.constraint import ConstraintFailed

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.tokenizer import INLINE_CHARS, Tokenizer
+from foretoken.api.template import INLINE_CHARS
+from foretoken.api.tokenizer import Tokenizer
 from foretoken.core.admission import check_token_ids
 from foretoken.core.params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
 from foretoken.core.request import Request

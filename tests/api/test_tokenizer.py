@@ -10,8 +10,9 @@ import pytest
 from jinja2 import TemplateError, UndefinedError
 
 from foretoken import InvalidRequest
+from foretoken.api.template import INLINE_CHARS
 from foretoken.api.text import BYTE_OF_CHAR, ByteDetokenizer
-from foretoken.api.tokenizer import INLINE_CHARS, Tokenizer
+from foretoken.api.tokenizer import Tokenizer
 
 TALK = [{"role": "user", "content": "hi"}]
 

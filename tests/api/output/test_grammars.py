@@ -12,7 +12,7 @@ from parsing import WEATHER, F, read, syntax
 from walking import Model
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.grammar import json_rule
+from foretoken.api.grammar_text import json_rule
 from foretoken.api.output.families import FAMILIES
 from foretoken.api.output.lark import value
 from foretoken.api.output.qwen_coder import kinds
