@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..core.admission import SchedulerLimits
 from ..core.config import EngineConfig, parse_size
 from ..core.engine import Engine
@@ -18,6 +16,7 @@ from ..core.kv_pool import bytes_per_page
 from ..core.memory import keep_freed_memory
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
+from ..core.ops import Ops
 from ..core.runner import ModelRunner
 from ..core.scheduler import Scheduler
 from ..draft.lm import LmProposer
@@ -72,7 +71,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         engine=Engine(
             scheduler,
             runner,
-            on_thread_start=_thread_setter(config.threads),
+            on_thread_start=_thread_setter(config.threads, target.ops),
             warm_up=lambda: measure_costs(costs, (target, pool), pair) if measures else None,
         ),
         folder=folder,
@@ -110,13 +109,10 @@ def _name(model: str | os.PathLike[str]) -> str:
     return path.resolve().name if path.is_dir() else str(model)
 
 
-def _thread_setter(threads: int | None) -> Callable[[], None]:
-    """Torch keeps its thread count per thread: the model thread must set its own.
-
-    By default one core is left to the event loop: two threads on two cores were slower than one.
-    """
+def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
+    """By default one core is left to the event loop: two threads on two were slower than one."""
     count = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-    return lambda: torch.set_num_threads(count)
+    return lambda: ops.set_threads(count)
 
 
 def _load(folder: Path, config: EngineConfig) -> Decoder:
@@ -126,6 +122,8 @@ def _load(folder: Path, config: EngineConfig) -> Decoder:
         device="cpu",
         load_format=config.load_format,
         exact=config.exact,
+        backend=config.backend,
+        quantize=config.quantize,
     )
 
 

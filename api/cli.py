@@ -65,6 +65,7 @@ def _parser() -> Parser:
     _add_serve(commands)
     _add_run(commands)
     _add_chat(commands)
+    _add_selftest(commands)
     commands.add_parser("bench", help="measure something; see bench/README.md", add_help=False)
     return parser
 
@@ -95,6 +96,12 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     add_show_drafts(chat)
     add_sampling_flags(chat)
     add_engine_flags(chat)
+
+
+def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
+    selftest = commands.add_parser("selftest", help="are the native kernels right, and how fast")
+    selftest.set_defaults(run=_selftest, parser=selftest)
+    selftest.add_argument("--threads", type=int, default=1, metavar="N")
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -128,6 +135,13 @@ def _chat(parsed: argparse.Namespace) -> int:
 
     params, options = sampling_params(parsed), engine_options(parsed)
     return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
+
+
+def _selftest(parsed: argparse.Namespace) -> int:
+    EngineConfig(threads=parsed.threads)
+    from .selftest import selftest
+
+    return selftest(threads=parsed.threads)
 
 
 def _bench(args: Sequence[str]) -> int:

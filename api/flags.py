@@ -65,6 +65,7 @@ def add_engine_flags(parser: Parser) -> None:
     add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
     add("--verify", choices=("coupled", "rejection"))
     add("--exact", choices=("spec", "batch", "off"))
+    add("--backend", choices=("auto", "native", "torch"), help="auto: native kernels if possible")
     add("--device", choices=("auto", "cpu", "cuda"))
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     add("--quantize", choices=("none", "int8", "int4"))

@@ -36,12 +36,14 @@ class EngineConfig:
     coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
     ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
     may pin, all together twice as much. ``exact``: which batches must give equal bits.
+    ``backend``: native kernels, torch, or native where they can be had.
     """
 
     draft: str = "auto"
     speculation: Literal["auto", "off"] | int = "auto"
     verify: Literal["coupled", "rejection"] = "coupled"
     exact: Literal["spec", "batch", "off"] = "spec"
+    backend: Literal["auto", "native", "torch"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantize: Literal["none", "int8", "int4"] = "none"
@@ -83,7 +85,8 @@ class EngineConfig:
         fixed = self.verify == "coupled" or self.speculation != "auto"
         _require(fixed, "verify", REJECTION_WANTS_DEPTH)
         _require(self.device != "cuda", "device", "cuda is not supported yet")
-        _require(self.quantize == "none", "quantize", f"{self.quantize} is not supported yet")
+        by_native = self.quantize == "none" or self.backend != "torch"
+        _require(by_native, "quantize", f"{self.quantize} needs the native backend, not torch")
         wide = self.kv_cache_dtype == "auto"
         _require(wide, "kv_cache_dtype", f"{self.kv_cache_dtype} is not supported yet")
 

@@ -11,7 +11,7 @@ from itertools import accumulate, takewhile
 
 import torch
 
-from .batch import RaggedBatch, Segment, build_batch
+from .batch import RaggedBatch, Segment
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .proposer import Proposer
@@ -135,7 +135,7 @@ class ModelRunner:
             for branch, other in zip(row.branches, others, strict=True):
                 tokens = row.tokens[row.stop - 1 : row.stop] + array("q", other.token_ids)
                 segments.append(Segment(tokens, row.stop - 1, branch.page_ids, len(tokens)))
-        return build_batch(segments, page_size=self.pool.page_size, device=self.decoder.device)
+        return self.decoder.batch(segments, page_size=self.pool.page_size)
 
     def _verify(
         self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..core.batch import Segment, build_batch
+from ..core.batch import Segment
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
 from ..core.proposer import DraftRow
@@ -209,7 +209,7 @@ class LmProposer:
         )
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        batch = build_batch(segments, page_size=self._pool.page_size, device=self._decoder.device)
+        batch = self._decoder.batch(segments, page_size=self._pool.page_size)
         return self._decoder.forward(batch, self._pool)
 
     # -- tokens ---------------------------------------------------------------------------------

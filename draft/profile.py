@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.batch import Segment, build_batch
+from ..core.batch import Segment
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
 from .costs import LookBack, StepProfile
@@ -63,7 +63,7 @@ def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
         began = time.perf_counter()
-        batch = build_batch(segments, page_size=pool.page_size, device=decoder.device)
+        batch = decoder.batch(segments, page_size=pool.page_size)
         decoder.forward(batch, pool)
         seconds = time.perf_counter() - began
         best, spent = min(best, seconds), spent + seconds

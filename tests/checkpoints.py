@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from foretoken.core.batch import Segment, build_batch
+from foretoken.core.batch import Segment
 from foretoken.core.model import Decoder
 
 VOCAB_SIZE = 261
@@ -158,7 +158,7 @@ class ModelDriver:
         for sequence, *_ in rows:
             self._poison(sequence)
         segments = [Segment(ids, s.num_computed, s.pages, wanted) for s, ids, wanted in rows]
-        batch = build_batch(segments, page_size=self.page_size, device="cpu")
+        batch = self.decoder.batch(segments, page_size=self.page_size)
         logits = self.decoder.forward(batch, self.pool)
         assert logits.dtype == torch.float32
         return list(logits.split([wanted for *_, wanted in rows]))

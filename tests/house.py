@@ -196,8 +196,15 @@ class House:
             self.solo |= self.run([index], None, depth=0)
 
     @classmethod
-    def load(cls, pair: Sequence[Path], dtype: Literal["float32", "bfloat16"]) -> House:
-        target, draft = (load_decoder(folder, dtype=dtype, exact="batch") for folder in pair)
+    def load(
+        cls,
+        pair: Sequence[Path],
+        dtype: Literal["float32", "bfloat16"],
+        backend: Literal["torch", "native"] = "torch",
+    ) -> House:
+        target, draft = (
+            load_decoder(folder, dtype=dtype, exact="batch", backend=backend) for folder in pair
+        )
         return cls(target, draft)
 
     def run(

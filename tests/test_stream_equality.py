@@ -10,13 +10,21 @@ import pytest
 import torch
 from house import DEPTHS, NUM_TOKENS, REQUESTS, SYNTHETIC, House, shuffled
 
+from foretoken.core.native import native_library
 from tiny_pair import write_pair
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=["float32-torch", "bfloat16-torch", "float32-native", "bfloat16-native"],
+)
 def house(request, tmp_path_factory) -> House:
     torch.set_num_threads(1)
-    return House.load(write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256), request.param)
+    dtype, backend = request.param.split("-")
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
+    return House.load(pair, dtype, backend)
 
 
 def test_the_requests_are_worth_comparing(house: House) -> None:

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..batch import RaggedBatch
+from ..batch import RaggedBatch, Segment, build_batch
 from ..kv_pool import KVPool
-from ..ops.base import ForwardPlan, HeadLayout, HeadNorm, Ops, PackedLinear
+from ..ops.base import ForwardPlan, HeadLayout, Ops
+from ..ops.weights import DecoderWeights
 from .config import DecoderConfig
 from .rope import RopeTable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One layer, with Q, K and V packed into one matrix and gate and up into another."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: PackedLinear
-    head_norm: HeadNorm | None
-    o: PackedLinear
-    post_norm: Tensor  # [hidden]
-    gate_up: PackedLinear
-    down: PackedLinear
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderWeights:
-    """All weights, in the layout of the ops that will use them."""
-
-    embedding: Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
-    lm_head: PackedLinear
+def head_layout(config: DecoderConfig) -> HeadLayout:
+    """How a row of this model's packed QKV is cut into heads."""
+    return HeadLayout(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+    )
 
 
 class Decoder:
@@ -46,12 +34,8 @@ class Decoder:
         self.ops = ops
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self.heads = HeadLayout(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-        )
+        self.heads = head_layout(config)
+        self._fused = ops.fuse(weights)
         self._rope = RopeTable(config.rope, config.head_dim, self.device)
 
     def make_pool(self, num_pages: int, *, page_size: int) -> KVPool:
@@ -66,6 +50,12 @@ class Decoder:
             device=self.device,
         )
 
+    def batch(self, segments: Sequence[Segment], *, page_size: int) -> RaggedBatch:
+        """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
+        return build_batch(
+            segments, page_size=page_size, device=self.device, min_rows=self.ops.min_rows
+        )
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
         """Compute KV of every row into the pool; logits ``[num_logits, vocab]`` float32."""
@@ -76,8 +66,10 @@ class Decoder:
         """The final norm's output ``[num_rows, hidden]``; writes KV into the pool."""
         ops, weights = self.ops, self.weights
         plan = self._plan(batch, pool)
+        if self._fused is not None:
+            return self._fused(batch.token_ids, plan)
         residual = ops.embedding(batch.token_ids, weights.embedding)
-        x = ops.rms_norm(residual, weights.layers[0].input_norm, self.config.norm_eps)
+        x = ops.rms_norm(residual, weights.layers[0].input_norm, weights.norm_eps)
         following = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
         for index, next_norm in enumerate(following):
             x, residual = self._layer(index, x, residual, next_norm, plan)
@@ -99,9 +91,9 @@ class Decoder:
         self, index: int, x: Tensor, residual: Tensor, next_norm: Tensor, plan: ForwardPlan
     ) -> tuple[Tensor, Tensor]:
         """Normed input and residual of a layer to those of the next."""
-        ops, layer, eps = self.ops, self.weights.layers[index], self.config.norm_eps
+        ops, layer, eps = self.ops, self.weights.layers[index], self.weights.norm_eps
         q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm)
-        attended = ops.attention(q, index, plan, self.config.windows[index])
+        attended = ops.attention(q, index, plan, layer.window)
         x = ops.linear(attended, layer.o)
         x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
         x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)

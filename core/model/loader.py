@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from ..ops import choose_ops
+from ..ops import Backend, Quantize, choose_ops
 from ..ops.base import Exactness, HeadNorm, Ops, PackedLinear
+from ..ops.weights import DecoderWeights, LayerWeights
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, read_config
-from .decoder import Decoder, DecoderWeights, LayerWeights
+from .decoder import Decoder, head_layout
 from .shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, tensor_shapes
 
 LoadFormat: TypeAlias = Literal["auto", "random"]
@@ -38,23 +39,34 @@ def load_decoder(
     device: torch.device | str = "cpu",
     load_format: LoadFormat = "auto",
     exact: Exactness = "spec",
+    backend: Backend = "torch",
+    quantize: Quantize = "none",
 ) -> Decoder:
     """A decoder from a folder in Hugging Face layout.
 
     ``dtype="auto"`` keeps the checkpoint's, but computes float16 in float32 on the CPU, which
     holds every float16 value. ``load_format="random"`` needs config.json only and draws seeded
-    weights of the real shapes. Raises `ModelLoadError` before memory is spent on weights.
+    weights of the real shapes. ``quantize`` packs every matrix of the layers and the output as
+    int8 or int4, which the native backend computes. Raises `ModelLoadError` before memory is
+    spent on weights.
     """
     config = read_config(path)
-    ops = choose_ops(device, exact=exact)
+    stored, read = _source(path, config, load_format)
+    chosen = _choose_dtype(dtype, stored, device)
+    heads = head_layout(config)
+    ops = choose_ops(
+        device, exact=exact, backend=backend, dtype=chosen, heads=heads, quantize=quantize
+    )
+    return _assemble(config, read, ops, chosen, device)
+
+
+def _source(path: str | Path, config: DecoderConfig, load_format: LoadFormat) -> tuple[str, _Read]:
+    """The dtype that the weights are stored in, and what reads them."""
     if load_format == "random":
-        chosen = _choose_dtype(dtype, config.dtype, device)
-        return _assemble(config, _random_reader(config), ops, chosen, device)
+        return config.dtype, _random_reader(config)
     checkpoint = Checkpoint(Path(path))
     checkpoint.check(tensor_shapes(config), ignored=_ignored(config))
-    stored = _STORED[checkpoint.entries[EMBEDDING].dtype]
-    chosen = _choose_dtype(dtype, stored, device)
-    return _assemble(config, checkpoint.read, ops, chosen, device)
+    return _STORED[checkpoint.entries[EMBEDDING].dtype], checkpoint.read
 
 
 def _ignored(config: DecoderConfig) -> tuple[str, ...]:
@@ -104,6 +116,7 @@ def _assemble(
         layers=tuple(builder.layer(i) for i in _progress(range(config.num_layers))),
         final_norm=cast(FINAL_NORM),
         lm_head=ops.pack_linear(lm_head),
+        norm_eps=config.norm_eps,
     )
     return Decoder(config, weights, ops)
 
@@ -139,6 +152,7 @@ class _Builder:
             post_norm=self._cast(f"{prefix}post_attention_layernorm.weight"),
             gate_up=self._linear(gate_up, bias=config.mlp_bias),
             down=self._linear([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
+            window=config.windows[index],
         )
 
     def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:

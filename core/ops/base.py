@@ -8,12 +8,15 @@ backend was made with ``exact="off"``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from .weights import DecoderWeights
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
@@ -54,14 +57,31 @@ class ForwardPlan(Protocol):
     """What a backend prepares once per forward pass and shares between the layers."""
 
 
+class Fused(Protocol):
+    """All layers of one decoder in one call, to the same bits as one operation after another."""
+
+    def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
+        """Token ids ``[T]`` to the final norm's output ``[T, hidden]``; writes KV to the pool."""
+
+
 class Ops(Protocol):
     """The operations of a decoder step. Rows are tokens; ``T`` counts them."""
+
+    @property
+    def min_rows(self) -> int:
+        """The fewest rows that a batch for these operations may have."""
+
+    def set_threads(self, count: int) -> None:
+        """Threads for the operations that the calling thread will ask for, itself included."""
+
+    def fuse(self, weights: DecoderWeights) -> Fused | None:
+        """The decoder of these weights in one call, where the backend has that."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Lay out a weight ``[out_features, in_features]`` for `linear`."""
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
-        """``[T, in_features] -> [T, out_features]``; T is at least 2."""
+        """``[T, in_features] -> [T, out_features]``; T is at least `min_rows`."""
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
@@ -98,4 +118,4 @@ class Ops(Protocol):
         """``[T, 2 * width] -> [T, width]``: silu of the first half times the second."""
 
     def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
-        """``[R, hidden] -> [R, vocab]`` float32; R is at least 2."""
+        """``[R, hidden] -> [R, vocab]`` float32; R is at least `min_rows`."""

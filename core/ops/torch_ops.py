@@ -11,6 +11,7 @@ from ..kv_pool import KVPool
 from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear
 from .torch_attention import attend
 from .torch_plan import TorchPlan
+from .weights import DecoderWeights
 
 _PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally well (measured)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -19,8 +20,19 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 class TorchOps:
     """The operations of `Ops`. Exact on the CPU in float32 and bfloat16, from two rows up."""
 
+    # oneDNN takes another path for a single row; from two rows up a row's bits never change. Four
+    # take less time than two: 0.6 times in float32, 0.8 in bfloat16 (measured, prepacked weights).
+    min_rows = 4
+
     def __init__(self, *, exact: Exactness = "spec") -> None:
         self.exact: Exactness = exact
+
+    def set_threads(self, count: int) -> None:
+        """Torch keeps its thread count per thread: the model thread must set its own."""
+        torch.set_num_threads(count)
+
+    def fuse(self, weights: DecoderWeights) -> None:
+        """Torch runs one operation after another."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """Reorder for oneDNN, whose rows are the same bits beside any number of others."""

@@ -63,7 +63,7 @@ def test_version_and_help_are_instant_and_torch_free():
         ["serve", "--kv-tokens", "5", "--kv-memory", "1GiB"], ["serve", "--page-size", "0"],
         ["serve", "--max-model-len", "1"], ["serve", "--threads", "0"],
         ["serve", "--api-key", ""], ["serve", "--drain-seconds", "nan"],
-        ["serve", "--quantize", "int4"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
+        ["serve", "--quantize", "int3"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
         ["run"], ["run", "x", "--top-p", "2"], ["run", "x", "--temperature", "warm"],
         ["run", "x", "--max-tokens", "0"], ["chat", "--min-p", "-1"], ["bench"],
         ["bench", "nonsense"],
@@ -86,6 +86,7 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "speculation": "5", "verify": "coupled", "exact": "off", "device": "cpu",
+        "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "auto", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "max-model-len": "99", "max-batch-tokens": "8",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",

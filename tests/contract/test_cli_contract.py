@@ -114,7 +114,6 @@ def test_a_bad_flag_exits_2_with_one_line(args: list[str]) -> None:
     ("flag", "value"),
     [
         ("--device", "cuda"),
-        ("--quantize", "int8"),
         ("--verify", "rejection"),
         ("--kv-cache-dtype", "fp8"),
     ],

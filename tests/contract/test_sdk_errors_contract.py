@@ -147,7 +147,7 @@ def test_one_bad_prompt_of_a_list_fails_the_call_and_not_the_next(llm: LLM) -> N
         ("exact", "yes"),
         ("kv_memory", "4 apples"),
         ("device", "cuda"),
-        ("quantize", "int8"),
+        ("quantize", "int3"),
         ("verify", "rejection"),
         ("kv_cache_dtype", "int8"),
     ],

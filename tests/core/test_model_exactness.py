@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
 from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.native import native_library
 
 LENGTH = 600  # three blocks of keys
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,9 +25,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(tmp_path_factory.mktemp("exact"), request.param, **WIDE)
 
 
+@pytest.fixture(scope="module", params=["torch", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    return request.param
+
+
 @pytest.fixture(scope="module", params=DTYPES)
-def decoder(request: pytest.FixtureRequest, folder: Path) -> Decoder:
-    return load_decoder(folder, dtype=request.param)
+def decoder(request: pytest.FixtureRequest, folder: Path, backend: str) -> Decoder:
+    return load_decoder(folder, dtype=request.param, backend=backend)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,7 @@ def test_rows_of_random_ragged_batches_equal_prefill_rows(
 
     With two threads as well, for splitting rows among them is where bits go astray.
     """
-    torch.set_num_threads(num_threads)
+    decoder.ops.set_threads(num_threads)
     rng = random.Random(page_size)
     driver = ModelDriver(decoder, page_size=page_size, num_pages=8000 // page_size)
     copies = [driver.add(ids) for _ in range(3 if num_threads == 1 else 1)]
@@ -79,6 +87,7 @@ def test_rows_of_random_ragged_batches_equal_prefill_rows(
             start, stop = stream.num_computed, stream.num_computed + len(chunk)
             assert torch.equal(logits, expected[start:stop]), (start, stop)
             stream.num_computed = stop
+    decoder.ops.set_threads(1)
 
 
 def random_row(stream: Stream, rng: random.Random) -> tuple[Stream, list[int], int] | None:
@@ -112,10 +121,12 @@ def test_a_batch_of_many_decode_rows_equals_lone_rows(
 
 
 def test_exact_off_still_computes_the_same_to_rounding(
-    folder: Path, decoder: Decoder, ids: list[int], expected: Tensor
+    folder: Path, decoder: Decoder, backend: str, ids: list[int], expected: Tensor
 ) -> None:
     if decoder.dtype != torch.float32:
         pytest.skip("rounding of bfloat16 says little")
+    if backend == "native":
+        pytest.skip("the native kernels are exact at no cost and know no other way")
     driver = ModelDriver(load_decoder(folder, exact="off"))
     logits = driver.prefill(driver.add(ids), 300, 301, 304, 600)
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)

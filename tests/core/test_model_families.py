@@ -9,19 +9,24 @@ import torch
 
 from checkpoints import KINDS, ORIGINAL_LEN, VOCAB_SIZE, ModelDriver, Stream, make_reference, save
 from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.native import native_library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_NEW = 14
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, Decoder]]:
+@pytest.fixture(scope="module", params=["torch", "native"])
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[object, Decoder]]:
     """Reference and decoder of every kind, from one set of checkpoints."""
+    if request.param == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
     pairs = {}
     for kind in KINDS:
         reference = make_reference(kind)
         folder = save(reference, tmp_path_factory.mktemp(kind))
-        pairs[kind] = (reference, load_decoder(folder))
+        pairs[kind] = (reference, load_decoder(folder, backend=request.param))
     return pairs
 
 

@@ -7,11 +7,13 @@ from array import array
 import pytest
 from torch import Tensor
 
-from foretoken.core.batch import MIN_ROWS, RaggedBatch, Segment, build_batch
+from foretoken.core.batch import RaggedBatch, Segment, build_batch
+
+MIN_ROWS = 4
 
 
 def build(*segments: Segment, page_size: int = 4) -> RaggedBatch:
-    return build_batch(segments, page_size=page_size, device="cpu")
+    return build_batch(segments, page_size=page_size, device="cpu", min_rows=MIN_ROWS)
 
 
 def ints(tensor: Tensor) -> list[int]:

@@ -76,7 +76,7 @@ def test_activation_is_silu_of_the_first_half_times_the_second(ops: TorchOps) ->
 
 
 def make_plan(pool: KVPool, segments: list[Segment], ops: TorchOps) -> TorchPlan:
-    batch = build_batch(segments, page_size=pool.page_size, device="cpu")
+    batch = build_batch(segments, page_size=pool.page_size, device="cpu", min_rows=ops.min_rows)
     turns = torch.zeros(batch.num_rows, pool.head_dim // 2)
     return ops.plan(batch, pool, HEADS, turns.cos(), turns.sin())
 

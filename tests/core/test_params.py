@@ -43,7 +43,7 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     *((name, 10**30) for name in ("page_size", "kv_tokens", "max_running", "speculation")),
     ("draft", 5), ("speculation", "on"), ("speculation", -1), ("speculation", True),
     ("verify", "lossy"), ("verify", "rejection"), ("exact", "no"), ("device", "cuda"),
-    ("dtype", "int3"), ("quantize", "int8"), ("kv_cache_dtype", "fp8"), ("page_size", 0),
+    ("dtype", "int3"), ("quantize", "int3"), ("kv_cache_dtype", "fp8"), ("page_size", 0),
     ("kv_tokens", 0), ("kv_tokens", 1.5), ("kv_memory", "much"), ("kv_memory", "9" * 400),
     ("kv_memory", 0), ("kv_memory", True), ("max_model_len", 1), ("max_batch_tokens", 1),
     ("max_running", 0), ("max_queued", -1), ("threads", 0), ("load_format", "pickle"),

@@ -63,6 +63,7 @@ def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -
 
     class Watched:
         config, device = decoder.config, decoder.device
+        batch = staticmethod(decoder.batch)
 
         def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
             seen.append(decoder.forward(batch, pool))
@@ -178,7 +179,7 @@ class Scaled:
     def __init__(self, decoder: Decoder, deviation: float) -> None:
         self._decoder, self._deviation = decoder, deviation
         self.config, self.device = decoder.config, decoder.device
-        self.make_pool = decoder.make_pool
+        self.make_pool, self.batch = decoder.make_pool, decoder.batch
 
     def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
         logits = self._decoder.forward(batch, pool)
@@ -246,6 +247,7 @@ def test_a_draft_model_that_breaks_down_stops_drafting(pair) -> None:
 
     class Breaking:
         config, device = pair[1].config, pair[1].device
+        batch = staticmethod(pair[1].batch)
         calls = 0
 
         def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:

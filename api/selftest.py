@@ -1,0 +1,187 @@
+"""``foretoken selftest``: is this machine's backend right, and how near to its limits?
+
+Every operation of the native backend is compared with the torch backend on the same input, and
+the linears are timed beside the read bandwidth and the matrix rate measured in the same run.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..core.batch import RaggedBatch, Segment, build_batch
+from ..core.errors import ForetokenError
+from ..core.kv_pool import KVPool
+from ..core.native import NativeLibrary, native_library
+from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
+from ..core.native.linear import NativeLinear, linear, pack_linear
+from ..core.ops import HeadLayout, HeadNorm, Ops, Quantize, TorchOps
+from ..core.ops.native_ops import NativeOps
+
+DTYPES = (torch.float32, torch.bfloat16)
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors
+KINDS: tuple[tuple[Quantize, torch.dtype, float], ...] = (
+    ("none", torch.float32, 1e-5),
+    ("none", torch.bfloat16, 1e-2),
+    ("int8", torch.bfloat16, 2e-2),
+    ("int4", torch.bfloat16, 0.12),
+)
+ROWS = (1, 4, 8, 64, 256)
+_OUT, _IN = 3072, 1024  # of the timed linears
+_TIMED_BYTES = 192 << 20  # of weights, more than the caches hold
+_HEADS = HeadLayout(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
+_PAGE_SIZE = 16
+
+_Operation: TypeAlias = Callable[[Ops], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """An operation's relative error against torch, and the largest that passes."""
+
+    name: str
+    dtype: torch.dtype
+    error: float
+    limit: float
+
+    @property
+    def passes(self) -> bool:
+        """A NaN does not."""
+        return self.error <= self.limit
+
+
+def selftest(*, threads: int) -> int:
+    """Print what was found; 0 when every operation agrees, 1 when one does not.
+
+    Raises `ForetokenError` where there are no kernels.
+    """
+    library = native_library()
+    if library is None:
+        raise ForetokenError("there are no native kernels here (the line above says why)")
+    torch.manual_seed(0)
+    ops = NativeOps(library)
+    ops.set_threads(threads)
+    print(f"native kernels: {library.variant}, threads: {library.set_threads(threads)}\n")
+    found = [*compare(ops), *_compare_linears(library)]
+    for one in found:
+        verdict = "ok" if one.passes else "WRONG"
+        kind = str(one.dtype).removeprefix("torch.")
+        print(f"{one.name:14} {kind:9} error {one.error:8.1e} of {one.limit:<5.2g}  {verdict}")
+    _print_speeds(library)
+    return 0 if all(one.passes for one in found) else 1
+
+
+@torch.inference_mode()
+def compare(ops: Ops) -> Iterator[Comparison]:
+    """Every operation but the linears, against `TorchOps`."""
+    oracle = TorchOps()
+    for dtype in DTYPES:
+        for name, operation in _operations(dtype):
+            error = _error(operation(ops), operation(oracle))
+            yield Comparison(name, dtype, error, LIMITS[dtype])
+
+
+def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    x, residual, weight, table = draw(7, 200), draw(7, 200), draw(200), draw(50, 200)
+    ids = torch.tensor([3, 0, 49, 3])
+    yield "embedding", lambda ops: ops.embedding(ids, table)
+    yield "rms_norm", lambda ops: ops.rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", lambda ops: torch.cat(ops.add_rms_norm(x, residual, weight, 1e-6))
+    yield "silu_mul", lambda ops: ops.silu_mul(x)
+    batch = _batch()
+    width = _HEADS.num_heads + 2 * _HEADS.num_kv_heads
+    qkv = draw(batch.num_rows, width * _HEADS.head_dim)
+    norm = HeadNorm(torch.rand(width - _HEADS.num_kv_heads, _HEADS.head_dim) + 0.5, 1e-6)
+    kv = draw(2 * _HEADS.num_kv_heads * 40 * _PAGE_SIZE * _HEADS.head_dim)
+    yield "rope_write", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[1]
+    yield "attention", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[0]
+    yield "attn. window", lambda ops: _attend(ops, batch, qkv, kv, norm, 100)[0]
+
+
+def _batch() -> RaggedBatch:
+    """A prompt, a verification of five rows, a decode step: pages scattered over the pool."""
+    pages = array("q", torch.randperm(40).tolist())
+    return build_batch(
+        [
+            Segment(range(70), 0, pages[:5], 1),
+            Segment(range(5), 300, pages[5:25], 5),
+            Segment([1], 200, pages[25:38], 1),
+        ],
+        page_size=_PAGE_SIZE,
+        device="cpu",
+        min_rows=1,
+    )
+
+
+def _attend(
+    ops: Ops, batch: RaggedBatch, qkv: Tensor, kv: Tensor, norm: HeadNorm, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The rows attended, and the pool with their keys and values in it."""
+    pool = KVPool(
+        40,
+        num_layers=1,
+        num_kv_heads=_HEADS.num_kv_heads,
+        head_dim=_HEADS.head_dim,
+        page_size=_PAGE_SIZE,
+        dtype=qkv.dtype,
+        device="cpu",
+    )
+    pool.data.copy_(kv.view(pool.data.shape))
+    angles = batch.positions.float().unsqueeze(1) * torch.logspace(0, -4, _HEADS.head_dim // 2)
+    plan = ops.plan(batch, pool, _HEADS, angles.cos(), angles.sin())
+    q = ops.rope_write(qkv.clone(), 0, plan, norm)
+    return ops.attention(q, 0, plan, window), pool.data
+
+
+def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:
+    """Against float64, over the real weight: what quantisation loses is in the error."""
+    for quantize, dtype, limit in KINDS:
+        weight, bias = torch.randn(101, 300).to(dtype), torch.randn(101).to(dtype)
+        x = torch.randn(17, 300).to(dtype)
+        expected = x.double() @ weight.double().T + bias.double()
+        out = linear(library, x, pack_linear(library, weight, bias, quantize))
+        name = "linear" if quantize == "none" else f"linear {quantize}"
+        yield Comparison(name, dtype, _error(out, expected), limit)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    wide = expected.double()
+    return float((found.double() - wide).norm() / wide.norm())
+
+
+def _print_speeds(library: NativeLibrary) -> None:
+    for quantize, dtype, _ in KINDS:
+        # Anew for each kind: on a shared machine they change from second to second.
+        bandwidth, rate = read_bandwidth(library), matrix_rate(library)
+        print(f"\nmachine: reads {bandwidth / 1e9:.1f} GB/s, bf16 {rate / 1e9:.0f} GFLOP/s")
+        weight = torch.randn(_OUT, _IN).to(dtype)
+        packed = [pack_linear(library, weight, None, quantize)]
+        copies = max(1, _TIMED_BYTES // packed[0].num_bytes)
+        packed += [pack_linear(library, weight, None, quantize) for _ in range(copies - 1)]
+        name = str(dtype).removeprefix("torch.") if quantize == "none" else quantize
+        for num_rows in ROWS:
+            seconds = _time(library, packed, torch.randn(num_rows, _IN).to(dtype))
+            read = packed[0].num_bytes / seconds
+            computed = 2 * num_rows * _OUT * _IN / seconds
+            print(
+                f"linear {name:9} {num_rows:4} rows {read / 1e9:6.1f} GB/s ({read / bandwidth:4.0%}"
+                f" of reading) {computed / 1e9:6.0f} GFLOP/s ({computed / rate:4.0%} of bf16)"
+            )
+
+
+def _time(library: NativeLibrary, packed: list[NativeLinear], x: Tensor) -> float:
+    """Seconds of one linear, its weights not in the caches."""
+
+    def all_of_them() -> None:
+        for each in packed:
+            linear(library, x, each)
+
+    return best_seconds(all_of_them) / len(packed)

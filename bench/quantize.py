@@ -1,0 +1,127 @@
+"""What quantised weights cost in quality, on held-out text of the built-in pair.
+
+Perplexity, and the share of positions whose likeliest token is the one that bfloat16 names.
+Windows of the standard library's held-out modules are computed as prompts, all logits wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.batch import Segment
+from ..core.model import Decoder, load_decoder
+from ..core.native.linear import NativeLinear
+from ..core.ops import Quantize
+from ..draft import builtin
+from ..draft.builtin.data import is_held_out, read_modules
+from ..draft.builtin.packing import encode
+from ..draft.builtin.tokenizer import load_tokenizer
+from .report import command, machine, table, write_json
+
+WINDOW = 512  # tokens
+PAGE_SIZE = 16
+KINDS: tuple[tuple[str, Quantize], ...] = (
+    ("bfloat16", "none"),
+    ("float32", "none"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "int4"),
+)
+_PAIR = Path(next(iter(builtin.__path__)))
+_OUT = Path(__file__).parent / "results" / "quantize.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One model in one kind of weights."""
+
+    model: str
+    dtype: str
+    quantize: str
+    matrix_mb: float  # what a step reads of the matrices, 10^6 bytes
+    nats_per_token: float
+    perplexity: float
+    top1_agreement: float  # with bfloat16
+    tokens: int
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes JSON to ``--out``."""
+    options = _parsed(argv)
+    host = machine()
+    print(command(), *(f"{key}: {value}" for key, value in host.items()), sep="\n")
+    figures = [figure for role in ("target", "draft") for figure in measured(role, options.windows)]
+    print(table([asdict(figure) for figure in figures]))
+    report = {
+        "command": command(),
+        "machine": host,
+        "window": WINDOW,
+        "figures": [asdict(figure) for figure in figures],
+    }
+    write_json(options.out, report)
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="foretoken bench quantize", description=__doc__)
+    parser.add_argument("--windows", type=int, default=48, help=f"of {WINDOW} tokens")
+    parser.add_argument("--out", type=Path, default=_OUT)
+    return parser.parse_args(argv)
+
+
+def measured(role: str, num_windows: int) -> Iterator[Figure]:
+    """The figures of one model of the pair, bfloat16 first."""
+    windows = held_out_windows(_PAIR / role, num_windows)
+    expected: Tensor | None = None
+    for dtype, quantize in KINDS:
+        decoder = load_decoder(_PAIR / role, dtype=dtype, backend="native", quantize=quantize)
+        nats, named = _read(decoder, windows)
+        expected = named if expected is None else expected
+        yield Figure(
+            model=role,
+            dtype=dtype,
+            quantize=quantize,
+            matrix_mb=_matrix_bytes(decoder) / 1e6,
+            nats_per_token=nats,
+            perplexity=math.exp(nats),
+            top1_agreement=float((named == expected).float().mean()),
+            tokens=len(named),
+        )
+
+
+def held_out_windows(folder: Path, count: int) -> list[Tensor]:
+    """Windows ``[WINDOW + 1]`` of token ids, from as many held-out modules in turn as there are."""
+    modules = read_modules(Path(sysconfig.get_paths()["stdlib"]))
+    texts = [module.text for module in modules if is_held_out(module.name)]
+    documents = [torch.from_numpy(ids) for ids in encode(load_tokenizer(folder), texts)]
+    cut = [d.unfold(0, WINDOW + 1, WINDOW) for d in documents if len(d) > WINDOW]
+    in_turn = [rows[i] for i in range(max(map(len, cut))) for rows in cut if i < len(rows)]
+    return in_turn[:count]
+
+
+def _read(decoder: Decoder, windows: Sequence[Tensor]) -> tuple[float, Tensor]:
+    """Mean nats per token, and the likeliest token after every position."""
+    pool = decoder.make_pool(WINDOW // PAGE_SIZE, page_size=PAGE_SIZE)
+    pages = array("q", range(WINDOW // PAGE_SIZE))
+    losses, named = [], []
+    for window in windows:
+        segment = Segment(array("q", window[:-1].tolist()), 0, pages, WINDOW)
+        logits = decoder.forward(decoder.batch([segment], page_size=PAGE_SIZE), pool)
+        losses.append(F.cross_entropy(logits, window[1:]).item())
+        named.append(logits.argmax(dim=1))
+    return sum(losses) / len(losses), torch.cat(named)
+
+
+def _matrix_bytes(decoder: Decoder) -> int:
+    layers = decoder.weights.layers
+    packed = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    packed.append(decoder.weights.lm_head)
+    return sum(w.num_bytes for w in packed if isinstance(w, NativeLinear))

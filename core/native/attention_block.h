@@ -1,0 +1,226 @@
+/* A task of attention, and how it brings a block of keys and values from the pages. */
+#ifndef FT_ATTENTION_BLOCK_H
+#define FT_ATTENTION_BLOCK_H
+
+#include "decoder.h"
+#include "vector.h"
+
+enum {
+    KEYS = 64,            /* of a block */
+    SUBS = KEYS / 16,     /* sixteens of a block */
+    QUERIES = 64,         /* of a task: rows times the query heads of a KV head */
+    TILE = 4,             /* queries that share the loads of a block */
+    MAX_DIM = 256,        /* of a head */
+    LEAST_WORK = 1 << 18, /* products that make a task worth another thread */
+};
+#define HIDDEN (-1e30f) /* finite: a block in which all is hidden must not yield NaN */
+
+typedef struct {
+    const char *q;
+    char *out;
+    const ft_batch *batch;
+    const ft_kv *kv;
+    const ft_heads *heads;
+    int64_t layer, window;
+    int64_t rows_per_task;
+    int failed; /* set when a thread has no memory */
+} attend_job;
+
+/* One task. Query t * group + j is query head j of row t. */
+typedef struct {
+    const attend_job *job;
+    int64_t segment, head;
+    int64_t first_row;      /* of the batch */
+    int64_t first_position; /* of that row */
+    int64_t num_rows, group;
+    int64_t dim, padded; /* of a head; rounded up to sixteen */
+} attend_task;
+
+/* A thread's own memory. Words are fp32 numbers, or pairs of bf16. */
+typedef struct {
+    _Alignas(64) uint32_t keys[KEYS * MAX_DIM];   /* [SUBS][words of a head][16] */
+    _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS][padded], or pairs of keys, [KEYS / 2] */
+    _Alignas(64) float scores[QUERIES][KEYS];     /* then weights */
+    _Alignas(64) bf16 weights[QUERIES][KEYS];     /* rounded, where sums of products are of bf16 */
+    _Alignas(64) float sums[QUERIES * MAX_DIM];   /* [queries][padded] weighted values */
+    _Alignas(64) float wide[QUERIES * MAX_DIM];   /* [queries][dim] queries widened to fp32 */
+    float top[QUERIES], total[QUERIES], keep[QUERIES];
+    const void *queries[QUERIES];
+    const char *key_rows[2][KEYS]; /* of this block and the next one, in the pages, in turns */
+    const float *value_rows[KEYS];
+} attend_space;
+
+static const float zeros[MAX_DIM];
+
+static int uses_dot(const ft_heads *heads) {
+#if defined(FT_DOT_BF16)
+    return heads->dtype == FT_BFLOAT16;
+#else
+    (void)heads;
+    return 0;
+#endif
+}
+
+static int64_t item_size(const ft_heads *heads) { return heads->dtype == FT_BFLOAT16 ? 2 : 4; }
+
+/* -- a block of keys and values --------------------------------------------------------------- */
+
+/* Keys of the block at `lo` that the task's last row sees. */
+static int64_t count_keys(const attend_task *task, int64_t lo) {
+    return ft_min(KEYS, task->first_position + task->num_rows - lo);
+}
+
+/* Addresses of the keys of the block at `lo`, and behind them of zeros. */
+static void find_keys(const attend_task *task, const char **rows, int64_t lo) {
+    int64_t count = count_keys(task, lo);
+    const attend_job *job = task->job;
+    const int64_t *pages = job->batch->page_table + task->segment * job->batch->max_pages;
+    int64_t size = job->kv->page_size, bytes = task->dim * item_size(job->heads);
+    for (int64_t i = 0; i < count;) {
+        int64_t offset = (lo + i) % size, stop = ft_min(count, i + size - offset);
+        int64_t page = pages[(lo + i) / size];
+        const char *row = ft_page(job->kv, job->heads, page, job->layer, 0, task->head);
+        for (row += offset * bytes; i < stop; i++, row += bytes) rows[i] = row;
+    }
+    for (int64_t i = ft_max(count, 0); i < KEYS; i++) rows[i] = (const char *)zeros;
+}
+
+/* From a key to its value, in bytes. */
+static int64_t value_offset(const attend_task *task) {
+    const attend_job *job = task->job;
+    int64_t rows = job->heads->num_kv_heads * job->kv->page_size;
+    return rows * task->dim * item_size(job->heads);
+}
+
+/* Pages lie anywhere, so that the CPU does not foresee what is read next. Into the second cache,
+ * and a few rows at a time: the first has too few reads under way (measured, 0.7 times). */
+FT_INLINE void fetch_soon(const char *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+/* Sixteen rows of sixteen words: out[word][row]. */
+FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out) {
+#if defined(FT_AVX512)
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + byte);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm512_store_si512(out + 16 * i, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_store_si512(out + 16 * (i + 8), _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_store_si512(out + 16 * (i + 4), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+        _mm512_store_si512(out + 16 * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
+    }
+#else
+    for (int i = 0; i < 16; i++) {
+        uint32_t words[16];
+        memcpy(words, rows[i] + byte, sizeof words);
+        for (int word = 0; word < 16; word++) out[word * 16 + i] = words[word];
+    }
+#endif
+}
+
+/* Sixteen rows of bf16 as fp32: out[dimension][row]. */
+static void turn_wide(const char *const *rows, int64_t dim, uint32_t *out) {
+    for (int i = 0; i < 16; i++) {
+        const bf16 *row = (const bf16 *)rows[i];
+        for (int64_t d = 0; d < dim; d++) out[d * 16 + i] = (uint32_t)row[d] << 16;
+    }
+}
+
+static void turn_words(const char *const *rows, int64_t words, uint32_t *out) {
+    int64_t word = 0;
+    for (; word + 16 <= words; word += 16) turn_square(rows, word * 4, out + word * 16);
+    for (; word < words; word++)
+        for (int i = 0; i < 16; i++) memcpy(out + word * 16 + i, rows[i] + word * 4, 4);
+}
+
+/* The block's keys, turned; what lies behind `count` reads as 0: the pages hold anything there. */
+static void load_keys(const attend_task *task, attend_space *space, const char **rows,
+                      int64_t count) {
+    const ft_heads *heads = task->job->heads;
+    int widens = heads->dtype == FT_BFLOAT16 && !uses_dot(heads);
+    int64_t words = uses_dot(heads) ? task->dim / 2 : task->dim;
+    for (int64_t i = 0; i < count; i += 16) {
+        uint32_t *out = space->keys + i * words;
+        for (int64_t j = i; j < ft_min(i + 16, count); j++)
+            fetch_soon(rows[j] + value_offset(task), task->dim * item_size(heads));
+        if (widens)
+            turn_wide(rows + i, task->dim, out);
+        else
+            turn_words(rows + i, words, out);
+    }
+}
+
+#if defined(FT_DOT_BF16)
+/* Two rows of bf16 as pairs, padded with zeros. */
+FT_INLINE void pair_rows(const bf16 *first, const bf16 *second, int64_t dim, uint32_t *out) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    int64_t d = 0;
+    for (; d + 32 <= dim; d += 32) {
+        __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
+        _mm512_store_si512(out + d, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_store_si512(out + d + 16, _mm512_permutex2var_epi16(a, high, b));
+    }
+    for (; d < dim; d++) out[d] = (uint32_t)first[d] | (uint32_t)second[d] << 16;
+    for (; d % 16; d++) out[d] = 0;
+}
+#endif
+
+static const char *value_row(const attend_task *task, const char *const *rows, int64_t i,
+                             int64_t count) {
+    return i < count ? rows[i] + value_offset(task) : (const char *)zeros;
+}
+
+/* The block's values, as pairs or in fp32, where they are if they can be used there. `next` are
+ * the keys that follow. */
+static void load_values(const attend_task *task, attend_space *space, const char *const *rows,
+                        const char *const *next, int64_t count) {
+    int64_t bytes = task->dim * item_size(task->job->heads);
+    int64_t dim = task->dim, padded = task->padded, stop = ft_ceil_div(count, 16) * 16;
+#if defined(FT_DOT_BF16)
+    if (uses_dot(task->job->heads)) {
+        for (int64_t i = 0; i < stop; i += 2) {
+            fetch_soon(next[i], bytes);
+            fetch_soon(next[i + 1], bytes);
+            const bf16 *first = (const bf16 *)value_row(task, rows, i, count);
+            const bf16 *second = (const bf16 *)value_row(task, rows, i + 1, count);
+            pair_rows(first, second, dim, space->values + i / 2 * padded);
+        }
+        return;
+    }
+#endif
+    int is_bf16 = task->job->heads->dtype == FT_BFLOAT16;
+    for (int64_t i = 0; i < stop; i++) {
+        fetch_soon(next[i], bytes);
+        const char *row = value_row(task, rows, i, count);
+        float *copy = (float *)space->values + i * padded;
+        space->value_rows[i] = (is_bf16 || dim != padded) ? copy : (const float *)row;
+        if (space->value_rows[i] != copy) continue;
+        for (int64_t d = 0; d < dim; d += FT_WIDTH)
+            v_store(copy + d, v_get(row, d, dim - d, is_bf16));
+    }
+}
+
+#endif

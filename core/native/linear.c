@@ -1,0 +1,273 @@
+/* Linear layers: one kernel for one row and for a prefill chunk, bits included.
+ *
+ * A vector holds neighbouring outputs, and activations are broadcast along it. So every output is
+ * one chain of additions over k, in the order of k, and no reduction across lanes exists. A tile
+ * of rows shares each load of the weights; how many rows are in it changes no output.
+ *
+ * The weights stream once from memory. The first tile of a panel prefetches a little ahead; where
+ * more tiles follow, each of them fetches its share of the next panel into the second-level cache.
+ */
+#include "linear_job.h"
+
+enum { PANEL = 2 * FT_LANES, STEP_BYTES = PANEL * 4, NEAR = 6144 };
+
+#if defined(FT_AVX512)
+enum { MAX_TILE = 12 }; /* rows; 24 sums, two weights and a broadcast in 32 registers */
+#else
+enum { MAX_TILE = 4 };
+#endif
+
+/* Where a tile lies, and what it prefetches. */
+typedef struct {
+    const char *weight;
+    const char *ahead;
+    int64_t ahead_step; /* bytes */
+    int64_t row;
+    int64_t column;
+} tile_t;
+
+/* ---- results ---- */
+
+static void store_tail(const ft_linear_job *job, int64_t at, int64_t count, vf value) {
+    float wide[FT_LANES];
+    vf_store(wide, value);
+    for (int64_t i = 0; i < count; i++) {
+        if (job->y_dtype == FT_BFLOAT16) ((bf16 *)job->y)[at + i] = ft_to_bf16(wide[i]);
+        else ((float *)job->y)[at + i] = wide[i];
+    }
+}
+
+/* Bias, rounding, and the place in y of sums [count][PANEL]. Its own function rather than a part of
+ * every tile: there are four dozen of them. */
+static __attribute__((noinline)) void finish(const ft_linear_job *job, const tile_t *tile,
+                                             const float *sums, int64_t count) {
+    const int64_t stride = job->weight->out_features;
+    for (int64_t column = tile->column; column < tile->column + PANEL; column += FT_LANES) {
+        const int64_t left = stride - column;
+        const float *from = sums + (column - tile->column);
+        for (int64_t r = 0; r < count; r++, from += PANEL) {
+            const int64_t at = (tile->row + r) * stride + column;
+            vf value = vf_load(from);
+            if (job->weight->bias) value = vf_add(value, vf_load(job->weight->bias + column));
+            if (left < FT_LANES) store_tail(job, at, ft_max(left, 0), value);
+            else if (job->y_dtype == FT_BFLOAT16) vf_store_bf16((bf16 *)job->y + at, value);
+            else vf_store((float *)job->y + at, value);
+        }
+    }
+}
+
+/* ---- tiles; `count` is a constant wherever they are inlined ---- */
+
+FT_INLINE void float32_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
+    vf sum[MAX_TILE][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
+    for (int64_t s = 0; s < job->steps; s++, w += STEP_BYTES, ahead += tile->ahead_step) {
+        vf left = vf_load((const float *)w), right = vf_load((const float *)w + FT_LANES);
+        ft_prefetch(ahead);
+        ft_prefetch(ahead + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vf value = vf_set1(((const float *)x)[r]);
+            sum[r][0] = vf_fma(left, value, sum[r][0]);
+            sum[r][1] = vf_fma(right, value, sum[r][1]);
+        }
+        x += 4 * count;
+    }
+    float out[MAX_TILE][PANEL];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        vf_store(out[r], sum[r][0]);
+        vf_store(out[r] + FT_LANES, sum[r][1]);
+    }
+    finish(job, tile, out[0], count);
+}
+
+FT_INLINE void bfloat16_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
+    vf sum[MAX_TILE][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
+    for (int64_t s = 0; s < job->steps; s++, w += STEP_BYTES, ahead += tile->ahead_step) {
+        vi left = vi_load(w), right = vi_load(w + STEP_BYTES / 2);
+        ft_prefetch(ahead);
+        ft_prefetch(ahead + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vi pair = vi_broadcast(x + 4 * r);
+            sum[r][0] = vf_dot_bf16(sum[r][0], left, pair);
+            sum[r][1] = vf_dot_bf16(sum[r][1], right, pair);
+        }
+        x += 4 * count;
+    }
+    float out[MAX_TILE][PANEL];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        vf_store(out[r], sum[r][0]);
+        vf_store(out[r] + FT_LANES, sum[r][1]);
+    }
+    finish(job, tile, out[0], count);
+}
+
+FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
+    vi sum[MAX_TILE][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++)
+        sum[r][0] = sum[r][1] = vi_set1(job->x_offset[tile->row + r]);
+    for (int64_t s = 0; s < job->steps; s++, w += STEP_BYTES, ahead += tile->ahead_step) {
+        vi left = vi_load(w), right = vi_load(w + STEP_BYTES / 2);
+        ft_prefetch(ahead);
+        ft_prefetch(ahead + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vi quad = vi_broadcast(x + 4 * r);
+            sum[r][0] = vi_dot_u8s8(sum[r][0], left, quad);
+            sum[r][1] = vi_dot_u8s8(sum[r][1], right, quad);
+        }
+        x += 4 * count;
+    }
+    const float *scale = job->weight->scale + tile->column;
+    float out[MAX_TILE][PANEL];
+    vf left_scale = vf_load(scale), right_scale = vf_load(scale + FT_LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        vf x_scale = vf_set1(job->x_scale[tile->row + r]);
+        vf_store(out[r], vf_mul(vf_from_vi(sum[r][0]), vf_mul(left_scale, x_scale)));
+        vf_store(out[r] + FT_LANES, vf_mul(vf_from_vi(sum[r][1]), vf_mul(right_scale, x_scale)));
+    }
+    finish(job, tile, out[0], count);
+}
+
+enum { INT4_BLOCK = PANEL * 18 }; /* bytes of a group: 16 of nibbles and 2 of scale a column */
+
+FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
+    const float *x_scale = job->x_scale + tile->row * job->groups;
+    const int32_t *x_offset = job->x_offset + tile->row * job->groups;
+    vf sum[MAX_TILE][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
+    for (int64_t g = 0; g < job->groups; g++, w += INT4_BLOCK, ahead += tile->ahead_step) {
+        vi left[8], right[8];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            vi first = vi_load(w + j * STEP_BYTES);
+            vi second = vi_load(w + j * STEP_BYTES + STEP_BYTES / 2);
+            left[j] = vi_low_nibbles(first);
+            left[j + 4] = vi_high_nibbles(first);
+            right[j] = vi_low_nibbles(second);
+            right[j + 4] = vi_high_nibbles(second);
+        }
+        const uint16_t *scale = (const uint16_t *)(w + 4 * STEP_BYTES);
+        vf left_scale = vf_load_fp16(scale);
+        vf right_scale = vf_load_fp16(scale + FT_LANES);
+#pragma GCC unroll 9
+        for (int line = 0; line < INT4_BLOCK; line += 64) ft_prefetch(ahead + line);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vi left_dots = vi_set1(x_offset[r]), right_dots = left_dots;
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) {
+                vi quad = vi_broadcast(x + 4 * (j * count + r));
+                left_dots = vi_dot_u4s8(left_dots, left[j], quad);
+                right_dots = vi_dot_u4s8(right_dots, right[j], quad);
+            }
+            vf row_scale = vf_set1(x_scale[r]);
+            sum[r][0] = vf_fma(vf_from_vi(left_dots), vf_mul(left_scale, row_scale), sum[r][0]);
+            sum[r][1] = vf_fma(vf_from_vi(right_dots), vf_mul(right_scale, row_scale), sum[r][1]);
+        }
+        x += FT_INT4_GROUP * count;
+        x_scale += count;
+        x_offset += count;
+    }
+    float out[MAX_TILE][PANEL];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        vf_store(out[r], sum[r][0]);
+        vf_store(out[r] + FT_LANES, sum[r][1]);
+    }
+    finish(job, tile, out[0], count);
+}
+
+#define CASE(kind, n) \
+    case n: kind##_tile(job, tile, n); break;
+#if defined(FT_AVX512)
+#define MORE_CASES(kind) \
+    CASE(kind, 5) CASE(kind, 6) CASE(kind, 7) CASE(kind, 8) \
+    CASE(kind, 9) CASE(kind, 10) CASE(kind, 11) CASE(kind, 12)
+#else
+#define MORE_CASES(kind)
+#endif
+#define DEFINE_TILE(kind) \
+    static void run_##kind(const ft_linear_job *job, const tile_t *tile, int64_t count) { \
+        switch (count) { \
+            CASE(kind, 1) CASE(kind, 2) CASE(kind, 3) CASE(kind, 4) MORE_CASES(kind) \
+        } \
+    }
+DEFINE_TILE(float32)
+DEFINE_TILE(bfloat16)
+DEFINE_TILE(int8)
+DEFINE_TILE(int4)
+
+static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count) {
+    switch (job->weight->kind) {
+        case FT_LINEAR_FLOAT32: run_float32(job, tile, count); break;
+        case FT_LINEAR_BFLOAT16: run_bfloat16(job, tile, count); break;
+        case FT_LINEAR_INT8: run_int8(job, tile, count); break;
+        default: run_int4(job, tile, count);
+    }
+}
+
+static void run_panels(void *context, int64_t begin, int64_t end) {
+    const ft_linear_job *job = context;
+    const int64_t share = job->panel_bytes / job->tiles;
+    for (int64_t panel = begin; panel < end; panel++) {
+        const char *weight = (const char *)job->weight->weight + panel * job->panel_bytes;
+        for (int64_t i = 0; i < job->tiles; i++) {
+            tile_t tile = {.weight = weight, .row = i * job->tile_rows, .column = panel * PANEL};
+            tile.ahead = job->tiles == 1 ? weight + NEAR : weight + job->panel_bytes + i * share;
+            tile.ahead_step = share / job->steps;
+            int64_t count = ft_min(job->tile_rows, job->rows - tile.row);
+            if (count > 0) run_tile(job, &tile, count);
+        }
+    }
+}
+
+/* ---- the call ---- */
+
+static int64_t round_up(int64_t value, int64_t unit) { return ft_ceil_div(value, unit) * unit; }
+
+/* 32-bit groups of a row of x; int8 rows end at a vector, their weights do not. */
+static int64_t words_of_row(const ft_linear_weight *weight) {
+    switch (weight->kind) {
+        case FT_LINEAR_FLOAT32: return weight->in_features;
+        case FT_LINEAR_BFLOAT16: return ft_ceil_div(weight->in_features, 2);
+        case FT_LINEAR_INT8: return round_up(weight->in_features, FT_LANES) / 4;
+        default: return round_up(weight->in_features, FT_INT4_GROUP) / 4;
+    }
+}
+
+int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows, void *y,
+              int y_dtype) {
+    static const int per_step[] = {1, 2, 4, FT_INT4_GROUP}; /* columns of the weight, by kind */
+    if (rows <= 0) return 0;
+    const int is_int4 = weight->kind == FT_LINEAR_INT4;
+    ft_linear_job job = {.weight = weight, .rows = rows, .y = y, .y_dtype = y_dtype};
+    job.tiles = ft_ceil_div(rows, MAX_TILE);
+    job.tile_rows = ft_ceil_div(rows, job.tiles);
+    job.tiles = ft_ceil_div(rows, job.tile_rows);
+    job.steps = ft_ceil_div(weight->in_features, per_step[weight->kind]);
+    job.x_steps = words_of_row(weight);
+    job.groups = is_int4 ? job.steps : 1;
+    job.panel_bytes = job.steps * (is_int4 ? INT4_BLOCK : STEP_BYTES);
+    if (ft_prepare_rows(&job, x, x_dtype) != 0) return -1;
+    const int64_t panels = ft_ceil_div(weight->out_features, PANEL);
+    /* Pieces large enough to stream, small enough that a slow core holds nobody up. */
+    ft_parallel(run_panels, &job, panels, ft_max(1, panels / (8 * ft_num_threads())));
+    return 0;
+}
+
+/* Outputs of a panel: L of the layouts in linear.h. */
+FT_EXPORT int ft_lanes(void) { return FT_LANES; }

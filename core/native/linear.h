@@ -1,0 +1,33 @@
+/* Linear layers over packed weights: y[r, n] = sum over k of x[r, k] * weight[n, k] + bias[n]. */
+#ifndef FT_LINEAR_H
+#define FT_LINEAR_H
+
+#include "common.h"
+
+enum { FT_LINEAR_FLOAT32 = 0, FT_LINEAR_BFLOAT16 = 1, FT_LINEAR_INT8 = 2, FT_LINEAR_INT4 = 3 };
+enum { FT_INT4_GROUP = 32 };
+
+/* A packed weight [out_features, in_features]. Rows of the weight are padded with zeros to whole
+ * panels, in_features to whole steps (int4: groups). With L = FT_LANES, the layouts are
+ *   float32   [panels of 2 L][in_features][2 L]        float
+ *   bfloat16  [panels of 2 L][in_features / 2][2 L][2] bf16
+ *   int8      [panels of 2 L][in_features / 4][2 L][4] byte, value + 128
+ *   int4      [panels of 2 L][in_features / 32] of a group: [4][2 L][4] byte, [2 L] fp16 scale;
+ *             byte b of quad j holds k = 4 j + b in its low half and 16 more in its high half, + 8
+ */
+typedef struct {
+    int32_t kind;
+    int32_t out_features;
+    int32_t in_features;
+    const void *weight;
+    const float *scale; /* [out_features, padded to panels] of int8, else NULL */
+    const float *bias;  /* the same shape, or NULL */
+} ft_linear_weight;
+
+/* x [rows, in_features] to y [rows, out_features], both dense. x_dtype is that of the weight for
+ * float32 and bfloat16 weights, either for int8 and int4 ones. Sums are float32 (or exact), rounded
+ * once to y_dtype. Returns 0, or -1 when there is no memory for the quantised rows. */
+FT_EXPORT int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows,
+                        void *y, int y_dtype);
+
+#endif

@@ -1,0 +1,202 @@
+/* Vectors of FT_LANES floats or 32-bit integers, one set of names for every variant.
+ *
+ * avx512 (with bf16 and VNNI): 16 lanes; avx2: 8; scalar: 4, in the compiler's generic vectors,
+ * which become SSE2 or NEON. Results may differ between variants, never within one.
+ *
+ * Pairs and quads: a 32-bit lane of weights or activations holds 2 bf16 or 4 bytes that are
+ * neighbours along K; a dot product adds the products of a lane to that lane of the sum.
+ */
+#ifndef FT_SIMD_H
+#define FT_SIMD_H
+
+#include "common.h"
+
+#if defined(FT_SCALAR)
+#elif defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define FT_AVX512 1
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FT_AVX2 1
+#endif
+
+#if defined(FT_AVX512)
+#include <immintrin.h>
+enum { FT_LANES = 16 };
+typedef __m512 vf;
+typedef __m512i vi;
+
+FT_INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
+FT_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+FT_INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+FT_INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+FT_INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+FT_INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+FT_INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return _mm512_fmadd_ps(a, b, sum); }
+FT_INLINE vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
+FT_INLINE vf vf_load_bf16(const bf16 *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+FT_INLINE vf vf_load_fp16(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
+}
+FT_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+FT_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+FT_INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 4)); }
+FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
+}
+/* Unsigned bytes times signed ones, exact. */
+FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* gcc 12 copies the intrinsic's sums to and fro */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+    return sum;
+}
+/* The same for w of at most 15. */
+FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) { return vi_dot_u8s8(sum, w, x); }
+/* Round to nearest, ties to even, to bytes; |x| is at most 127. */
+FT_INLINE void vf_store_int8(int8_t *p, vf x) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+
+#elif defined(FT_AVX2)
+#include <immintrin.h>
+enum { FT_LANES = 8 };
+typedef __m256 vf;
+typedef __m256i vi;
+
+FT_INLINE vf vf_set1(float x) { return _mm256_set1_ps(x); }
+FT_INLINE vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+FT_INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+FT_INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+FT_INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+FT_INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+FT_INLINE vf vf_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return _mm256_fmadd_ps(a, b, sum); }
+FT_INLINE vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
+FT_INLINE vf vf_load_bf16(const bf16 *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+FT_INLINE vf vf_load_fp16(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+}
+FT_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
+FT_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+FT_INLINE vi vi_low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm256_srli_epi16(a, 4)); }
+FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
+    const vi high = _mm256_set1_epi32((int32_t)0xffff0000u);
+    vf even_w = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+    vf even_x = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+    sum = _mm256_fmadd_ps(even_w, even_x, sum);
+    vf odd_w = _mm256_castsi256_ps(_mm256_and_si256(w, high));
+    return _mm256_fmadd_ps(odd_w, _mm256_castsi256_ps(_mm256_and_si256(x, high)), sum);
+}
+FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* maddubs would saturate at 255 * 127 * 2 */
+    vi even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
+    vi even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), even_x);
+    vi odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) {
+    vi pairs = _mm256_maddubs_epi16(w, x);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+FT_INLINE void vf_store_int8(int8_t *p, vf x) {
+    int32_t wide[8];
+    _mm256_storeu_si256((__m256i *)wide, _mm256_cvtps_epi32(x));
+    for (int i = 0; i < 8; i++) p[i] = (int8_t)wide[i];
+}
+
+#else
+#include <math.h>
+enum { FT_LANES = 4 };
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+
+FT_INLINE vf vf_set1(float x) { return (vf){x, x, x, x}; }
+FT_INLINE vf vf_load(const float *p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+FT_INLINE void vf_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+FT_INLINE vf vf_add(vf a, vf b) { return a + b; }
+FT_INLINE vf vf_mul(vf a, vf b) { return a * b; }
+FT_INLINE vf vf_max(vf a, vf b) {
+    vi greater = a > b;
+    return (vf)(((vi)a & greater) | ((vi)b & ~greater));
+}
+FT_INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
+FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return sum + a * b; }
+FT_INLINE vf vf_from_vi(vi a) { return __builtin_convertvector(a, vf); }
+FT_INLINE vf vf_load_bf16(const bf16 *p) {
+    return (vf){ft_from_bf16(p[0]), ft_from_bf16(p[1]), ft_from_bf16(p[2]), ft_from_bf16(p[3])};
+}
+FT_INLINE float ft_from_fp16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
+    float value = rest < 0x400u ? (float)rest * 0x1p-24f : 0.0f; /* zero and subnormals */
+    uint32_t bits = rest < 0x7c00u ? (rest << 13) + 0x38000000u : (rest << 13) + 0x70000000u;
+    if (rest < 0x400u) memcpy(&bits, &value, 4);
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+FT_INLINE vf vf_load_fp16(const uint16_t *p) {
+    return (vf){ft_from_fp16(p[0]), ft_from_fp16(p[1]), ft_from_fp16(p[2]), ft_from_fp16(p[3])};
+}
+FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
+    for (int i = 0; i < 4; i++) p[i] = ft_to_bf16(x[i]);
+}
+FT_INLINE vi vi_set1(int32_t x) { return (vi){x, x, x, x}; }
+FT_INLINE vi vi_load(const void *p) {
+    vi x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+FT_INLINE vi vi_low_nibbles(vi a) { return a & 0x0f0f0f0f; }
+FT_INLINE vi vi_high_nibbles(vi a) { return (a >> 4) & 0x0f0f0f0f; }
+FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
+    vf even_w = (vf)((vu)w << 16), even_x = (vf)((vu)x << 16);
+    vf odd_w = (vf)((vu)w & 0xffff0000u), odd_x = (vf)((vu)x & 0xffff0000u);
+    return sum + even_w * even_x + odd_w * odd_x;
+}
+FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) {
+    for (int byte = 0; byte < 4; byte++) {
+        vi signed_x = (vi)((vu)x << (24 - 8 * byte)) >> 24;
+        sum += (vi)(((vu)w >> (8 * byte)) & 255u) * signed_x;
+    }
+    return sum;
+}
+FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) { return vi_dot_u8s8(sum, w, x); }
+FT_INLINE void vf_store_int8(int8_t *p, vf x) {
+    for (int i = 0; i < 4; i++) p[i] = (int8_t)lrintf(x[i]);
+}
+#endif
+
+FT_INLINE vf vf_zero(void) { return vf_set1(0.0f); }
+FT_INLINE vi vi_zero(void) { return vi_set1(0); }
+/* One 32-bit group of activations in every lane. */
+FT_INLINE vi vi_broadcast(const void *p) {
+    int32_t group;
+    memcpy(&group, p, 4);
+    return vi_set1(group);
+}
+FT_INLINE void ft_prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+
+#endif

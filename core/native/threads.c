@@ -1,0 +1,195 @@
+/* The thread pool: workers take pieces of a job from a shared counter.
+ *
+ * After a job a worker spins for some tens of microseconds, as the next operation of a step follows
+ * at once, and then sleeps: beside an event loop on two cores, a spinning thread steals its time.
+ * The caller never waits for a worker that has not come yet: it does the work itself, closes the
+ * job, and waits for those inside only. A core that is busy elsewhere costs its share, no more.
+ */
+#define _GNU_SOURCE
+#include "common.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ __volatile__("yield")
+#else
+#define RELAX() ((void)0)
+#endif
+
+enum { MAX_THREADS = 256, SPINS = 1000, CLOSED = 1 << 30 };
+
+static struct {
+    pthread_mutex_t busy;   /* held by the caller whose job runs, and while the pool is resized */
+    pthread_mutex_t lock;   /* guards the sleep of workers and of the caller */
+    pthread_cond_t wake;    /* a new job, or the end */
+    pthread_cond_t finished;
+    pthread_t workers[MAX_THREADS];
+    int num_workers;
+    ft_work work;
+    void *context;
+    int64_t tasks, grain;
+    _Atomic int64_t next;     /* first task not yet taken */
+    _Atomic uint64_t job;     /* counts jobs; workers wait for it to change */
+    _Atomic int gate;         /* workers inside the job; + CLOSED when none may enter */
+    _Atomic int stop;
+} pool = {
+    .busy = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+    .finished = PTHREAD_COND_INITIALIZER,
+    .gate = CLOSED,
+};
+
+static void take_pieces(void) {
+    for (;;) {
+        int64_t begin = atomic_fetch_add(&pool.next, pool.grain);
+        if (begin >= pool.tasks) return;
+        pool.work(pool.context, begin, ft_min(begin + pool.grain, pool.tasks));
+    }
+}
+
+static void await_job(uint64_t seen) {
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load(&pool.job) != seen) return;
+        RELAX();
+    }
+    pthread_mutex_lock(&pool.lock);
+    while (atomic_load(&pool.job) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void *worker_main(void *argument) {
+    uint64_t seen = (uint64_t)(uintptr_t)argument;
+    for (;;) {
+        await_job(seen);
+        seen = atomic_load(&pool.job);
+        if (atomic_load(&pool.stop)) return NULL;
+        if (!(atomic_fetch_add(&pool.gate, 1) & CLOSED)) take_pieces();
+        if (atomic_fetch_sub(&pool.gate, 1) == CLOSED + 1) {
+            pthread_mutex_lock(&pool.lock);
+            pthread_cond_signal(&pool.finished);
+            pthread_mutex_unlock(&pool.lock);
+        }
+    }
+}
+
+static void announce(void) {
+    pthread_mutex_lock(&pool.lock);
+    atomic_fetch_add(&pool.job, 1);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+static void close_job(void) {
+    atomic_fetch_or(&pool.gate, CLOSED);
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load(&pool.gate) == CLOSED) return;
+        RELAX();
+    }
+    pthread_mutex_lock(&pool.lock);
+    while (atomic_load(&pool.gate) != CLOSED) pthread_cond_wait(&pool.finished, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain) {
+    if (tasks <= 0) return;
+    if (tasks <= grain || pthread_mutex_trylock(&pool.busy) != 0) {
+        work(context, 0, tasks);
+        return;
+    }
+    if (pool.num_workers == 0) {
+        pthread_mutex_unlock(&pool.busy);
+        work(context, 0, tasks);
+        return;
+    }
+    pool.work = work;
+    pool.context = context;
+    pool.tasks = tasks;
+    pool.grain = grain;
+    atomic_store(&pool.next, 0);
+    atomic_fetch_and(&pool.gate, ~CLOSED);
+    announce();
+    take_pieces();
+    close_job();
+    pthread_mutex_unlock(&pool.busy);
+}
+
+int ft_num_threads(void) { return pool.num_workers + 1; }
+
+static void stop_workers(void) {
+    atomic_store(&pool.stop, 1);
+    announce();
+    for (int i = 0; i < pool.num_workers; i++) pthread_join(pool.workers[i], NULL);
+    pool.num_workers = 0;
+    atomic_store(&pool.stop, 0);
+}
+
+/* A forked child has no workers; its first jobs run in the caller alone. */
+static void forget_workers(void) {
+    pool.num_workers = 0;
+    atomic_store(&pool.gate, CLOSED);
+    pthread_mutex_init(&pool.busy, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.finished, NULL);
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_workers); }
+
+/* Resize the pool to `threads`, the caller of a job included; 1 means no pool. Returns how many
+ * there are now: fewer when the system gives no more. Waits for a running job. */
+FT_EXPORT int ft_set_threads(int threads) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&pool.busy);
+    int wanted = (int)ft_min(ft_max(threads, 1), MAX_THREADS) - 1;
+    if (wanted != pool.num_workers) {
+        stop_workers();
+        void *seen = (void *)(uintptr_t)atomic_load(&pool.job);
+        while (pool.num_workers < wanted) {
+            pthread_t *worker = &pool.workers[pool.num_workers];
+            if (pthread_create(worker, NULL, worker_main, seen) != 0) break;
+            pool.num_workers++;
+        }
+    }
+    int now = pool.num_workers + 1;
+    pthread_mutex_unlock(&pool.busy);
+    return now;
+}
+
+/* Memory of a thread, given back when it ends. */
+struct arena {
+    void *data[FT_SCRATCH_SLOTS];
+    size_t bytes[FT_SCRATCH_SLOTS];
+};
+static pthread_key_t arena_key;
+static pthread_once_t arena_once = PTHREAD_ONCE_INIT;
+
+static void free_arena(void *value) {
+    struct arena *arena = value;
+    for (int i = 0; i < FT_SCRATCH_SLOTS; i++) free(arena->data[i]);
+    free(arena);
+}
+
+static void make_arena_key(void) { pthread_key_create(&arena_key, free_arena); }
+
+void *ft_scratch(int slot, size_t bytes) {
+    pthread_once(&arena_once, make_arena_key);
+    struct arena *arena = pthread_getspecific(arena_key);
+    if (!arena) {
+        arena = calloc(1, sizeof *arena);
+        if (!arena) return NULL;
+        pthread_setspecific(arena_key, arena);
+    }
+    if (arena->bytes[slot] < bytes) {
+        size_t rounded = (bytes + 4095) / 4096 * 4096;
+        free(arena->data[slot]);
+        arena->data[slot] = aligned_alloc(64, rounded);
+        arena->bytes[slot] = arena->data[slot] ? rounded : 0;
+    }
+    return arena->data[slot];
+}
