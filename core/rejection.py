@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cuts import masses
 from .noise import gumbel_rows, purpose_seed, uniform, vocabulary_hashes
-from .sampling import SampleRow, argmax, is_cut, is_edited, masses, scaled, survivors
+from .sampling import SampleRow, argmax, is_cut, is_edited, scaled, survivors
 from .step import Draft
 from .verify import Choice, Place, Verified, VerifyRow, processed, sample, walk_drafts
 

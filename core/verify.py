@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cuts import mass_unit, masses
 from .noise import gumbel_rows, vocabulary_hashes
 from .sampling import (
     SampleRow,
@@ -33,8 +34,6 @@ from .sampling import (
     edit_rows,
     is_cut,
     is_edited,
-    mass_unit,
-    masses,
     scaled,
     survivors,
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretoken.core.cuts import masses
 from foretoken.core.params import SamplingParams
 from foretoken.core.sampling import (
     SampleRow,
@@ -14,7 +15,6 @@ from foretoken.core.sampling import (
     edit_rows,
     is_cut,
     is_edited,
-    masses,
     out_of_vocabulary,
     scaled,
     survivors,
