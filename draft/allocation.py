@@ -171,10 +171,12 @@ class Search:
         rates = (num_requests + gains) / (seconds - self._shared)
         counts = rates.argmax(axis=1)
         best = rates[np.arange(num_caps), counts]
-        options = [
-            self._option(order[cap, : counts[cap]], is_lm[cap], gains[cap], seconds[cap], width)
-            for cap in (0, 1 + int(best[1:].argmax()) if num_caps > 1 else 0)
-        ]
+        options = []
+        for cap in (0, 1 + int(best[1:].argmax()) if num_caps > 1 else 0):
+            # More rows may be expected to take less time, but what cannot come is not drafted.
+            num_taken = min(int(counts[cap]), int(np.count_nonzero(flat[cap])))
+            taken = order[cap, :num_taken]
+            options.append(self._option(taken, is_lm[cap], gains[cap], seconds[cap], width))
         return options[0], options[1] if num_caps > 1 else None
 
     def _queues(self) -> tuple[FloatArray, NDArray[np.bool_]]:

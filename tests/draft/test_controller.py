@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -255,3 +256,15 @@ def test_the_summary_tells_shares_and_starts_anew() -> None:
     assert summary["mean_drafted"] == 1.0
     assert summary["reason"] == "plain: nothing to draft"
     assert controller.describe()["share_free"] == 0.0
+
+
+@pytest.mark.parametrize("free", [[[0.9], [0.9]], [[0.0], [0.0]]], ids=["both", "lm"])
+def test_what_cannot_come_is_not_drafted_even_where_more_rows_take_less_time(free) -> None:
+    lm = [[0.9, 0.8, 0.0, 0.0], [0.9, 0.8, 0.7, 0.0]]
+    given = candidates(free, lm)
+    levels = np.array([0.0, 0.0, 0.0, -0.001, -0.004, *[-0.006] * 7])  # from 8 rows on, less
+    search = Search(replace(given, levels=levels), CostModel(CHEAP))
+    for option in search.best():
+        if option is not None and option.num_free is not None and option.depths is not None:
+            assert (option.num_free <= np.count_nonzero(given.free, axis=1)).all()
+            assert (option.depths <= np.count_nonzero(given.lm, axis=1)).all()

@@ -1,0 +1,262 @@
+"""The same workloads as ``bench serve`` on the engine in this process, without HTTP.
+
+``foretoken bench offline WORKLOAD``; the engine's flags are those of ``foretoken serve``.
+``--compare`` runs everything without and with speculation in turn, each from an empty cache, and
+tells their ratio, by the clock and by processor time, which a busy machine spares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, cast
+
+from ..api.flags import Parser, add_engine_flags, engine_options
+from ..core.errors import ForetokenError
+from ..core.params import SamplingParams
+from .load import Content, Job, Load
+from .load_cli import parsed, run
+from .load_figures import Record
+from .load_http import Failure
+from .load_openai import joined
+from .load_report import heading, out_path, show
+from .load_roofline import Roofline, measured_roofline
+from .load_server import KvUsage
+from .report import Spread, table, write_json
+from .workloads import Scene, positive
+from .workloads_text import TextCorpus, id_corpus
+
+if TYPE_CHECKING:
+    from ..api.sdk import AsyncLLM
+    from ..core.runner import ModelRunner
+
+SAMPLE_SECONDS = 0.1
+
+
+class OfflineDriver:
+    """Sends jobs to an engine in this process."""
+
+    def __init__(self, llm: AsyncLLM, temperature: float) -> None:
+        self._llm, self._temperature = llm, temperature
+
+    async def ask(self, job: Job, record: Record) -> Content:
+        """Read one answer; raises `Failure`, by the name of the engine's own error."""
+        try:
+            return await self._ask(job, record)
+        except ForetokenError as error:
+            raise Failure(type(error).__name__, str(error)) from None
+
+    async def settle(self) -> None:
+        """Nothing is missing: the engine tells the tokens of every delta."""
+
+    async def _ask(self, job: Job, record: Record) -> Content:
+        params = SamplingParams(
+            temperature=self._temperature,
+            max_tokens=job.output_len,
+            ignore_eos=True,
+            seed=0,
+            speculation=job.speculation,  # type: ignore[arg-type]
+        )
+        token_ids: list[int] = []
+        answer = await self._llm.open(cast(list[int], joined(job.prompt)), params)
+        try:
+            async with aclosing(answer.deltas()) as deltas:
+                async for delta in deltas:
+                    if delta.token_ids:
+                        record.times.append(time.perf_counter())
+                        record.counts.append(len(delta.token_ids))
+                        token_ids += delta.token_ids
+                        if job.watch is not None:
+                            job.watch(record)
+        finally:
+            self._llm.forget(answer)
+            _note_usage(record, answer.usage)
+        return token_ids
+
+
+def _note_usage(record: Record, usage: object) -> None:
+    for name in ("prompt_tokens", "cached_tokens", "proposed_tokens", "accepted_tokens",
+                 "verify_steps"):  # fmt: skip
+        setattr(record, name, getattr(usage, name))
+
+
+# -- the engine ---------------------------------------------------------------------------------
+
+
+def weight_bytes(llm: AsyncLLM) -> int:
+    """Bytes of the target's matrices as they are in memory, quantised or not."""
+    runner = cast("ModelRunner", llm.engine.runner)
+    weights = runner.decoder.weights
+    linears = [linear for each in weights.layers
+               for linear in (each.qkv, each.o, each.gate_up, each.down)]  # fmt: skip
+    return sum(linear.weight.nbytes for linear in [*linears, weights.lm_head])
+
+
+@asynccontextmanager
+async def sampled(llm: AsyncLLM) -> AsyncIterator[KvUsage]:
+    """The share of the KV pool that requests hold, ten times a second."""
+    usage = KvUsage()
+
+    async def sample() -> None:
+        while True:
+            usage.shares.append(llm.engine.scheduler.cache.usage)
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    task = asyncio.create_task(sample())
+    try:
+        yield usage
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+class Bench:
+    """One engine, and the workloads on it."""
+
+    def __init__(self, llm: AsyncLLM, corpus: TextCorpus, roofline: Roofline | None) -> None:
+        self._llm, self._corpus, self._roofline = llm, corpus, roofline
+
+    async def once(
+        self, args: argparse.Namespace, speculation: str | int | None = None
+    ) -> tuple[dict[str, object], list[str], list[Record]]:
+        """One run from an empty cache: figures, notes, records."""
+        self._llm.engine.flush_cache()
+        driver = OfflineDriver(self._llm, args.temperature)
+        load = Load(driver, speculation=speculation)
+        scene = Scene(args, self._corpus, self._llm.built.max_model_len, args.seed)
+        async with sampled(self._llm) as kv_usage:
+            figures, notes = await run(load, scene)
+        figures["kv_usage"] = kv_usage.figures()
+        figures["cpu_ms_per_token"] = _cpu_per_token(figures)
+        if self._roofline is not None:
+            figures["roofline"] = self._roofline.beside(figures)
+        return figures, notes, load.records
+
+    async def measure(self, args: argparse.Namespace) -> None:
+        """Run one workload, print and write what it shows."""
+        report: dict[str, object] = heading()
+        if args.compare:
+            report |= await self._compare(args)
+        else:
+            figures, notes, records = await self.once(args)
+            show(args.workload, figures, notes)
+            report |= {**figures, "notes": notes}
+            if args.save_requests:
+                report["records"] = records
+        write_json(out_path(args.out, "offline", args.workload), report)
+
+    async def _compare(self, args: argparse.Namespace) -> dict[str, object]:
+        """Off and on in turn; the first pair warms up. The order changes from pair to pair."""
+        setting = "auto" if args.speculation is None else args.speculation
+        if setting == "off":
+            raise SystemExit("--compare runs without speculation anyway: --speculation auto or K")
+        pairs: list[dict[str | int, dict[str, object]]] = []
+        notes: list[str] = []
+        for repeat in range(args.repeats + 1):
+            pair = {}
+            for each in ("off", setting) if repeat % 2 else (setting, "off"):
+                pair[each], notes, _ = await self.once(args, each)
+            pairs.append(pair)
+        rows = [_row(name, [pair[name] for pair in pairs[1:]]) for name in ("off", setting)]
+        ratios = _ratios([(pair["off"], pair[setting]) for pair in pairs[1:]])
+        print(f"\n{args.workload}\n\n{table(rows)}\n")
+        print(*(f"{name}: {spread}" for name, spread in ratios.items()), sep="\n")
+        print(*(f"- {note}" for note in notes), sep="\n", flush=True)
+        return {"rows": rows, **ratios, "notes": notes, "runs": pairs}
+
+
+# -- comparison ---------------------------------------------------------------------------------
+
+
+def _row(name: str | int, runs: Sequence[dict[str, object]]) -> dict[str, object]:
+    """One setting: median and range over its runs."""
+    return {
+        "speculation": name,
+        "tok/s": _spread(runs, "output_tokens_per_s"),
+        "TTFT ms p50": _spread(runs, "ttft_ms", "p50"),
+        "ITL ms p50": _spread(runs, "itl_ms", "p50"),
+        "ITL ms p99": _spread(runs, "itl_ms", "p99"),
+        "CPU ms/token": _spread(runs, "cpu_ms_per_token"),
+        "tokens/step": _spread(runs, "tokens_per_step"),
+        "acceptance": _spread(runs, "acceptance_rate"),
+        "prefix hits": _spread(runs, "prefix_hit_rate"),
+        "errors": sum(len(cast(dict[str, int], run["errors"])) for run in runs),
+    }
+
+
+def _spread(runs: Sequence[dict[str, object]], name: str, part: str | None = None) -> object:
+    found = [run[name] if part is None else _part(run[name], part) for run in runs]
+    numbers = [value for value in found if isinstance(value, int | float)]
+    return Spread.of(numbers) if numbers else "-"
+
+
+def _part(figure: object, part: str) -> object:
+    return figure[part] if isinstance(figure, dict) else None
+
+
+def _ratios(
+    pairs: Sequence[tuple[dict[str, object], dict[str, object]]],
+) -> dict[str, Spread]:
+    """On over off, pair by pair: above 1 speculation is faster."""
+    rates = [(_number(on, "output_tokens_per_s"), _number(off, "output_tokens_per_s"))
+             for off, on in pairs]  # fmt: skip
+    costs = [(_number(off, "cpu_ms_per_token"), _number(on, "cpu_ms_per_token"))
+             for off, on in pairs]  # fmt: skip
+    return {
+        "on / off, tok/s": Spread.of([on / off for on, off in rates]),
+        "on / off, tokens per CPU second": Spread.of([off / on for off, on in costs]),
+    }
+
+
+def _number(figures: dict[str, object], name: str) -> float:
+    value = figures[name]
+    if not isinstance(value, float):
+        raise SystemExit(f"a run served no token: {figures['errors']}")
+    return value
+
+
+def _cpu_per_token(figures: dict[str, object]) -> float | None:
+    tokens, seconds = figures["output_tokens"], figures["process_cpu_seconds"]
+    if not isinstance(tokens, int) or not isinstance(seconds, float) or not tokens:
+        return None
+    return 1e3 * seconds / tokens
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def _own_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--model", help="folder in Hugging Face layout, or a hub id; nothing: the built-in pair"
+    )
+    add_engine_flags(parser)
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--compare", action="store_true", help="without and with speculation")
+    group.add_argument("--repeats", type=positive, default=3, help="pairs, after one that warms up")
+
+
+async def _main(runs: Sequence[argparse.Namespace]) -> None:
+    from ..api.sdk import AsyncLLM
+
+    async with AsyncLLM(runs[0].model, **engine_options(runs[0])) as llm:
+        roofline = measured_roofline(llm.built.folder, weight_bytes(llm))
+        corpus = await id_corpus(llm.tokenizer.encode, llm.built.vocab_size, runs[0].seed)
+        bench = Bench(llm, corpus, roofline)
+        for args in runs:
+            await bench.measure(args)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write the JSON."""
+    runs = parsed("foretoken bench offline", __doc__ or "", list(argv or []), _own_flags)
+    print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
+    asyncio.run(_main(runs))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

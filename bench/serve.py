@@ -1,0 +1,188 @@
+"""Load on any OpenAI-compatible server, over HTTP.
+
+``foretoken bench serve WORKLOAD --url URL``; without --url a ``foretoken serve`` of our own is
+started for the run, with the arguments behind ``--``. Nothing is relied on that is not OpenAI's;
+what a server tells beyond that (cached tokens, speculation, /metrics, /tokenize) is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..api.flags import Parser
+from .load import Job, Load, Piece
+from .load_cli import parsed, run
+from .load_http import Failure, Http
+from .load_openai import PATHS, OpenAIDriver
+from .load_report import busy_note, heading, out_path, show
+from .load_roofline import Roofline, measured_roofline
+from .load_server import first_model, own_server, sampled, server_encode, wait_healthy
+from .report import write_json
+from .workloads import Scene, above_zero, natural, positive
+from .workloads_text import chat_corpus, id_corpus
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+HEALTHY_SECONDS = 300.0
+
+
+def _speculation(text: str) -> str | int:
+    return text if text in ("auto", "off") else natural(text)
+
+
+def _own_flags(parser: Parser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--url", help="with or without /v1; nothing: a server of our own")
+    add("--model", help="its name on the server; a local folder: for a server of our own, and for "
+        "the roofline")  # fmt: skip
+    add("--api-key", metavar="KEY", help="or OPENAI_API_KEY")
+    add(
+        "--endpoint",
+        choices=list(PATHS),
+        default="completions",
+        help="completions: token ids, exact lengths; chat: text, approximate lengths",
+    )
+    add(
+        "--vocab-size",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="random ids below N are sent where the server has no /tokenize",
+    )
+    add("--max-model-len", type=positive, metavar="N", help="if the server does not tell it")
+    add(
+        "--speculation",
+        type=_speculation,
+        metavar="auto|off|K",
+        help="sent with each request (foretoken only)",
+    )
+    add("--timeout", type=above_zero, default=600.0, metavar="S", help="of one request")
+
+
+class Bench:
+    """One server and what was found out about it."""
+
+    def __init__(self, url: str, args: argparse.Namespace, roofline: Roofline | None) -> None:
+        self.args = args
+        self.roofline = roofline
+        self._wanted = None if args.model is None or Path(args.model).is_dir() else args.model
+        key = args.api_key or os.environ.get("OPENAI_API_KEY")
+        try:
+            self.http = Http(url, key=key)
+        except ValueError as error:
+            raise SystemExit(f"--url: {error}") from None
+
+    async def open(self) -> None:
+        """Wait for the server, learn its model and how it counts."""
+        await wait_healthy(self.http, HEALTHY_SECONDS)
+        args = self.args
+        self.model, told_len = await first_model(self.http, self._wanted)
+        self.max_len = args.max_model_len or told_len
+        self.encode = await server_encode(self.http, self.model)
+
+    async def measure(self, args: argparse.Namespace) -> bool:
+        """Run one workload, print and write what it shows; whether anything was served."""
+        driver, scene = await self._prepared(args)
+        load = Load(driver, speculation=args.speculation)
+        async with sampled(self.http) as kv_usage:
+            figures, notes = await run(load, scene)
+        figures["model"] = self.model
+        figures["kv_usage"] = kv_usage.figures()
+        figures["client_cpu"] = share = figures["process_cpu_share"]
+        assert isinstance(share, float)
+        if self.roofline is not None:
+            figures["roofline"] = self.roofline.beside(figures)
+        notes += [*self._notes(driver), *busy_note(share)]
+        show(args.workload, figures, notes)
+        report = {**heading(), "url": args.url or "own server", **figures, "notes": notes}
+        if args.save_requests:
+            report["records"] = load.records
+        write_json(out_path(args.out, "serve", args.workload), report)
+        return bool(figures["served"])
+
+    async def _prepared(self, args: argparse.Namespace) -> tuple[OpenAIDriver, Scene]:
+        is_chat = args.endpoint == "chat"
+        if is_chat:
+            corpus = await chat_corpus(self.encode, args.seed)
+        else:
+            corpus = await id_corpus(self.encode, args.vocab_size, args.seed)
+        driver = OpenAIDriver(
+            self.http,
+            self.model,
+            args.endpoint,
+            temperature=args.temperature,
+            timeout=args.timeout,
+            corpus=corpus,
+            encode=self.encode,
+        )
+        hello = Job(name="probe", prompt=[Piece("user", corpus.cut("probe", 8))], output_len=2)
+        try:
+            await driver.probe(hello)
+        except Failure as failure:
+            raise SystemExit(f"{PATHS[args.endpoint]} does not serve: {failure}") from None
+        return driver, Scene(args, corpus, self.max_len, args.seed)
+
+    def _notes(self, driver: OpenAIDriver) -> list[str]:
+        notes = list(driver.notes)
+        if self.encode is None:
+            notes.append("no /tokenize: random ids below --vocab-size, or 4 characters a token")
+        notes += [f"tokens of a chunk: {how}" for how in driver.countings]
+        if driver.num_stand_ins:
+            notes.append(f"{driver.num_stand_ins} answers had stand-ins in the prompts after them")
+        if self.max_len is None:
+            notes.append("the server tells no longest context: prompts are never cut")
+        return notes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the JSON; 1 where nothing was served."""
+    given = list(argv or [])
+    at = given.index("--") if "--" in given else len(given)
+    runs = parsed("foretoken bench serve", __doc__ or "", given[:at], _own_flags)
+    server_args = given[at + 1 :]
+    if runs[0].url is not None and server_args:
+        raise SystemExit("arguments behind -- are for a server of our own, not for --url")
+    report = heading()
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
+    roofline = _roofline(runs[0], server_args)
+    if runs[0].url is not None:
+        return _run(runs[0].url, runs, roofline)
+    model = [] if runs[0].model is None else [runs[0].model]
+    with own_server([*model, "--log-level", "warning", *server_args]) as url:
+        return _run(url, runs, roofline)
+
+
+def _run(url: str, runs: Sequence[argparse.Namespace], roofline: Roofline | None) -> int:
+    async def work() -> int:
+        bench = Bench(url, runs[0], roofline)
+        await bench.open()
+        try:
+            served = [await bench.measure(args) for args in runs]
+            return 0 if all(served) else 1
+        finally:
+            bench.http.close()
+
+    return asyncio.run(work())
+
+
+def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline | None:
+    """Of a model whose files are here, on a server that is here; None: unknown."""
+    if "--quantize" in server_args:
+        return None  # its bytes are not those of the files
+    if args.model is not None:
+        folder = Path(args.model)
+        is_here = args.url is None or Http(args.url).host in LOCAL_HOSTS
+        return measured_roofline(folder) if folder.is_dir() and is_here else None
+    if args.url is not None:
+        return None
+    from ..api.build import BUILTIN
+
+    return measured_roofline(BUILTIN / "target")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
