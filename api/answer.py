@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
 from ..core.caching import DEFAULT_CACHE
+from ..core.errors import ForetokenError
 from ..core.params import SamplingParams
-from ..core.request import Delta, Request, Usage
+from ..core.request import Delta, FinishReason, Request, Usage
 from ..core.step import TokenLogprob
 from ..core.stream import TokenStream
 from .matcher import Grammar
@@ -18,6 +20,7 @@ from .results import Choice, Completion, TextDelta, total_usage
 from .text import AnswerText
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Generation:
@@ -59,6 +62,8 @@ class Generation:
             yield self._dress(delta)
 
     def _dress(self, delta: Delta) -> TextDelta:
+        if not self._text.watches:
+            self._read(delta)
         wanted = self.request.sampling.params.logprobs is not None
         reason = delta.finish_reason
         return TextDelta(
@@ -71,6 +76,20 @@ class Generation:
             logprobs=delta.logprobs if wanted else None,
             prompt_logprobs=delta.prompt_logprobs,
         )
+
+    def _read(self, delta: Delta) -> None:
+        """Tokens to text; one that stops the answer has none."""
+        token_ids = delta.token_ids
+        if delta.finish_reason is FinishReason.STOP:
+            token_ids = token_ids[:-1]
+        try:
+            for token_id in token_ids:
+                self._text.push(token_id)
+        except Exception as error:
+            logger.exception(
+                "request %s failed while its tokens were read", self.request.request_id
+            )
+            raise ForetokenError("the answer could not be decoded") from error
 
 
 class Answer:

@@ -12,7 +12,7 @@ from ..core.admission import SchedulerLimits
 from ..core.config import EngineConfig, parse_size
 from ..core.engine import Engine
 from ..core.errors import InvalidRequest, ModelLoadError
-from ..core.kv_pool import bytes_per_page
+from ..core.kv_pool import KVPool, bytes_per_page
 from ..core.memory import keep_freed_memory
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
@@ -52,10 +52,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     target = _load(folder, config)
     draft = None if spec.model is None else _load_draft(spec.model, folder, target, config)
     num_pages = _num_pages(config, [each for each in (target, draft) if each is not None])
-    pool = target.make_pool(num_pages, page_size=config.page_size)
-    pair = None
-    if draft is not None:
-        pair = (draft, draft.make_pool(num_pages, page_size=config.page_size))
+    pool = _make_pool(target, num_pages, config)
+    pair = None if draft is None else (draft, _make_pool(draft, num_pages, config))
     speculator, costs = make_speculator(config, spec, target.config.vocab_size)
     scheduler = Scheduler(
         PrefixCache(num_pages, config.page_size, pin_quota=config.pin_quota),
@@ -137,6 +135,7 @@ def _load_draft(model: str, target_folder: Path, target: Decoder, config: Engine
 def _limits(config: EngineConfig, target: Decoder) -> SchedulerLimits:
     return SchedulerLimits(
         max_batch_tokens=config.max_batch_tokens,
+        max_slowdown=config.max_slowdown,
         max_running=config.max_running,
         max_queued=config.max_queued,
         max_model_len=_model_len(config, target),
@@ -159,7 +158,7 @@ def _num_pages(config: EngineConfig, decoders: Sequence[Decoder]) -> int:
     """Pages of all pools together that fit the budget; the same number in each."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // config.page_size)
-    per_page = sum(_bytes_per_page(decoder, config.page_size) for decoder in decoders)
+    per_page = sum(_bytes_per_page(decoder, config) for decoder in decoders)
     longest = _model_len(config, decoders[0])
     if config.kv_memory is None:
         useful = config.max_running * -(-longest // config.page_size)
@@ -170,13 +169,19 @@ def _num_pages(config: EngineConfig, decoders: Sequence[Decoder]) -> int:
     return num_pages
 
 
-def _bytes_per_page(decoder: Decoder, page_size: int) -> int:
+def _make_pool(decoder: Decoder, num_pages: int, config: EngineConfig) -> KVPool:
+    """A draft model's pool is of the same kind: it never changes what is said, only how fast."""
+    return decoder.make_pool(num_pages, page_size=config.page_size, kv_dtype=config.kv_cache_dtype)
+
+
+def _bytes_per_page(decoder: Decoder, config: EngineConfig) -> int:
     return bytes_per_page(
         num_layers=decoder.config.num_layers,
         num_kv_heads=decoder.config.num_kv_heads,
         head_dim=decoder.config.head_dim,
-        page_size=page_size,
+        page_size=config.page_size,
         dtype=decoder.dtype,
+        kv_dtype=config.kv_cache_dtype,
     )
 
 

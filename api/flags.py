@@ -69,7 +69,7 @@ def add_engine_flags(parser: Parser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"))
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     add("--quantize", choices=("none", "int8", "int4"))
-    add("--kv-cache-dtype", choices=("auto", "int8", "fp8"))
+    add("--kv-cache-dtype", choices=("auto", "int8"), help="int8: twice the tokens in a KV pool")
     pool = group.add_mutually_exclusive_group()
     pool.add_argument("--kv-memory", type=_size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
     pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
@@ -77,6 +77,12 @@ def add_engine_flags(parser: Parser) -> None:
     add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
+    add(
+        "--max-slowdown",
+        type=float,
+        metavar="X",
+        help="how many times longer a step may take for prompts beside running answers",
+    )
     add("--max-running", type=int, metavar="N", help="requests in one step")
     add("--max-queued", type=int, metavar="N", help="requests that may wait")
     add("--threads", type=int, metavar="N", help="of the model on the CPU")

@@ -297,7 +297,7 @@ class Host:
             bad_words_ids=answer.bad_words_ids,
             prediction=answer.prediction,
             grammar=answer.grammar,
-            on_token=text.push,
+            on_token=text.push if text.watches else None,
             cache=answer.cache,
         )
         stream = _ended_stream(request) if answer.aborted else self._submit(request)

@@ -139,7 +139,7 @@ def make_request(
     bad_words_ids: tuple[tuple[int, ...], ...],
     prediction: array[int] | None,
     grammar: Grammar | None = None,
-    on_token: OnToken,
+    on_token: OnToken | None,
     cache: CacheOptions = DEFAULT_CACHE,
 ) -> Request:
     """A request as the scheduler wants it.

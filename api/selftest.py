@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.batch import RaggedBatch, Segment, build_batch
 from ..core.errors import ForetokenError
-from ..core.kv_pool import KVPool
+from ..core.kv_pool import KvDtype, KVPool, from_int8, to_int8
 from ..core.native import NativeLibrary, native_library
 from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ..core.native.linear import NativeLinear, linear, pack_linear
@@ -25,6 +25,7 @@ from ..core.ops.native_ops import NativeOps
 
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors
+KV_LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1e-2}  # with KV as int8: rounding is coarser
 KINDS: tuple[tuple[Quantize, torch.dtype, float], ...] = (
     ("none", torch.float32, 1e-5),
     ("none", torch.bfloat16, 1e-2),
@@ -83,7 +84,8 @@ def compare(ops: Ops) -> Iterator[Comparison]:
     for dtype in DTYPES:
         for name, operation in _operations(dtype):
             error = _error(operation(ops), operation(oracle))
-            yield Comparison(name, dtype, error, LIMITS[dtype])
+            limits = KV_LIMITS if name.endswith("int8") else LIMITS
+            yield Comparison(name, dtype, error, limits[dtype])
 
 
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
@@ -104,6 +106,8 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
     yield "rope_write", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[1]
     yield "attention", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[0]
     yield "attn. window", lambda ops: _attend(ops, batch, qkv, kv, norm, 100)[0]
+    yield "rope_wr. int8", lambda ops: _attend(ops, batch, qkv, kv, norm, None, "int8")[1]
+    yield "attn. int8", lambda ops: _attend(ops, batch, qkv, kv, norm, 100, "int8")[0]
 
 
 def _batch() -> RaggedBatch:
@@ -122,7 +126,13 @@ def _batch() -> RaggedBatch:
 
 
 def _attend(
-    ops: Ops, batch: RaggedBatch, qkv: Tensor, kv: Tensor, norm: HeadNorm, window: int | None
+    ops: Ops,
+    batch: RaggedBatch,
+    qkv: Tensor,
+    kv: Tensor,
+    norm: HeadNorm,
+    window: int | None,
+    kv_dtype: KvDtype = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The rows attended, and the pool with their keys and values in it."""
     pool = KVPool(
@@ -133,12 +143,18 @@ def _attend(
         page_size=_PAGE_SIZE,
         dtype=qkv.dtype,
         device="cpu",
+        kv_dtype=kv_dtype,
     )
-    pool.data.copy_(kv.view(pool.data.shape))
+    vectors, scales = pool.split(pool.blocks)
+    if scales is None:
+        vectors.copy_(kv.view(vectors.shape))
+    else:
+        vectors[:], scales[:] = to_int8(kv.view(vectors.shape).float())
     angles = batch.positions.float().unsqueeze(1) * torch.logspace(0, -4, _HEADS.head_dim // 2)
     plan = ops.plan(batch, pool, _HEADS, angles.cos(), angles.sin())
     q = ops.rope_write(qkv.clone(), 0, plan, norm)
-    return ops.attention(q, 0, plan, window), pool.data
+    out = ops.attention(q, 0, plan, window)
+    return out, vectors if scales is None else from_int8(vectors, scales, qkv.dtype)
 
 
 def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:

@@ -100,7 +100,10 @@ class WindowDetokenizer:
 
 
 class AnswerText:
-    """The text of one answer: fed by the scheduler token by token, taken by the reader.
+    """The text of one answer: fed token by token, taken by the reader.
+
+    Only where it watches for stop strings must the scheduler feed it, step by step; else the
+    reader may, while the next step runs.
 
     A possible beginning of a stop string is held back until it is decided; a stop string ends the
     text before its first character, and counts only when ``min_tokens`` tokens are out.
@@ -115,6 +118,11 @@ class AnswerText:
         self._num_tokens = 0
         self._parts: list[str] = []  # not taken yet; its end may be held back
         self._stopped = False
+
+    @property
+    def watches(self) -> bool:
+        """Whether it may end the answer: there are stop strings."""
+        return self._stops is not None
 
     def push(self, token_id: int) -> str | None:
         """Add a served token; the stop string that it completes, if any."""

@@ -1,7 +1,8 @@
-"""What quantised weights cost in quality, on held-out text of the built-in pair.
+"""What quantised weights, keys and values cost in quality, on held-out text of the built-in pair.
 
 Perplexity, and the share of positions whose likeliest token is the one that bfloat16 names.
-Windows of the standard library's held-out modules are computed as prompts, all logits wanted.
+Windows of the standard library's held-out modules are computed as prompts, all logits wanted, in
+chunks: keys and values are read back from the pages, as they were kept there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.batch import Segment
+from ..core.kv_pool import KvDtype, KVPool
 from ..core.model import Decoder, load_decoder
 from ..core.native.linear import NativeLinear
 from ..core.ops import Quantize
@@ -29,12 +31,16 @@ from ..draft.builtin.tokenizer import load_tokenizer
 from .report import command, machine, table, write_json
 
 WINDOW = 512  # tokens
+CHUNK = 128  # tokens of a pass
 PAGE_SIZE = 16
-KINDS: tuple[tuple[str, Quantize], ...] = (
-    ("bfloat16", "none"),
-    ("float32", "none"),
-    ("bfloat16", "int8"),
-    ("bfloat16", "int4"),
+KINDS: tuple[tuple[str, Quantize, KvDtype], ...] = (  # the plain ones first
+    ("bfloat16", "none", "auto"),
+    ("float32", "none", "auto"),
+    ("bfloat16", "int8", "auto"),
+    ("bfloat16", "int4", "auto"),
+    ("bfloat16", "none", "int8"),
+    ("float32", "none", "int8"),
+    ("bfloat16", "int8", "int8"),
 )
 _PAIR = Path(next(iter(builtin.__path__)))
 _OUT = Path(__file__).parent / "results" / "quantize.json"
@@ -42,15 +48,18 @@ _OUT = Path(__file__).parent / "results" / "quantize.json"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One model in one kind of weights."""
+    """One model in one kind of weights, keys and values."""
 
     model: str
     dtype: str
     quantize: str
+    kv_cache_dtype: str
     matrix_mb: float  # what a step reads of the matrices, 10^6 bytes
+    kv_bytes_per_token: float
     nats_per_token: float
     perplexity: float
     top1_agreement: float  # with bfloat16
+    top1_of_full_kv: float  # agreement with the same weights and keys and values of their dtype
     tokens: int
 
 
@@ -80,21 +89,28 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def measured(role: str, num_windows: int) -> Iterator[Figure]:
     """The figures of one model of the pair, bfloat16 first."""
     windows = held_out_windows(_PAIR / role, num_windows)
-    expected: Tensor | None = None
-    for dtype, quantize in KINDS:
+    plain: dict[tuple[str, str], Tensor] = {}
+    for dtype, quantize, kv_dtype in KINDS:
         decoder = load_decoder(_PAIR / role, dtype=dtype, backend="native", quantize=quantize)
-        nats, named = _read(decoder, windows)
-        expected = named if expected is None else expected
+        nats, named = _read(decoder, windows, kv_dtype)
+        plain.setdefault((dtype, quantize), named)
         yield Figure(
             model=role,
             dtype=dtype,
             quantize=quantize,
+            kv_cache_dtype=kv_dtype,
             matrix_mb=_matrix_bytes(decoder) / 1e6,
+            kv_bytes_per_token=_make_pool(decoder, kv_dtype).num_bytes / WINDOW,
             nats_per_token=nats,
             perplexity=math.exp(nats),
-            top1_agreement=float((named == expected).float().mean()),
+            top1_agreement=_agreement(named, plain["bfloat16", "none"]),
+            top1_of_full_kv=_agreement(named, plain[dtype, quantize]),
             tokens=len(named),
         )
+
+
+def _agreement(named: Tensor, expected: Tensor) -> float:
+    return float((named == expected).float().mean())
 
 
 def held_out_windows(folder: Path, count: int) -> list[Tensor]:
@@ -107,14 +123,20 @@ def held_out_windows(folder: Path, count: int) -> list[Tensor]:
     return in_turn[:count]
 
 
-def _read(decoder: Decoder, windows: Sequence[Tensor]) -> tuple[float, Tensor]:
+def _make_pool(decoder: Decoder, kv_dtype: KvDtype) -> KVPool:
+    return decoder.make_pool(WINDOW // PAGE_SIZE, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
+
+
+def _read(decoder: Decoder, windows: Sequence[Tensor], kv_dtype: KvDtype) -> tuple[float, Tensor]:
     """Mean nats per token, and the likeliest token after every position."""
-    pool = decoder.make_pool(WINDOW // PAGE_SIZE, page_size=PAGE_SIZE)
+    pool = _make_pool(decoder, kv_dtype)
     pages = array("q", range(WINDOW // PAGE_SIZE))
     losses, named = [], []
     for window in windows:
-        segment = Segment(array("q", window[:-1].tolist()), 0, pages, WINDOW)
-        logits = decoder.forward(decoder.batch([segment], page_size=PAGE_SIZE), pool)
+        ids = array("q", window[:-1].tolist())
+        chunks = [Segment(ids[at : at + CHUNK], at, pages, CHUNK) for at in range(0, WINDOW, CHUNK)]
+        passes = (decoder.batch([chunk], page_size=PAGE_SIZE) for chunk in chunks)
+        logits = torch.cat([decoder.forward(batch, pool) for batch in passes])
         losses.append(F.cross_entropy(logits, window[1:]).item())
         named.append(logits.argmax(dim=1))
     return sum(losses) / len(losses), torch.cat(named)

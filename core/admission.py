@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ RETURN_GROWTH = 64  # tokens that each running request may grow before a preempt
 class SchedulerLimits:
     """Bounds of a step and of the queue, in tokens and requests.
 
-    ``depth_cap``: draft tokens that one request may have in a step, at most.
+    ``depth_cap``: draft tokens that one request may have in a step, at most. ``max_slowdown``:
+    how many times longer a step may take because prompts are computed beside those who decode.
     """
 
     max_batch_tokens: int
@@ -25,6 +27,7 @@ class SchedulerLimits:
     max_model_len: int
     vocab_size: int
     depth_cap: int = 64
+    max_slowdown: float = math.inf
 
 
 def check_fits(request: Request, capacity: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,8 +16,7 @@ from torch import Tensor
 IntArray: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """One request's rows of a batch: compute KV of ``token_ids`` at positions ``start``, ...
 
     Each row attends to every position up to its own; the KV of positions before ``start`` is in
@@ -73,18 +73,20 @@ def build_batch(
     """
     starts, lens, wanted = _shape(segments)
     page_table = _page_table(segments, page_size)
-    segment_of_row = np.repeat(np.arange(len(segments)), lens)
     ends = np.cumsum(lens)
     first_rows = ends - lens
-    positions = np.arange(ends[-1]) + (starts - first_rows)[segment_of_row]
-    pages = page_table[segment_of_row, positions // page_size]
-    slots = pages * page_size + positions % page_size
-    token_ids = np.concatenate([_ints(s.token_ids) for s in segments])
-    logit_rows = np.flatnonzero(
-        ends[segment_of_row] - np.arange(ends[-1]) <= wanted[segment_of_row]
-    )
+    num_rows = int(ends[-1])
+    if num_rows == len(segments):  # plain decoding: a row each
+        rows, positions = np.arange(num_rows), starts
+        logit_rows = rows if wanted.all() else np.flatnonzero(wanted)
+    else:
+        rows = np.repeat(np.arange(len(segments)), lens)
+        indices = np.arange(num_rows)
+        positions = indices + (starts - first_rows)[rows]
+        logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
+    slots = page_table[rows, positions // page_size] * page_size + positions % page_size
     return RaggedBatch(
-        token_ids=_rows(token_ids, min_rows, device),
+        token_ids=_rows(_token_ids(segments), min_rows, device),
         positions=_rows(positions, min_rows, device),
         slots=_rows(slots, min_rows, device),
         logit_rows=_rows(logit_rows, min_rows, device),
@@ -100,30 +102,39 @@ def build_batch(
 def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
     """Start, rows and logit rows of each segment."""
     shape = np.array([(s.start, len(s.token_ids), s.num_logits) for s in segments], dtype=np.int64)
-    if not len(shape) or (shape[:, 1] < 1).any():
-        raise ValueError("a batch has segments and every segment has tokens")
-    if (shape < 0).any() or (shape[:, 2] > shape[:, 1]).any():
+    if not len(shape):
+        raise ValueError("a batch has segments")
+    starts, lens, wanted = np.ascontiguousarray(shape.T)
+    if lens.min() < 1:
+        raise ValueError("every segment has tokens")
+    if shape.min() < 0 or (wanted > lens).any():
         raise ValueError("a segment starts at 0 or later and wants logits of its own rows")
-    return shape[:, 0], shape[:, 1], shape[:, 2]
+    return starts, lens, wanted
+
+
+def _token_ids(segments: Sequence[Segment]) -> IntArray:
+    joined = array("q")
+    for segment in segments:
+        joined.extend(segment.token_ids)
+    return np.frombuffer(joined, dtype=np.int64)  # keeps ``joined`` alive
 
 
 def _page_table(segments: Sequence[Segment], page_size: int) -> IntArray:
     """Page ids of every position that a segment reads or writes."""
-    needed = [-(-s.stop // page_size) for s in segments]
-    table = np.empty((len(segments), max(needed)), dtype=np.int64)
-    for row, segment, count in zip(table, segments, needed, strict=True):
+    joined, counts = array("q"), []
+    for segment in segments:
+        count = (segment.stop + page_size - 1) // page_size
         if len(segment.page_ids) < count:
             raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
-        row[:count] = _ints(segment.page_ids, count)
-        row[count:] = row[0]
+        joined.extend(segment.page_ids[:count])
+        counts.append(count)
+    pages, width = np.frombuffer(joined, dtype=np.int64), max(counts)
+    if len(pages) == width * len(counts):
+        return pages.reshape(-1, width)
+    needed = np.array(counts)
+    table = np.repeat(pages[np.cumsum(needed) - needed], width).reshape(-1, width)
+    table[np.arange(width) < needed[:, None]] = pages
     return table
-
-
-def _ints(values: Sequence[int], count: int = -1) -> IntArray:
-    """The first ``count`` values; a view for array('q')."""
-    if isinstance(values, array):
-        return np.frombuffer(values, dtype=np.int64, count=count)
-    return np.asarray(values[:count] if count >= 0 else values, dtype=np.int64)
 
 
 def _rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:

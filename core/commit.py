@@ -19,7 +19,9 @@ def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> D
 
     Raises what the request's own ``on_token`` raises.
     """
-    delta = Delta(prompt_logprobs=_new_prompt_logprobs(request, row, out))
+    delta = Delta()
+    if out.prompt_logprobs:
+        delta.prompt_logprobs = _new_prompt_logprobs(request, row, out)
     _append(request, out, delta)
     request.num_computed = min(row.stop + out.num_accepted, len(request.tokens))
     if delta.token_ids:
@@ -40,7 +42,8 @@ def _append(request: Request, out: RowOutput, delta: Delta) -> None:
     for index, token_id in enumerate(out.token_ids):
         request.tokens.append(token_id)
         delta.token_ids.append(token_id)
-        delta.logprobs += out.logprobs[index : index + 1]
+        if out.logprobs:
+            delta.logprobs.append(out.logprobs[index])
         _end_at(request, token_id, delta)
         if delta.terminal:
             return
@@ -65,17 +68,17 @@ def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
     if usage.completion_tokens == 0:
         usage.time_to_first_token = now - request.arrival_time
     usage.completion_tokens += len(delta.token_ids)
-    usage.proposed_tokens += out.num_proposed
-    usage.accepted_tokens += served
     usage.verify_steps += 1
     usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
-    delta.num_proposed = out.num_proposed
-    delta.proposed_sources = list(out.sources)
-    delta.accepted_sources = list(out.sources[:served])
-    own = len(delta.token_ids) - served
-    delta.token_sources = [*delta.accepted_sources, *[""] * own]
-    _tally(usage.proposed_by_source, delta.proposed_sources)
-    _tally(usage.accepted_by_source, delta.accepted_sources)
+    delta.token_sources = [*out.sources[:served], *[""] * (len(delta.token_ids) - served)]
+    if out.num_proposed:
+        usage.proposed_tokens += out.num_proposed
+        usage.accepted_tokens += served
+        delta.num_proposed = out.num_proposed
+        delta.proposed_sources = list(out.sources)
+        delta.accepted_sources = list(out.sources[:served])
+        _tally(usage.proposed_by_source, delta.proposed_sources)
+        _tally(usage.accepted_by_source, delta.accepted_sources)
 
 
 def _tally(counts: dict[str, int], sources: Iterable[str]) -> None:

@@ -36,7 +36,10 @@ class EngineConfig:
     coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
     ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
     may pin, all together twice as much. ``exact``: which batches must give equal bits.
-    ``backend``: native kernels, torch, or native where they can be had.
+    ``backend``: native kernels, torch, or native where they can be had. ``kv_cache_dtype``: keys
+    and values as the model has them, or int8 with a scale for every token and head.
+    ``max_slowdown``: how many times longer a step may take because prompts are computed beside
+    running answers; more brings first tokens sooner and makes streams halt longer.
     """
 
     draft: str = "auto"
@@ -47,13 +50,14 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantize: Literal["none", "int8", "int4"] = "none"
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
     kv_memory: str | int | None = None
     kv_tokens: int | None = None
     page_size: int = 16
     pin_quota: float = 0.25
     max_model_len: int | None = None
     max_batch_tokens: int = 256
+    max_slowdown: float = 2.0
     max_running: int = 64
     max_queued: int = 256
     threads: int | None = None
@@ -68,6 +72,7 @@ class EngineConfig:
                 _check_integer(name, getattr(self, name), lowest)
         for name in _SHARES:
             _check_share(name, getattr(self, name))
+        _check_slowdown(self.max_slowdown)
         _require(isinstance(self.draft, str), "draft", "must be a string")
         if self.speculation not in ("auto", "off"):
             _check_integer("speculation", self.speculation, 0)
@@ -87,8 +92,6 @@ class EngineConfig:
         _require(self.device != "cuda", "device", "cuda is not supported yet")
         by_native = self.quantize == "none" or self.backend != "torch"
         _require(by_native, "quantize", f"{self.quantize} needs the native backend, not torch")
-        wide = self.kv_cache_dtype == "auto"
-        _require(wide, "kv_cache_dtype", f"{self.kv_cache_dtype} is not supported yet")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -118,6 +121,11 @@ def _check_integer(name: str, value: object, lowest: int) -> None:
 def _check_share(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     _require(is_number and 0 <= value <= 1, name, "must be from 0 to 1")  # type: ignore[operator]
+
+
+def _check_slowdown(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(is_number and value >= 1, "max_slowdown", "must be at least 1")  # type: ignore[operator]
 
 
 def _require(holds: bool, param: str, message: str) -> None:

@@ -14,11 +14,12 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from .errors import EngineDead, InvalidRequest, QueueFull
 from .metrics import EngineMetrics
+from .model_thread import ModelThread
 from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Delta, Request
@@ -57,12 +58,13 @@ class Engine:
         self.runner = runner
         self._clock = clock
         self._warm_up = warm_up
-        self._thread = ThreadPoolExecutor(1, "foretoken-model", initializer=on_thread_start)
+        self._thread = ModelThread("foretoken-model", on_thread_start)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._inbox: list[tuple[Request, float]] = []  # with the time of arrival
         self._aborted: list[str] = []
         self._streams: dict[str, TokenStream] = {}
+        self._undelivered: list[Event] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._round_began = 0.0
@@ -168,7 +170,7 @@ class Engine:
         """
         self._require_open()
         if self._task is None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._warm_up)
+            await self._thread.start(self._warm_up).result()
             self._require_open()  # it may have been closed meanwhile
         if self._task is None:
             self._idle.set()
@@ -196,7 +198,7 @@ class Engine:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._end_everything(None)  # a task that was never entered ended nothing
-        self._thread.shutdown(wait=False)  # it is idle; at the interpreter's exit none may wait
+        self._thread.close()
 
     async def _run(self) -> None:
         """Every way out of here ends every stream: nobody waits for an engine that is gone."""
@@ -215,20 +217,25 @@ class Engine:
             self._end_everything(last)
 
     async def _turn(self) -> None:
-        """Once round: inbox, plan, step, commit."""
+        """Once round: inbox, plan, step, commit. Readers are told while the model computes."""
         self._read_inbox()
-        self._deliver(self.scheduler.expire(self._clock()))
+        self._undelivered += self.scheduler.expire(self._clock())
         plan = self.scheduler.schedule(self._clock())
         if not plan.rows:
+            self._deliver()
             await self._rest()
             return
         began = self._clock()
-        output = await self._step(plan)
+        step = self._thread.start(partial(self.runner.step, plan))
+        try:
+            self._deliver()
+            self.scheduler.speculator.work()
+        finally:
+            output = await step.result()  # requests must not change under it
         now = self._clock()
-        events = self.scheduler.commit(plan, output, now)
+        self._undelivered += self.scheduler.commit(plan, output, now)
         self.metrics.observe_step(output, now - began)
         self._log.tick()
-        self._deliver(events)
         self._tell_speculator(plan, output)
 
     def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
@@ -236,17 +243,6 @@ class Engine:
         now = self._clock()
         self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
         self._round_began = now
-
-    async def _step(self, plan: StepPlan) -> StepOutput:
-        """Run a step to its end even when cancelled: requests must not change under it."""
-        loop = asyncio.get_running_loop()
-        step = loop.run_in_executor(self._thread, self.runner.step, plan)
-        try:
-            self.scheduler.speculator.work()
-            return await asyncio.shield(step)
-        except asyncio.CancelledError:
-            await asyncio.wait([step])
-            raise
 
     async def _rest(self) -> None:
         if not self.scheduler.num_requests:
@@ -263,21 +259,23 @@ class Engine:
             self.scheduler.add(request, arrival_time)
         aborted, self._aborted = self._aborted, []
         for request_id in aborted:
-            self._deliver(self.scheduler.abort(request_id, self._clock()))
+            self._undelivered += self.scheduler.abort(request_id, self._clock())
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self) -> None:
+        events, self._undelivered = self._undelivered, []
+        now = self._clock()
         for request, delta in events:
-            stream = self._streams[request.request_id]
-            stream.push(delta)
-            self.metrics.observe_delta(request, delta, self._clock())
+            self._streams[request.request_id].push(delta)
+            self.metrics.observe_delta(request, delta, now)
             if delta.terminal:
                 del self._streams[request.request_id]
-                self._finish_times.append(self._clock())
+                self._finish_times.append(now)
 
     def _end_everything(self, error: EngineDead | None) -> None:
         """Aborted without an error, or failed with one; also those that are still in the inbox."""
         try:
-            self._deliver(self.scheduler.abort_all(self._clock(), error))
+            self._undelivered += self.scheduler.abort_all(self._clock(), error)
+            self._deliver()
         except Exception:
             logger.exception("the scheduler could not let go of its requests")
         for stream in self._streams.values():

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
 import torch
 from torch import Tensor
 
+from .memory import use_huge_pages
+
+KvDtype: TypeAlias = Literal["auto", "int8"]
+INT8_TOP = 127.0
+_SCALE_BYTES = 4  # of a float32
+
 
 class KVPool:
-    """One tensor ``[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]``.
+    """One tensor ``[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]``, or of int8.
 
     A page is one contiguous blob over all layers: the unit of ownership, copying and transfer.
-    Content is void until written; who owns which page is the prefix cache's business.
+    It is made of blocks, one for each layer, K or V, and KV head. With ``kv_dtype`` int8 a block
+    is the int8 vectors of its tokens, then a float32 scale for each: the last two dimensions are
+    one. Content is void until written; who owns which page is the prefix cache's business.
     """
 
     def __init__(
@@ -23,19 +34,38 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_dtype: KvDtype = "auto",
     ) -> None:
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.page_size = page_size
-        self.dtype = dtype
+        self.dtype = dtype  # of what is written and read; kept so, too, unless as int8
+        self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
+        items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
         # Zeros come from fresh memory that the system maps on first touch: void pages cost nothing.
         self.data: Tensor = torch.zeros(
-            (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim),
-            dtype=dtype,
-            device=device,
+            (num_pages, num_layers, 2, num_kv_heads, *items), dtype=self.block.dtype, device=device
         )
+        if self.data.device.type == "cpu":
+            use_huge_pages(self.data)
+
+    @property
+    def blocks(self) -> Tensor:
+        """All blocks in their order in memory, ``[num_blocks, block.num_items]``."""
+        return self.data.view(-1, self.block.num_items)
+
+    def split(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Views of some of the blocks: the vectors ``[n, page_size, head_dim]``, their scales.
+
+        Scales are ``[n, page_size]``, and None where vectors are kept as they are.
+        """
+        shape = (-1, self.page_size, self.head_dim)
+        if self.block.scales_at == 0:
+            return blocks.view(shape), None
+        vectors = blocks[:, : self.page_size * self.head_dim].view(shape)
+        return vectors, blocks[:, self.block.scales_at :].view(torch.float32)
 
     def copy_page(self, source: int, target: int) -> None:
         """One page's content, over all layers, into another."""
@@ -47,8 +77,56 @@ class KVPool:
         return self.data.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """A page's keys or values of one layer and KV head: ``num_items`` of ``dtype``."""
+
+    dtype: torch.dtype
+    num_items: int
+    scales_at: int  # bytes before the scales, a multiple of 4; 0: there are none
+
+    @classmethod
+    def of(
+        cls, page_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: KvDtype
+    ) -> BlockLayout:
+        """The layout of a pool's blocks; ``dtype`` is the model's."""
+        if kv_dtype == "auto":
+            return cls(dtype, page_size * head_dim, 0)
+        scales_at = -(-page_size * head_dim // _SCALE_BYTES) * _SCALE_BYTES
+        return cls(torch.int8, scales_at + page_size * _SCALE_BYTES, scales_at)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.num_items * self.dtype.itemsize
+
+
 def bytes_per_page(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: KvDtype = "auto",
 ) -> int:
     """Bytes of one page over all layers, keys and values."""
-    return 2 * num_layers * num_kv_heads * page_size * head_dim * dtype.itemsize
+    block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
+    return 2 * num_layers * num_kv_heads * block.num_bytes
+
+
+def to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``[.., head_dim]`` float32 to int8 of that shape and float32 scales ``[..]``.
+
+    The largest of a row becomes 127, a row of zeros the scale 0. The scale of a row that is not
+    finite is not finite either, and its items are 0: so all of it is NaN when it is read.
+    """
+    scales = rows.abs().amax(dim=-1) / INT8_TOP
+    items = (rows / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0).round_()
+    # The scale of numbers near the smallest there are is itself rounded.
+    return items.clamp_(-INT8_TOP, INT8_TOP).to(torch.int8), scales
+
+
+def from_int8(items: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `to_int8` stored, ``[.., head_dim]`` in ``dtype``."""
+    return items.float().mul_(scales.unsqueeze(-1)).to(dtype)

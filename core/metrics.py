@@ -60,8 +60,8 @@ def _counter(name: str, text: str, value: float) -> Iterator[Metric]:
     yield CounterMetricFamily(f"foretoken:{name}", text, value=value)
 
 
-class _Speculation(Collector):
-    """The tally of speculation, put into Prometheus' words when scraped: steps stay cheap."""
+class _Served(Collector):
+    """The tally of tokens and speculation in Prometheus' words when scraped: steps stay cheap."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -69,6 +69,7 @@ class _Speculation(Collector):
     def collect(self) -> Iterable[Metric]:
         """As it stands now; called by the registry."""
         tally = self._tally
+        yield from _counter("generation_tokens", "Tokens served", tally.num_tokens)
         for name, text, value in (
             ("drafts", "Drafts verified", tally.num_drafts),
             ("draft_tokens", "Draft tokens verified", tally.num_proposed),
@@ -138,14 +139,13 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.tally = Tally()
         self.registry.register(_Levels(scheduler))
-        self.registry.register(_Speculation(self.tally))
+        self.registry.register(_Served(self.tally))
         self._last_token_times: dict[str, float] = {}
         self._make_token_counters()
         self._make_histograms()
 
     def _make_token_counters(self) -> None:
         self._prompt_tokens = self._count("prompt_tokens", "Prompt tokens taken")
-        self._generation_tokens = self._count("generation_tokens", "Tokens served")
         self._success = self._count("request_success", "Finished requests", "finished_reason")
         self._failed = self._count("request_failure", "Requests that ended with an error")
 
@@ -158,6 +158,7 @@ class EngineMetrics:
         self._queued = self._time("request_queue_time_seconds", "Arrival to the first step")
         self._steps = self._time("step_seconds", "One step of the model thread")
         self._parts = self._time("step_part_seconds", "A part of a step", "part")
+        self._step_parts: dict[str, Histogram] = {}  # by label: looking one up is dear
 
     def _count(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"foretoken:{name}", text, labels, registry=self.registry)
@@ -171,7 +172,9 @@ class EngineMetrics:
         self._steps.observe(seconds)
         self.tally.observe_rows(output.rows)
         for part, part_seconds in output.times.items():
-            self._parts.labels(part).observe(part_seconds)
+            if part not in self._step_parts:
+                self._step_parts[part] = self._parts.labels(part)
+            self._step_parts[part].observe(part_seconds)
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """Tokens that were served, and the end."""
@@ -183,7 +186,6 @@ class EngineMetrics:
             self._observe_end(request, delta)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
-        self._generation_tokens.inc(num_tokens)
         last = self._last_token_times.get(request.request_id)
         self._last_token_times[request.request_id] = now
         if last is None:

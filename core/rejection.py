@@ -15,7 +15,6 @@ All randomness is keyed by (seed, position, purpose): the same drafts give the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -31,11 +30,10 @@ _ACCEPT, _DRAFT = 0, 1  # purposes; what is recovered has the request's own nois
 _BLOCK = 2**22  # probabilities handled at once
 
 
-@dataclass(frozen=True, slots=True)
-class SampledDraft(Draft):
+class SampledDraft(Draft, frozen=True, eq=False, gc=False):
     """A draft that was drawn from ``probs`` [len(token_ids), vocab], float32."""
 
-    probs: Tensor | None = field(default=None, compare=False)
+    probs: Tensor | None = None
 
 
 class _Guess(NamedTuple):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal
 
+import msgspec
+
 from ..radix_cache import KVLease, Loss
 from .caching import DEFAULT_CACHE, CacheOptions
 from .errors import ForetokenError
@@ -53,17 +55,16 @@ class Usage:
     total_time: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, kw_only=True, gc=False):
     """What one step, or several that a slow reader missed, adds to an answer."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
     num_proposed: int = 0  # draft tokens that were verified
-    proposed_sources: list[str] = field(default_factory=list)  # [num_proposed]
-    accepted_sources: list[str] = field(default_factory=list)  # of each draft token served
-    token_sources: list[str] = field(default_factory=list)  # [token_ids] "" for the target's own
+    proposed_sources: list[str] = []  # [num_proposed]
+    accepted_sources: list[str] = []  # of each draft token served
+    token_sources: list[str] = []  # [token_ids] "" for the target's own
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string, if any
     error: ForetokenError | None = None  # terminal, as finish_reason is

@@ -6,21 +6,22 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, takewhile
 
 import torch
+from msgspec.structs import replace
 
 from .batch import RaggedBatch, Segment
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .proposer import Proposer
 from .rejection import SampledDraft, verify_by_rejection
-from .step import Branch, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
-from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs, verify
+from .step import NO_DRAFT, Branch, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
+from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 20
+NO_GUESS = (NO_DRAFT,)  # the paths of a row that drafts nothing
 
 
 class ModelRunner:
@@ -66,15 +67,22 @@ class ModelRunner:
 
     # -- drafts ---------------------------------------------------------------------------------
 
-    def _paths(self, plan: StepPlan) -> list[list[Draft]]:
+    def _paths(self, plan: StepPlan) -> list[Sequence[Draft]]:
         """What to verify for each row: the draft on its own pages, then its branches."""
-        drafts = [self._sound(row.draft, len(row.draft.token_ids)) for row in plan.rows]
-        for index, draft in self._propose(plan).items():
-            drafts[index] = draft
+        proposed = self._propose(plan)
+        if plan.is_plain:
+            return [NO_GUESS] * len(plan.rows)
         return [
-            [draft, *(self._sound(b.draft, len(b.draft.token_ids)) for b in row.branches)]
-            for row, draft in zip(plan.rows, drafts, strict=True)
+            (
+                proposed.get(index) or self._known(row.draft),
+                *(self._known(b.draft) for b in row.branches),
+            )
+            for index, row in enumerate(plan.rows)
         ]
+
+    def _known(self, draft: Draft) -> Draft:
+        """A draft that came with the plan, as far as it is sound."""
+        return self._sound(draft, len(draft.token_ids))
 
     def _propose(self, plan: StepPlan) -> dict[int, Draft]:
         """The proposer's drafts by row. One that fails costs its drafts, never the step."""
@@ -130,7 +138,8 @@ class ModelRunner:
         """Each row's pending tokens and its draft, then its branches, one segment after another."""
         segments = []
         for row, (draft, *others) in zip(rows, paths, strict=True):
-            tokens = row.tokens[row.start : row.stop] + array("q", draft.token_ids)
+            tokens = row.tokens[row.start : row.stop]
+            tokens.extend(draft.token_ids)
             segments.append(Segment(tokens, row.start, row.page_ids, _num_logits(row, draft)))
             for branch, other in zip(row.branches, others, strict=True):
                 tokens = row.tokens[row.stop - 1 : row.stop] + array("q", other.token_ids)
@@ -158,7 +167,7 @@ class ModelRunner:
         if self.rejection:
             verified = iter(verify_by_rejection(logits, verify_rows, probs))
         else:
-            verified = iter(verify(logits, verify_rows))
+            verified = iter(self.decoder.sampler.verify(logits, verify_rows))
         return [
             self._output(row, drafts, [next(verified) for _ in drafts if row.samples], prompt)
             for row, drafts, prompt in zip(rows, paths, prompts, strict=True)
@@ -197,6 +206,8 @@ class ModelRunner:
         rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
     ) -> list[Sequence[TokenLogprob]]:
         """For rows that ask: log-probabilities of the prompt tokens that follow the chunk's."""
+        if all(row.sampling.params.prompt_logprobs is None for row in rows):
+            return [()] * len(rows)
         found: list[Sequence[TokenLogprob]] = []
         at = 0
         for row, (draft, *others) in zip(rows, paths, strict=True):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ _NEVER = -math.inf
 _MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """Whose token a row of logits decides: the one after ``tokens`` (prompt, output) and ``tail``.
 
     ``tail`` holds the draft tokens on this row's path, so that ``tokens`` is lent, never copied.

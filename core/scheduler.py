@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 from sortedcontainers import SortedKeyList
 
@@ -19,6 +20,7 @@ from .audit import check_ledger
 from .commit import row_error, take_output
 from .drafting import fit_pages, make_row, pending_upto, share_of
 from .errors import ForetokenError, InvalidRequest, QueueFull
+from .pace import Pace
 from .pages import borrow, give_back, pin_prompt, publish
 from .request import Delta, FinishReason, Request, RequestStatus
 from .speculation import NO_SPECULATION, NOTHING, Careful, DraftPlan, Speculator
@@ -45,6 +47,7 @@ class Scheduler:
         self.running: dict[str, Request] = {}
         self.waiting: SortedKeyList[Request] = SortedKeyList(key=lambda request: request.order)
         self.num_preemptions = 0
+        self._pace = Pace(limits.max_slowdown)
         self._by_id: dict[str, Request] = {}
         self._departed: list[str] = []  # gave up their pages since the last plan
         self._num_arrived = 0
@@ -121,17 +124,23 @@ class Scheduler:
         budget = self.limits.max_batch_tokens
         decodes = self._plan_decodes(budget)
         drafts = self._plan_drafts(decodes, budget - len(decodes))
-        budget -= len(decodes) + sum(plan.num_rows for plan in drafts)
+        budget -= len(decodes) + sum(plan.num_rows for plan in drafts or ())
+        budget = self._pace.limit(len(decodes), budget)
         chunks = self._plan_chunks(budget, {each.request_id for each in decodes}, now)
         # Drafts take what pages are left: a chunk that had to evict for them would cost hits.
-        rows = [self._draft_row(*pair) for pair in zip(decodes, drafts, strict=True)]
-        return self._make_plan([*rows, *chunks])
+        rows = list(map(self._draft_row, decodes, drafts or repeat(NOTHING)))
+        return self._make_plan(rows + chunks, is_plain=drafts is None)
 
-    def _make_plan(self, rows: list[PlanRow]) -> StepPlan:
+    def _make_plan(self, rows: list[PlanRow], *, is_plain: bool) -> StepPlan:
         if not rows:  # nobody will read it: what has to be told waits for the next plan
             return StepPlan(rows=(), fresh_pages=array("q"))
         departed, self._departed = self._departed, []
-        return StepPlan(rows=rows, fresh_pages=self.cache.take_fresh_pages(), departed=departed)
+        return StepPlan(
+            rows=rows,
+            fresh_pages=self.cache.take_fresh_pages(),
+            is_plain=is_plain,
+            departed=departed,
+        )
 
     def _plan_decodes(self, budget: int) -> list[Request]:
         """Requests that lack one token, with a page for it, in order."""
@@ -142,13 +151,16 @@ class Scheduler:
                 planned[request.request_id] = request
         return list(planned.values())
 
-    def _plan_drafts(self, decodes: list[Request], spare: int) -> Sequence[DraftPlan]:
-        """What each shall draft within the ``spare`` rows; nothing delays a first token."""
-        if not decodes:
-            return ()
+    def _plan_drafts(self, decodes: list[Request], spare: int) -> Sequence[DraftPlan] | None:
+        """What each shall draft within the ``spare`` rows; nothing delays a first token.
+
+        None when nobody drafts.
+        """
+        if not decodes or self.speculator.rests():
+            return None
         limits = [self._draft_limit(request) if request.num_output else 0 for request in decodes]
         if not any(limits):
-            return [NOTHING] * len(decodes)
+            return None
         others = [r.num_pending for r in self.running.values() if r.num_pending > 1]
         others += [len(r.tokens) for r in self.waiting[: self.limits.max_running]]
         budget = share_of(spare, others_wait=bool(others))
@@ -250,15 +262,18 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
         """Take a step's outcome: the only place where ``tokens`` and ``num_computed`` grow."""
+        self._pace.observe(plan, output)
         events = []
         for row, out in zip(plan.rows, output.rows, strict=True):
             request = self.running[row.request_id]
-            delta = self._commit_row(request, row, out, now)
+            delta = self._commit_row(request, row, out, now, learns=not plan.is_plain)
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
         return events
 
-    def _commit_row(self, request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
+    def _commit_row(
+        self, request: Request, row: PlanRow, out: RowOutput, now: float, *, learns: bool
+    ) -> Delta:
         if out.error is not None:
             return self._finish(request, Delta(error=row_error(request, out)), now, keep=False)
         try:
@@ -267,7 +282,7 @@ class Scheduler:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
-        if delta.token_ids:
+        if learns and delta.token_ids:
             self.speculator.observe(request, row, out, len(delta.token_ids))
         if delta.terminal:
             self._finish(request, delta, now)

@@ -51,6 +51,12 @@ NOTHING = DraftPlan()
 class Speculator(Protocol):
     """Decides what each decoding request drafts."""
 
+    def rests(self) -> bool:
+        """Whether nobody drafts in the step to come: then neither `plan` nor `observe` is called.
+
+        Asked once a step that somebody decodes in, so that such a step costs next to nothing.
+        """
+
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
@@ -91,6 +97,10 @@ class FixedDepth:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+
+    def rests(self) -> bool:
+        """Never: requests may ask for a depth of their own."""
+        return False
 
     def plan(
         self,
@@ -139,16 +149,9 @@ class NoSpeculation(FixedDepth):
     def __init__(self) -> None:
         super().__init__(0)
 
-    def plan(
-        self,
-        requests: Sequence[Request],
-        limits: Sequence[int],  # noqa: ARG002
-        *,
-        budget: int,  # noqa: ARG002
-        num_prefill: int,  # noqa: ARG002
-    ) -> Sequence[DraftPlan]:
-        """Nothing for everybody."""
-        return [NOTHING] * len(requests)
+    def rests(self) -> bool:
+        """Always."""
+        return True
 
 
 NO_SPECULATION = NoSpeculation()
@@ -164,6 +167,14 @@ class Careful:
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
         self._failures = 0.0  # faded
+
+    def rests(self) -> bool:
+        """Passed on; one that fails rests."""
+        try:
+            return self.inner.rests()
+        except Exception:
+            self._failed()
+            return True
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int

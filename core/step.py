@@ -3,13 +3,18 @@
 The scheduler writes a `StepPlan`, the model thread answers with a `StepOutput`. While a step
 runs, the event loop changes no request, so a plan may lend the request's own ``tokens`` and page
 table instead of copying them; the model thread only reads them.
+
+A step makes several of these for each request. So they are msgspec's: a dataclass takes five times
+as long to make, and the garbage collector would look at each.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from .constraint import Constraint
 from .params import SamplingParams
@@ -31,8 +36,7 @@ class RowSampling:
     constraint: Constraint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True, gc=False):
     """Tokens guessed to follow a request's ``tokens``, and the source of each."""
 
     token_ids: Sequence[int] = ()
@@ -48,8 +52,7 @@ class Draft:
 NO_DRAFT = Draft()
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(msgspec.Struct, frozen=True, gc=False):
     """Another guess for the positions after a request's ``tokens``, verified beside the first.
 
     Its page table is the row's up to the page of the last token of ``tokens``; from that page on
@@ -60,8 +63,7 @@ class Branch:
     page_ids: array[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
@@ -84,12 +86,12 @@ class PlanRow:
         return self.stop == len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One ragged batch."""
 
     rows: Sequence[PlanRow]
     fresh_pages: array[int]  # taken from the free list since the last plan: content is void
+    is_plain: bool = False  # nobody drafts and nothing was guessed: there is nothing to learn
     departed: Sequence[str] = ()  # requests that gave up their pages since the last plan
 
     @property
@@ -113,8 +115,7 @@ class Refusal(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowOutput:
+class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step yields for one plan row.
 
     ``token_ids`` is the accepted run followed by the recovered or bonus token; empty for a chunk
@@ -134,10 +135,9 @@ class RowOutput:
     error: str | None = None  # this row alone failed (NaN logits); `Refusal`: by its own fault
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Answer to a `StepPlan`, rows in its order. Times are in seconds."""
 
     rows: Sequence[RowOutput]
-    times: Mapping[str, float] = field(default_factory=dict)  # "draft", "forward", "verify"
+    times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
     num_rows: int = 0  # that the target's forward pass computed

@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,8 +45,7 @@ _CPU_BLOCK = 2**17  # logits handled at once: more would leave the core's cache
 _DEVICE_BLOCK = 2**25
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyRow:
+class VerifyRow(msgspec.Struct, frozen=True, gc=False):
     """One request's share: its prompt and output so far, and a draft of what follows."""
 
     tokens: array[int]
@@ -54,8 +53,7 @@ class VerifyRow:
     sampling: RowSampling
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(msgspec.Struct, frozen=True, gc=False):
     """The accepted run and the recovered or bonus token behind it.
 
     With an ``error`` the run ends before the position that failed, and the request must end too.
@@ -90,15 +88,33 @@ def walk_drafts(
     logits: Tensor, rows: Sequence[VerifyRow], choose: Callable[[Sequence[Place]], Sequence[Choice]]
 ) -> list[Verified]:
     """Follow each draft for as long as ``choose`` decides for its tokens; `verify`'s skeleton."""
-    starts = list(accumulate((len(row.draft) + 1 for row in rows), initial=0))
-    if starts.pop() != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits for {len(rows)} drafts")
+    starts = first_rows(logits, rows)
     walks = [_Walk(row, start) for row, start in zip(rows, starts, strict=True)]
     for wave in _waves(walks, logits.device):
         choices = choose([walk.place(depth) for walk, depth in wave])
         for (walk, _), choice in zip(wave, choices, strict=True):
             walk.take(choice)
     return [walk.verified(logits) for walk in walks]
+
+
+def first_rows(logits: Tensor, rows: Sequence[VerifyRow]) -> list[int]:
+    """Where each row's logits begin. Raises ValueError where they are not as many as it takes."""
+    starts = list(accumulate((len(row.draft) + 1 for row in rows), initial=0))
+    if starts.pop() != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits for {len(rows)} drafts")
+    return starts
+
+
+def verified(
+    logits: Tensor, row: VerifyRow, start: int, token_ids: Sequence[int], error: str | None
+) -> Verified:
+    """What a walk along a row's draft has come to; its logits begin at ``start``."""
+    num_top = row.sampling.params.logprobs
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if num_top is not None:
+        decided = logits[start : start + len(token_ids)]
+        logprobs = tuple(prompt_logprobs(decided, token_ids, num_top))
+    return Verified(tuple(token_ids), len(token_ids) - (error is None), logprobs, error)
 
 
 @torch.inference_mode()
@@ -167,13 +183,7 @@ class _Walk:
             self._error, self.is_done = choice.error, True
 
     def verified(self, logits: Tensor) -> Verified:
-        token_ids, num_top = tuple(self._token_ids), self._row.sampling.params.logprobs
-        num_accepted = len(token_ids) - (self._error is None)
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if num_top is not None:
-            decided = logits[self._start : self._start + len(token_ids)]
-            logprobs = tuple(prompt_logprobs(decided, token_ids, num_top))
-        return Verified(token_ids, num_accepted, logprobs, self._error)
+        return verified(logits, self._row, self._start, self._token_ids, self._error)
 
 
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:

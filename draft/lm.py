@@ -27,7 +27,7 @@ from ..core.proposer import DraftRow
 from ..core.rejection import SampledDraft, draw
 from ..core.sampling import SampleRow
 from ..core.step import Draft
-from ..core.verify import Choice, sample
+from ..core.verify import Choice
 from .confidence import Confidence, own_probs
 from .tau import TauTuner
 
@@ -72,13 +72,14 @@ class LmProposer:
         min_confidence: float = 0.0,
     ) -> None:
         self._decoder = decoder
+        self._sampler = decoder.sampler
         self._pool = pool
         self._window = window
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._tracks: dict[str, _Track] = {}
         self._independent = independent
         self._fixed_tau = 1.0 if independent else tau
-        self._tuner = TauTuner()
+        self._tuner = TauTuner(self._sampler)
         self._min_confidence = 0.0 if independent else min_confidence
         self._confidence = Confidence()
 
@@ -246,7 +247,7 @@ class LmProposer:
     ) -> list[Choice]:
         """By the target's own sampler, or as rejection sampling wants it."""
         if not self._independent:
-            return sample(logits, rows, tau=self.tau)
+            return self._sampler.sample(logits, rows, tau=self.tau)
         choices, drawn_from = draw(logits, rows)
         for choice, chain, probs in zip(choices, chains, drawn_from, strict=True):
             if choice.error is None:

@@ -9,9 +9,10 @@ from ..core.step import StepOutput, StepPlan
 from .controller import Controller
 
 REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
-MAX_REST = 48  # steps for which such a verdict holds
+MAX_REST, MAX_REST_S = 48, 0.1  # steps, seconds: such a verdict holds no longer than both
 MEAN_RATE = 0.1  # of a new value in a running mean
-OBSERVE_EVERY = 8  # steps without drafts, of which one is learnt from
+OBSERVE_SHARE = 0.002  # of the time that learning from steps without drafts may take
+OBSERVE_EVERY = 8  # of these steps, at most one is learnt from
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Meter:
         self._step = _Step()
         self._rest = 0  # steps for which plain decoding need not be questioned
         self._num_unseen = 0  # steps since one without drafts was learnt from
+        self._observe_s = 0.0  # seconds that this takes; running mean
 
     # -- before a step --------------------------------------------------------------------------
 
@@ -55,7 +57,8 @@ class Meter:
     def rest(self) -> None:
         """Plain decoding was found best: look again when deciding has become cheap."""
         if self._step_s > 0.0:
-            self._rest = min(MAX_REST, round(self.decide_s / (REST_SHARE * self._step_s)))
+            longest = max(MAX_REST, MAX_REST_S / self._step_s)
+            self._rest = round(min(longest, self.decide_s / (REST_SHARE * self._step_s)))
 
     def shorten_rest(self, num_steps: int) -> None:
         """Something is new: look again after ``num_steps`` at most."""
@@ -82,17 +85,25 @@ class Meter:
         self._step_s += MEAN_RATE * (seconds - self._step_s)
         if step.is_resting:
             self.controller.rested(1)
-        if not step.is_allocated and output.num_rows == plan.num_tokens:
-            self._num_unseen += 1
-            if self._num_unseen < OBSERVE_EVERY:
-                return
-            self._num_unseen = 0
+        if not step.is_allocated and output.num_rows == plan.num_tokens and self._may_skip():
+            return
         began = self.clock()
         self._observe_costs(step, plan, output, seconds)
         if step.is_allocated:
             self._observe_outcome(step, plan, output, seconds)
             step.decide_s += self.clock() - began
             self.decide_s += MEAN_RATE * (step.decide_s - self.decide_s)
+        else:
+            self._observe_s += MEAN_RATE * (self.clock() - began - self._observe_s)
+
+    def _may_skip(self) -> bool:
+        """Whether a step without drafts need not be learnt from: one in a few is enough."""
+        self._num_unseen += 1
+        every = max(OBSERVE_EVERY, self._observe_s / (OBSERVE_SHARE * self._step_s))
+        if self._num_unseen < every:
+            return True
+        self._num_unseen = 0
+        return False
 
     def _observe_outcome(
         self, step: _Step, plan: StepPlan, output: StepOutput, seconds: float

@@ -10,9 +10,7 @@ was committed is taken into the indexes while the next step runs.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -25,26 +23,14 @@ from .controller import Candidates, Controller
 from .grammar import GrammarSource
 from .meter import Meter
 from .source import INDEX_CHUNK, CarefulSource, Guess, Source
-from .trie import Path, Survival, common_len, merge
+from .track import LM, NO_SURVIVAL, Track, padded
+from .trie import Path, Survival, merge
 
-LM = "lm"
 LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those before it
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-LEAST_ODDS = 0.35  # of a free draft's token in a batch: rows of lower odds cost more than they seem
 NEWS_REST = 4  # steps that a verdict against drafts still holds when a request joins others
-NO_SURVIVAL: Survival = np.zeros(0)
-
-
-@dataclass(slots=True)
-class _Track:
-    """What is known of one request."""
-
-    request: Request
-    guesses: Sequence[Guess] = ()  # for the step under way
-    lm_len: int = 0  # tokens whose KV the draft model has, about
-    paths: list[Path] = field(default_factory=list)
 
 
 class DraftSpeculator:
@@ -74,7 +60,9 @@ class DraftSpeculator:
         self._adapts = adapts
         self.meter = Meter(controller, clock)
         self._uses_lm = has_lm and depth != "auto"
-        self._tracks: dict[str, _Track] = {}
+        self._tracks: dict[str, Track] = {}  # of those that may draft
+        self._own_depth: set[str] = set()  # of these, who said how deep
+        self._constrained: set[str] = set()  # of these, with a grammar
         self._has_news = False  # a prompt that may not be indexed yet
         self._left: list[Request] = []  # ended; their tokens are still to be kept
         for source in self._sources:
@@ -82,6 +70,16 @@ class DraftSpeculator:
         calibration.register(LM, LM_PRIORS)
 
     # -- plan -----------------------------------------------------------------------------------
+
+    def rests(self) -> bool:
+        """Whether nobody may draft, or a verdict against it still holds for all."""
+        if not self._tracks:
+            return True
+        if self._own_depth or not self.meter.is_resting:
+            return False
+        if any(self._is_forced(self._tracks[each]) for each in self._constrained):
+            self.meter.shorten_rest(0)
+        return self.meter.rests()
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -97,8 +95,6 @@ class DraftSpeculator:
                 plans[index] = self._fixed(self._track(requests[index]), most)
                 budget -= plans[index].num_rows
         tracks = [self._track(requests[index]) for index in auto]
-        if self.meter.is_resting and any(map(self._is_forced, tracks)):
-            self.meter.shorten_rest(0)
         if not auto or self.meter.rests():
             return plans
         began = self.meter.clock()
@@ -113,7 +109,7 @@ class DraftSpeculator:
         said = request.depth if is_fixed or (self._adapts and request.depth) else self.depth
         return 0 if said is None else said
 
-    def _fixed(self, track: _Track, depth: int) -> DraftPlan:
+    def _fixed(self, track: Track, depth: int) -> DraftPlan:
         """What a free source guesses, else the draft model, to that depth."""
         if depth < 1:
             return NOTHING
@@ -122,7 +118,7 @@ class DraftSpeculator:
             return DraftPlan(paths[0].draft(depth))
         return DraftPlan(max_draft=depth) if self._has_lm else NOTHING
 
-    def _guess(self, track: _Track, most: int) -> list[Path]:
+    def _guess(self, track: Track, most: int) -> list[Path]:
         """Everything that the free sources say, merged; empty when they say nothing."""
         request = track.request
         guesses = [
@@ -149,15 +145,13 @@ class DraftSpeculator:
         left = [guess if guess.source == own else trim(request, guess) for guess in guesses]
         return [guess for guess in left if guess is not None]
 
-    def _is_forced(self, track: _Track) -> bool:
+    def _is_forced(self, track: Track) -> bool:
         """Whether a constraint tells what follows: such drafts come true, whatever others did."""
         request = track.request
-        if self._grammar is None or request.sampling.constraint is None:
-            return False
-        return self._grammar.propose(request, FREE_LEN) is not None
+        return self._grammar is not None and self._grammar.propose(request, FREE_LEN) is not None
 
     def _plan_auto(
-        self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
+        self, tracks: Sequence[Track], limits: Sequence[int], budget: int, num_prefill: int
     ) -> list[DraftPlan]:
         """The controller's choice; a verdict for plain decoding holds for a while."""
         for track, limit in zip(tracks, limits, strict=True):
@@ -178,13 +172,13 @@ class DraftSpeculator:
         return plans
 
     def _candidates(
-        self, tracks: Sequence[_Track], limits: Sequence[int], budget: int, num_prefill: int
+        self, tracks: Sequence[Track], limits: Sequence[int], budget: int, num_prefill: int
     ) -> Candidates:
         lens = [len(track.request.tokens) for track in tracks]
         context, costs = (len(lens), max(lens), sum(lens)), self.controller.costs
         return Candidates(
-            free=_padded([self._free_survival(track, len(tracks)) for track in tracks]),
-            lm=_padded(
+            free=padded([track.free_survival(len(tracks)) for track in tracks]),
+            lm=padded(
                 [
                     self._lm_survival(track, limit, is_busy=num_prefill > 0)
                     for track, limit in zip(tracks, limits, strict=True)
@@ -200,23 +194,15 @@ class DraftSpeculator:
             decide_s=self.meter.decide_s,
         )
 
-    @staticmethod
-    def _free_survival(track: _Track, num_requests: int) -> Survival:
-        """Of the trunk; what is unlikely is left out where others would wait for it."""
-        if not track.paths:
-            return NO_SURVIVAL
-        survival = track.paths[0].survival
-        return survival if num_requests == 1 else survival[survival >= LEAST_ODDS]
-
-    def _lm_survival(self, track: _Track, limit: int, *, is_busy: bool) -> Survival:
+    def _lm_survival(self, track: Track, limit: int, *, is_busy: bool) -> Survival:
         """None while prompts wait and much must be caught up with: the load may be growing."""
         length, request = min(limit, LM_LEN), track.request
         backlog = len(request.tokens) - track.lm_len
         if not self._has_lm or not length or (is_busy and backlog > LM_LEN):
             return NO_SURVIVAL
-        return self.calibration.survival(LM, _lm_kind(request), request.request_id, length)
+        return self.calibration.survival(LM, track.lm_kind, request.request_id, length)
 
-    def _choose(self, track: _Track, num_free: int, lm_depth: int, room: int) -> DraftPlan:
+    def _choose(self, track: Track, num_free: int, lm_depth: int, room: int) -> DraftPlan:
         """The drafts of one request; ``room``: rows that its branches may add."""
         if lm_depth:
             return DraftPlan(max_draft=lm_depth)
@@ -241,27 +227,11 @@ class DraftSpeculator:
         if track is None:
             return
         if track.guesses:
-            self._score(track, request.tokens[-num_served:])
+            track.score(self.calibration, request.tokens[-num_served:])
         if row.max_draft:
-            self._observe_lm(track, row, output, num_served)
-
-    def _score(self, track: _Track, served: array[int]) -> None:
-        for guess in track.guesses:
-            hits = common_len(guess.token_ids, served)
-            missed = hits < min(len(guess.token_ids), len(served))
-            request_id = track.request.request_id
-            self.calibration.score(guess.source, guess.kind, request_id, hits, missed)
-        track.guesses = ()
-
-    def _observe_lm(self, track: _Track, row: PlanRow, output: RowOutput, num_served: int) -> None:
-        hits = min(output.num_accepted, num_served)
-        self.meter.drafted(row.stop - track.lm_len, output.draft_len, hits)
-        track.lm_len = row.stop - output.backlog + num_served - 1
-        is_silent = not output.draft_len and not output.backlog  # nothing to catch up, nothing said
-        if output.draft_len or is_silent:
-            missed = is_silent or hits < min(output.draft_len, num_served)
-            request = track.request
-            self.calibration.score(LM, _lm_kind(request), request.request_id, hits, missed)
+            hits = min(output.num_accepted, num_served)
+            self.meter.drafted(row.stop - track.lm_len, output.draft_len, hits)
+            track.score_lm(self.calibration, row, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """What the step cost."""
@@ -269,16 +239,21 @@ class DraftSpeculator:
 
     # -- who is there ---------------------------------------------------------------------------
 
-    def _track(self, request: Request) -> _Track:
+    def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
         if track is None:
-            track = self._tracks[request.request_id] = _Track(request)
+            track = self._tracks[request.request_id] = Track(request)
         return track
 
     def join(self, request: Request) -> None:
         """A prefix hit brings the draft model's KV along, if that was in use."""
-        if self._depth(request) == 0:
+        depth, request_id = self._depth(request), request.request_id
+        if depth == 0:
             return
+        if depth != "auto":
+            self._own_depth.add(request_id)
+        if request.sampling.constraint is not None:
+            self._constrained.add(request_id)
         self._track(request).lm_len = request.num_computed if self._uses_lm else 0
         self._has_news = True
         self.meter.shorten_rest(0 if len(self._tracks) == 1 else NEWS_REST)
@@ -286,6 +261,8 @@ class DraftSpeculator:
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
         if self._tracks.pop(request.request_id, None) is not None:
+            self._own_depth.discard(request.request_id)
+            self._constrained.discard(request.request_id)
             self.calibration.forget(request.request_id)
             self._left.append(request)
 
@@ -317,16 +294,3 @@ class DraftSpeculator:
     def describe(self) -> Mapping[str, object]:
         """What it does and why, for the log."""
         return self.controller.describe()
-
-
-def _padded(rows: Sequence[Survival]) -> Survival:
-    """One row each, filled up with 0."""
-    table = np.zeros((len(rows), max(map(len, rows))))
-    for index, row in enumerate(rows):
-        if len(row):
-            table[index, : len(row)] = row
-    return table
-
-
-def _lm_kind(request: Request) -> int:
-    return 0 if request.sampling.params.temperature == 0 else 1

@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from ..core.proposer import DraftRow
+from ..core.sampler import Sampler, TorchSampler
 from ..core.sampling import SampleRow
-from ..core.verify import sample
 
 GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
 _SIGMAS = 3.0  # by which a tau must win to be taken
@@ -25,9 +25,13 @@ _EAGER, _RARE = 8, 64  # one draft in so many: an answer costs several draws
 
 
 class TauTuner:
-    """Chooses among `GRID`. Deterministic: the same drafts and answers give the same tau."""
+    """Chooses among `GRID`. Deterministic: the same drafts and answers give the same tau.
 
-    def __init__(self) -> None:
+    ``sampler``: the one that draws the drafts.
+    """
+
+    def __init__(self, sampler: Sampler | None = None) -> None:
+        self._sampler = sampler or TorchSampler()
         self._current = GRID.index(1.0)
         # [a, b]: how often tau a was right and tau b was not, decayed
         self._wins = np.zeros((len(GRID), len(GRID)))
@@ -57,7 +61,11 @@ class TauTuner:
         if logits is None or at >= len(row.tokens):
             return
         asked = [SampleRow(row.tokens[:at], row.sampling)]
-        drawn = _all_drawn(lambda tau: sample(logits[None], asked, tau=tau)[0].token_id)
+
+        def draw(tau: float) -> int:
+            return self._sampler.sample(logits[None], asked, tau=tau)[0].token_id
+
+        drawn = _all_drawn(draw)
         self.judge([token_id == row.tokens[at] for token_id in drawn])
 
     def forget(self, request_ids: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from foretoken.core.batch import Segment
+from foretoken.core.kv_pool import KvDtype, KVPool
 from foretoken.core.model import Decoder
 
 VOCAB_SIZE = 261
@@ -120,11 +121,14 @@ class ModelDriver:
     page_size: int = 16
     num_pages: int = 400
     seed: int = 0
+    kv_dtype: KvDtype = "auto"
     sequences: list[Stream] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = self.decoder.make_pool(self.num_pages, page_size=self.page_size)
-        self.pool.data.fill_(torch.nan)
+        self.pool = self.decoder.make_pool(
+            self.num_pages, page_size=self.page_size, kv_dtype=self.kv_dtype
+        )
+        self.pool.data.fill_(void_item(self.pool))
         self._free = list(range(self.num_pages))
         random.Random(self.seed).shuffle(self._free)
 
@@ -174,6 +178,13 @@ class ModelDriver:
 
     def _poison(self, sequence: Stream) -> None:
         page, offset = divmod(sequence.num_computed, self.page_size)
-        self.pool.data[list(sequence.pages[page + 1 :])] = torch.nan
+        self.pool.data[list(sequence.pages[page + 1 :])] = void_item(self.pool)
         if page < len(sequence.pages):
-            self.pool.data[sequence.pages[page], ..., offset:, :] = torch.nan
+            blocks = self.pool.data[sequence.pages[page]].view(-1, self.pool.block.num_items)
+            vectors, scales = self.pool.split(blocks)
+            (vectors if scales is None else scales)[:, offset:] = torch.nan
+
+
+def void_item(pool: KVPool) -> float:
+    """What fills a pool so that all of it reads as NaN; scales are NaN if all their bits are 1."""
+    return torch.nan if pool.block.scales_at == 0 else -1

@@ -6,6 +6,7 @@ can be checked for holding the KV of exactly the tokens on its path.
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -109,11 +110,13 @@ def make_scheduler(
     max_model_len: int = 1000,
     depth: int = 0,
     speculator: Speculator | None = None,
+    max_slowdown: float = math.inf,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_queued=max_queued,
+        max_slowdown=max_slowdown,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
     )

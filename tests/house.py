@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from checkpoints import void_item
 from fake_model import Driver
 from foretoken.core.admission import SchedulerLimits
+from foretoken.core.kv_pool import KvDtype
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.params import SamplingParams
@@ -189,8 +191,8 @@ def make_speculator(name: str) -> DraftSpeculator:
 class House:
     """A target, a draft model, and what every request says when it is alone."""
 
-    def __init__(self, target: Decoder, draft: Decoder) -> None:
-        self.target, self.draft = target, draft
+    def __init__(self, target: Decoder, draft: Decoder, kv_dtype: KvDtype = "auto") -> None:
+        self.target, self.draft, self.kv_dtype = target, draft, kv_dtype
         self.solo = {}
         for index in range(len(REQUESTS)):
             self.solo |= self.run([index], None, depth=0)
@@ -201,11 +203,12 @@ class House:
         pair: Sequence[Path],
         dtype: Literal["float32", "bfloat16"],
         backend: Literal["torch", "native"] = "torch",
+        kv_dtype: KvDtype = "auto",
     ) -> House:
         target, draft = (
             load_decoder(folder, dtype=dtype, exact="batch", backend=backend) for folder in pair
         )
-        return cls(target, draft)
+        return cls(target, draft, kv_dtype)
 
     def run(
         self,
@@ -232,9 +235,9 @@ class House:
         if speculator is None:
             speculator = make_speculator(drafter) if drafter in DEPTHS else FixedDepth(depth)
         scheduler = Scheduler(cache, limits, speculator)
-        pool = self.target.make_pool(num_pages, page_size=page_size)
+        pool = self.target.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)
         if poison:
-            pool.data.fill_(float("nan"))
+            pool.data.fill_(void_item(pool))
         runner = ModelRunner(self.target, pool, self._proposer(drafter, num_pages, page_size))
         driver = Driver(scheduler, runner)  # type: ignore[arg-type]
         for _ in range(repeats):
@@ -250,7 +253,7 @@ class House:
             return SYNTHETIC[name](self.solo)
         if name not in ("lm", "auto+lm"):
             return None
-        pool = self.draft.make_pool(num_pages, page_size=page_size)
+        pool = self.draft.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)
         return LmProposer(self.draft, pool, window=16)
 
     def _request(self, index: int) -> Request:

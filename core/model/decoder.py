@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..batch import RaggedBatch, Segment, build_batch
-from ..kv_pool import KVPool
+from ..kv_pool import KvDtype, KVPool
 from ..ops.base import ForwardPlan, HeadLayout, Ops
 from ..ops.weights import DecoderWeights
 from .config import DecoderConfig
@@ -32,14 +32,15 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.ops = ops
+        self.sampler = ops.sampler
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.heads = head_layout(config)
         self._fused = ops.fuse(weights)
         self._rope = RopeTable(config.rope, config.head_dim, self.device)
 
-    def make_pool(self, num_pages: int, *, page_size: int) -> KVPool:
-        """A KV pool of this decoder's shape, dtype and device."""
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
+        """A KV pool of this decoder's shape and device; of its dtype, too, unless told."""
         return KVPool(
             num_pages,
             num_layers=self.config.num_layers,
@@ -48,6 +49,7 @@ class Decoder:
             page_size=page_size,
             dtype=self.dtype,
             device=self.device,
+            kv_dtype=kv_dtype,
         )
 
     def batch(self, segments: Sequence[Segment], *, page_size: int) -> RaggedBatch:

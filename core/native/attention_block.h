@@ -2,41 +2,38 @@
 #ifndef FT_ATTENTION_BLOCK_H
 #define FT_ATTENTION_BLOCK_H
 
-#include "decoder.h"
+#include "attention_plan.h"
 #include "vector.h"
 
 enum {
-    KEYS = 64,            /* of a block */
-    SUBS = KEYS / 16,     /* sixteens of a block */
-    QUERIES = 64,         /* of a task: rows times the query heads of a KV head */
-    TILE = 4,             /* queries that share the loads of a block */
-    MAX_DIM = 256,        /* of a head */
-    LEAST_WORK = 1 << 18, /* products that make a task worth another thread */
+    SUBS = KEYS / 16, /* sixteens of a block */
+    TILE = 4,         /* queries that share the loads of a block */
+    MAX_DIM = 256,    /* of a head */
 };
 #define HIDDEN (-1e30f) /* finite: a block in which all is hidden must not yield NaN */
 
 typedef struct {
     const char *q;
     char *out;
+    const ft_attend_plan *plan;
     const ft_batch *batch;
     const ft_kv *kv;
     const ft_heads *heads;
     int64_t layer, window;
-    int64_t rows_per_task;
     int failed; /* set when a thread has no memory */
 } attend_job;
 
-/* One task. Query t * group + j is query head j of row t. */
+/* A task of the plan for one KV head. Its queries: of every part's rows, the row's `group` query
+ * heads one after the other. */
 typedef struct {
     const attend_job *job;
-    int64_t segment, head;
-    int64_t first_row;      /* of the batch */
-    int64_t first_position; /* of that row */
-    int64_t num_rows, group;
+    const ft_attend_part *parts;
+    int64_t num_parts;
+    int64_t head, group;
     int64_t dim, padded; /* of a head; rounded up to sixteen */
 } attend_task;
 
-/* A thread's own memory. Words are fp32 numbers, or pairs of bf16. */
+/* A thread's own memory. Words are fp32 numbers, or pairs of bf16, or quads of bytes. */
 typedef struct {
     _Alignas(64) uint32_t keys[KEYS * MAX_DIM];   /* [SUBS][words of a head][16] */
     _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS][padded], or pairs of keys, [KEYS / 2] */
@@ -45,7 +42,14 @@ typedef struct {
     _Alignas(64) float sums[QUERIES * MAX_DIM];   /* [queries][padded] weighted values */
     _Alignas(64) float wide[QUERIES * MAX_DIM];   /* [queries][dim] queries widened to fp32 */
     float top[QUERIES], total[QUERIES], keep[QUERIES];
+    /* Of int8 keys and values alone. */
+    _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
+    float taint;
+    float query_scale[QUERIES], weight_scale[QUERIES];
+    int32_t bias[QUERIES][2];
     const void *queries[QUERIES];
+    int64_t rows[QUERIES], positions[QUERIES]; /* of each query, in the batch, in its sequence */
+    int64_t first_query[QUERIES + 1];          /* of each part */
     const char *key_rows[2][KEYS]; /* of this block and the next one, in the pages, in turns */
     const float *value_rows[KEYS];
 } attend_space;
@@ -63,39 +67,41 @@ static int uses_dot(const ft_heads *heads) {
 
 static int64_t item_size(const ft_heads *heads) { return heads->dtype == FT_BFLOAT16 ? 2 : 4; }
 
+/* Bytes of a key or value in the pages. */
+static int64_t vector_bytes(const attend_task *task) {
+    return task->dim * (task->job->kv->scales_at ? 1 : item_size(task->job->heads));
+}
+
 /* -- a block of keys and values --------------------------------------------------------------- */
 
-/* Keys of the block at `lo` that the task's last row sees. */
-static int64_t count_keys(const attend_task *task, int64_t lo) {
-    return ft_min(KEYS, task->first_position + task->num_rows - lo);
-}
-
-/* Addresses of the keys of the block at `lo`, and behind them of zeros. */
-static void find_keys(const attend_task *task, const char **rows, int64_t lo) {
-    int64_t count = count_keys(task, lo);
-    const attend_job *job = task->job;
-    const int64_t *pages = job->batch->page_table + task->segment * job->batch->max_pages;
-    int64_t size = job->kv->page_size, bytes = task->dim * item_size(job->heads);
-    for (int64_t i = 0; i < count;) {
-        int64_t offset = (lo + i) % size, stop = ft_min(count, i + size - offset);
-        int64_t page = pages[(lo + i) / size];
-        const char *row = ft_page(job->kv, job->heads, page, job->layer, 0, task->head);
-        for (row += offset * bytes; i < stop; i++, row += bytes) rows[i] = row;
-    }
-    for (int64_t i = ft_max(count, 0); i < KEYS; i++) rows[i] = (const char *)zeros;
-}
-
-/* From a key to its value, in bytes. */
+/* From a key or its scale to the value's, in bytes. */
 static int64_t value_offset(const attend_task *task) {
-    const attend_job *job = task->job;
-    int64_t rows = job->heads->num_kv_heads * job->kv->page_size;
-    return rows * task->dim * item_size(job->heads);
+    return task->job->heads->num_kv_heads * task->job->kv->block_bytes;
 }
 
 /* Pages lie anywhere, so that the CPU does not foresee what is read next. Into the second cache,
  * and a few rows at a time: the first has too few reads under way (measured, 0.7 times). */
 FT_INLINE void fetch_soon(const char *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+/* Addresses of a step's keys, and behind them of zeros. */
+static void find_keys(const attend_task *task, const ft_attend_step *step, const char **rows) {
+    const attend_job *job = task->job;
+    int64_t segment = task->parts[step->first].segment, lo = step->lo;
+    const int64_t *pages = job->batch->page_table + segment * job->batch->max_pages;
+    int64_t size = job->kv->page_size, bytes = vector_bytes(task), scales = job->kv->scales_at;
+    for (int64_t i = 0; i < step->count;) {
+        int64_t offset = (lo + i) % size, stop = ft_min(step->count, i + size - offset);
+        int64_t page = pages[(lo + i) / size];
+        const char *row = ft_page(job->kv, job->heads, page, job->layer, 0, task->head);
+        if (scales) {
+            fetch_soon(row + scales + offset * 4, (stop - i) * 4);
+            fetch_soon(row + scales + offset * 4 + value_offset(task), (stop - i) * 4);
+        }
+        for (row += offset * bytes; i < stop; i++, row += bytes) rows[i] = row;
+    }
+    for (int64_t i = step->count; i < KEYS; i++) rows[i] = (const char *)zeros;
 }
 
 /* Sixteen rows of sixteen words: out[word][row]. */

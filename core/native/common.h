@@ -51,7 +51,14 @@ int ft_num_threads(void);
 
 /* At least `bytes` of memory of this thread's own, 64-byte aligned, kept until its next call with
  * the same slot. NULL when there is no memory. Who uses which slot: */
-enum { FT_SCRATCH_LINEAR = 0, FT_SCRATCH_ATTENTION = 1, FT_SCRATCH_STEP = 2, FT_SCRATCH_SLOTS = 3 };
+enum {
+    FT_SCRATCH_LINEAR,
+    FT_SCRATCH_ATTENTION,
+    FT_SCRATCH_ATTENTION_PLAN,
+    FT_SCRATCH_STEP,
+    FT_SCRATCH_SAMPLE,
+    FT_SCRATCH_SLOTS
+};
 void *ft_scratch(int slot, size_t bytes);
 
 #endif

@@ -2,7 +2,10 @@
 #include "decoder.h"
 #include "vector.h"
 
-enum { PIECE = 8192 }; /* elements that make a task worth another thread */
+enum {
+    PIECE = 8192,  /* elements that make a task worth another thread */
+    MAX_DIM = 256, /* of a head, as in attention_block.h */
+};
 
 static int64_t rows_per_piece(int64_t width) { return ft_max(1, PIECE / ft_max(width, 1)); }
 
@@ -109,11 +112,12 @@ typedef struct {
     float eps;
 } rope_job;
 
-/* One head, normed, then turned by halves (arXiv 2104.09864), times `scale`, to `out`.
- * `norm` is NULL or the head's weights. */
-FT_INLINE void turn_head(const char *head, char *out, const float *cos, const float *sin,
-                         const float *norm, float eps, float scale, int64_t dim, int dtype) {
-    int64_t half = dim / 2;
+/* Head `index` of a row, normed, then turned by halves (arXiv 2104.09864); queries are scaled. */
+FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const char *head,
+                         int dtype, void *out, int out_dtype) {
+    int64_t dim = job->heads->head_dim, half = dim / 2;
+    const float *cos = job->batch->cos + row * half, *sin = job->batch->sin + row * half;
+    const float *norm = job->norm ? job->norm + index * dim : NULL;
     float inverse = 1.0f;
     if (norm) {
         ft_vec squares = v_set(0.0f);
@@ -121,9 +125,10 @@ FT_INLINE void turn_head(const char *head, char *out, const float *cos, const fl
             ft_vec value = v_get(head, i, dim - i, dtype);
             squares = v_fma(value, value, squares);
         }
-        inverse = inverse_rms(squares, dim, eps);
+        inverse = inverse_rms(squares, dim, job->eps);
     }
-    ft_vec factor = v_set(inverse), scales = v_set(scale);
+    ft_vec factor = v_set(inverse);
+    ft_vec scales = v_set(index < job->heads->num_heads ? job->heads->scale : 1.0f);
     for (int64_t i = 0; i < half; i += FT_WIDTH) {
         int64_t n = half - i;
         ft_vec x = v_get(head, i, n, dtype), y = v_get(head, half + i, n, dtype);
@@ -134,29 +139,59 @@ FT_INLINE void turn_head(const char *head, char *out, const float *cos, const fl
         ft_vec c = v_load_n(cos + i, n), s = v_load_n(sin + i, n);
         ft_vec first = v_sub(v_mul(x, c), v_mul(y, s));
         ft_vec second = v_add(v_mul(y, c), v_mul(x, s));
-        v_put(out, i, v_mul(first, scales), n, dtype);
-        v_put(out, half + i, v_mul(second, scales), n, dtype);
+        v_put(out, i, v_mul(first, scales), n, out_dtype);
+        v_put(out, half + i, v_mul(second, scales), n, out_dtype);
     }
 }
 
-FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
-    const ft_heads *heads = job->heads;
-    int64_t dim = heads->head_dim, bytes = dim * (dtype == FT_BFLOAT16 ? 2 : 4);
-    int64_t num_turned = heads->num_heads + heads->num_kv_heads;
-    const char *head = job->qkv + row * (num_turned + heads->num_kv_heads) * bytes;
-    const float *cos = job->batch->cos + row * (dim / 2), *sin = job->batch->sin + row * (dim / 2);
-    char *q = job->q + row * heads->num_heads * bytes;
-    int64_t page = job->batch->slots[row] / job->kv->page_size;
-    int64_t at = job->batch->slots[row] % job->kv->page_size * bytes;
-    for (int64_t i = 0; i < num_turned; i++, head += bytes) {
-        int64_t key = i - heads->num_heads;
-        char *out = key < 0 ? q + i * bytes
-                            : ft_page(job->kv, heads, page, job->layer, 0, key) + at;
-        const float *norm = job->norm ? job->norm + i * dim : NULL;
-        turn_head(head, out, cos, sin, norm, job->eps, key < 0 ? heads->scale : 1.0f, dim, dtype);
+/* A vector to its place in a block, as int8: its largest item becomes 127, zeros have the scale 0.
+ * One that is not finite has a scale of NaN, so that all of it is NaN when it is read. */
+static void put_int8(const ft_kv *kv, char *block, int64_t offset, const float *vector,
+                     int64_t dim) {
+    int8_t *items = (int8_t *)block + offset * dim;
+    float scale = v_reach(vector, dim) / 127.0f, at[FT_WIDTH];
+    memcpy(block + kv->scales_at + offset * 4, &scale, 4);
+    memset(items, 0, (size_t)dim);
+    if (!(scale > 0.0f)) return;
+    for (int64_t i = 0; i < dim; i += FT_WIDTH) {
+        ft_vec x = v_round(v_div(v_load_n(vector + i, dim - i), v_set(scale)));
+        v_store(at, v_max(v_min(x, v_set(127.0f)), v_set(-127.0f)));
+        for (int64_t j = 0; j < ft_min(FT_WIDTH, dim - i); j++) items[i + j] = (int8_t)at[j];
     }
-    for (int64_t i = 0; i < heads->num_kv_heads; i++, head += bytes)
-        memcpy(ft_page(job->kv, heads, page, job->layer, 1, i) + at, head, (size_t)bytes);
+}
+
+/* A key and its value to a place in their blocks. Head `index` of the row is the key's. */
+FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const char *key,
+                        const char *value, int dtype) {
+    const ft_kv *kv = job->kv;
+    int64_t dim = job->heads->head_dim, bytes = dim * (dtype == FT_BFLOAT16 ? 2 : 4);
+    int64_t page = job->batch->slots[row] / kv->page_size, head = index - job->heads->num_heads;
+    int64_t offset = job->batch->slots[row] % kv->page_size;
+    char *keys = ft_page(kv, job->heads, page, job->layer, 0, head);
+    char *values = ft_page(kv, job->heads, page, job->layer, 1, head);
+    float wide[MAX_DIM];
+    int is_int8 = kv->scales_at != 0;
+    turn_head(job, row, index, key, dtype, is_int8 ? (void *)wide : keys + offset * bytes,
+              is_int8 ? FT_FLOAT32 : dtype);
+    if (!is_int8) {
+        memcpy(values + offset * bytes, value, (size_t)bytes);
+        return;
+    }
+    put_int8(kv, keys, offset, wide, dim);
+    for (int64_t i = 0; i < dim; i += FT_WIDTH)
+        v_store_n(wide + i, v_get(value, i, dim - i, dtype), dim - i);
+    put_int8(kv, values, offset, wide, dim);
+}
+
+FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
+    int64_t num_heads = job->heads->num_heads, num_kv_heads = job->heads->num_kv_heads;
+    int64_t bytes = job->heads->head_dim * (dtype == FT_BFLOAT16 ? 2 : 4);
+    const char *head = job->qkv + row * (num_heads + 2 * num_kv_heads) * bytes;
+    char *q = job->q + row * num_heads * bytes;
+    for (int64_t i = 0; i < num_heads; i++, head += bytes)
+        turn_head(job, row, i, head, dtype, q + i * bytes, dtype);
+    for (int64_t i = 0; i < num_kv_heads; i++, head += bytes)
+        write_kv(job, row, num_heads + i, head, head + num_kv_heads * bytes, dtype);
 }
 
 static void rope_piece(void *context, int64_t begin, int64_t end) {

@@ -13,7 +13,7 @@ from ..kv_pool import KVPool
 from ..ops.base import HeadLayout
 from .library import DTYPES
 
-MAX_HEAD_DIM = 256  # as in attention.c
+MAX_HEAD_DIM = 256  # as in attention_block.h
 MAX_GROUP = 64  # query heads of a KV head
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
@@ -39,7 +39,13 @@ class BatchStruct(ctypes.Structure):
 class KvStruct(ctypes.Structure):
     """``ft_kv``; lends the pool's memory."""
 
-    _fields_ = (("data", _PTR), ("num_layers", _I64), ("page_size", _I64))
+    _fields_ = (
+        ("data", _PTR),
+        ("num_layers", _I64),
+        ("page_size", _I64),
+        ("block_bytes", _I64),
+        ("scales_at", _I64),
+    )
 
 
 class HeadsStruct(ctypes.Structure):
@@ -83,7 +89,8 @@ class NativePlan:
         pointers = [values.ctypes.data for values in host] + [t.data_ptr() for t in tensors]
         shape = (batch.num_rows, len(batch.lens), batch.page_table.shape[1])
         self.batch = BatchStruct(*shape, *pointers)
-        self.kv = KvStruct(pool.data.data_ptr(), pool.num_layers, pool.page_size)
+        block = (pool.block.num_bytes, pool.block.scales_at)
+        self.kv = KvStruct(pool.data.data_ptr(), pool.num_layers, pool.page_size, *block)
         self.head_struct = HeadsStruct(
             heads.num_heads, heads.num_kv_heads, heads.head_dim, DTYPES[pool.dtype], heads.scale
         )

@@ -46,15 +46,16 @@ static int find_space(const ft_decoder *decoder, const ft_heads *heads, int64_t 
 
 /* Normed input x and residual of a layer to those of the next, whose norm is `next_norm`. */
 static int run_layer(const ft_decoder *decoder, int64_t index, const ft_batch *batch,
-                     const ft_kv *kv, const ft_heads *heads, const step_space *space,
-                     const void *next_norm, void *out) {
+                     const ft_kv *kv, const ft_heads *heads, const ft_attend_plan *plan,
+                     const step_space *space, const void *next_norm, void *out) {
     const ft_layer *layer = &decoder->layers[index];
     int64_t rows = batch->num_rows;
     int dtype = (int)heads->dtype;
     if (ft_linear(layer->qkv, space->x, dtype, rows, space->wide, dtype)) return -1;
     ft_rope_rows(space->wide, space->narrow, batch, kv, heads, index, layer->head_norm,
                  decoder->head_eps);
-    if (ft_attend(space->narrow, space->wide, batch, kv, heads, index, layer->window)) return -1;
+    if (ft_attend(space->narrow, space->wide, plan, batch, kv, heads, index, layer->window))
+        return -1;
     if (ft_linear(layer->o, space->wide, dtype, rows, space->x, dtype)) return -1;
     ft_norm_rows(space->x, space->residual, layer->post_norm, space->x, rows, decoder->hidden,
                  decoder->eps, dtype);
@@ -71,8 +72,10 @@ static int run_layer(const ft_decoder *decoder, int64_t index, const ft_batch *b
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft_batch *batch,
                          const ft_kv *kv, const ft_heads *heads, void *out) {
     step_space space;
+    ft_attend_plan plan;
     int64_t rows = batch->num_rows, last = decoder->num_layers - 1;
     if (find_space(decoder, heads, rows, &space)) return -1;
+    if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
     int64_t row_bytes = decoder->hidden * (heads->dtype == FT_BFLOAT16 ? 2 : 4);
     ft_embedding(ids, decoder->embedding, space.residual, rows, row_bytes);
     ft_norm_rows(space.residual, NULL, decoder->layers[0].input_norm, space.x, rows,
@@ -81,7 +84,7 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft
         const void *norm =
             index < last ? decoder->layers[index + 1].input_norm : decoder->final_norm;
         void *target = index < last ? space.x : out;
-        if (run_layer(decoder, index, batch, kv, heads, &space, norm, target)) return -1;
+        if (run_layer(decoder, index, batch, kv, heads, &plan, &space, norm, target)) return -1;
     }
     return 0;
 }

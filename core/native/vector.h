@@ -195,6 +195,17 @@ FT_INLINE void v_store_n(float *p, ft_vec x, int64_t n) {
     memcpy(p, at, (size_t)n * 4);
 }
 
+/* The largest absolute value of n floats; NaN if one of them is not finite. */
+FT_INLINE float v_reach(const float *p, int64_t n) {
+    ft_vec top = v_set(0.0f), taint = v_set(0.0f); /* maxima lose a NaN, sums do not */
+    for (int64_t i = 0; i < n; i += FT_WIDTH) {
+        ft_vec x = v_load_n(p + i, n - i);
+        top = v_max(v_max(x, v_sub(v_set(0.0f), x)), top);
+        taint = v_fma(x, v_set(0.0f), taint);
+    }
+    return v_top(top) + v_sum(taint);
+}
+
 /* The same of either type of element. */
 FT_INLINE ft_vec v_get(const void *p, int64_t at, int64_t n, int is_bf16) {
     if (!is_bf16) return v_load_n((const float *)p + at, n);

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..sampler import Sampler
 
 if TYPE_CHECKING:
     from .weights import DecoderWeights
@@ -70,6 +71,10 @@ class Ops(Protocol):
     @property
     def min_rows(self) -> int:
         """The fewest rows that a batch for these operations may have."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Chooses tokens from this backend's logits."""
 
     def set_threads(self, count: int) -> None:
         """Threads for the operations that the calling thread will ask for, itself included."""

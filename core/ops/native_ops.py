@@ -10,6 +10,7 @@ from ..kv_pool import KVPool
 from ..native.library import DTYPES, NativeLibrary
 from ..native.linear import NativeLinear, Quantize, linear, pack_linear
 from ..native.plan import NativePlan
+from ..native.sampler import NativeSampler
 from ..native.step import NativeStep
 from .base import ForwardPlan, HeadLayout, HeadNorm, PackedLinear
 from .weights import DecoderWeights
@@ -23,6 +24,7 @@ class NativeOps:
     def __init__(self, library: NativeLibrary, quantize: Quantize = "none") -> None:
         self.library = library
         self.quantize: Quantize = quantize
+        self.sampler = NativeSampler(library)
 
     def set_threads(self, count: int) -> None:
         """Resize the kernels' pool, which is the process's, and torch's for what is left to it."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import HeadLayout
 from .torch_plan import HIDDEN, Block, Group, TorchPlan
 
 _LOWEST = -80.0  # exp of less underflows, which takes ten times as long (measured)
@@ -20,9 +19,9 @@ def attend(q: Tensor, layer: int, plan: TorchPlan, window: int | None) -> Tensor
     """``[T, num_heads * head_dim]`` scaled queries to attention outputs of that shape."""
     heads = plan.heads
     packed = q.view(len(q) * heads.num_kv_heads, -1)
-    pages = plan.page_rows(layer)
+    pages = plan.pages(layer)
     outs = [
-        _attend_group(packed.index_select(0, group.q_rows), group, blocks, pages, heads)
+        _attend_group(packed.index_select(0, group.q_rows), group, blocks, pages, plan)
         for group, blocks in zip(plan.groups, plan.blocks(window), strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -30,15 +29,16 @@ def attend(q: Tensor, layer: int, plan: TorchPlan, window: int | None) -> Tensor
 
 
 def _attend_group(
-    q: Tensor, group: Group, blocks: list[Block], pages: Tensor, heads: HeadLayout
+    q: Tensor, group: Group, blocks: list[Block], pages: Tensor, plan: TorchPlan
 ) -> Tensor:
     """``[n * num_kv_heads * num_rows, group * head_dim]`` queries to outputs of that shape."""
+    heads = plan.heads
     items = len(group.members) * heads.num_kv_heads
     queries = q.view(items, -1, heads.head_dim)
     state: _Softmax | None = None
     for block in blocks:
         span = slice(block.first * heads.num_kv_heads, block.last * heads.num_kv_heads)
-        keys, values = _fetch(pages, block, heads)
+        keys, values = plan.read(pages, block).chunk(2)
         scores = torch.bmm(queries[span], keys.transpose(1, 2)).float()
         if state is None and len(scores) == items:
             state = _Softmax.of(scores, values, block)
@@ -47,16 +47,6 @@ def _attend_group(
         state.merge(scores, values, block, span)
     assert state is not None  # every row sees itself
     return state.result(q.dtype).view(q.shape)
-
-
-def _fetch(pages: Tensor, block: Block, heads: HeadLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of a block, each ``[count * num_kv_heads, width, head_dim]``."""
-    kv = pages.index_select(0, block.kv_rows)
-    if block.void_rows is not None:
-        # NaN plus the mask, or times weight 0, would be NaN.
-        kv.view(-1, heads.head_dim).index_fill_(0, block.void_rows, 0.0)
-    keys, values = kv.view(2, -1, block.width, heads.head_dim).unbind(0)
-    return keys, values
 
 
 @dataclass(slots=True, eq=False)

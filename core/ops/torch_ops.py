@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..sampler import TorchSampler
 from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear
 from .torch_attention import attend
 from .torch_plan import TorchPlan
@@ -26,6 +27,7 @@ class TorchOps:
 
     def __init__(self, *, exact: Exactness = "spec") -> None:
         self.exact: Exactness = exact
+        self.sampler = TorchSampler()
 
     def set_threads(self, count: int) -> None:
         """Torch keeps its thread count per thread: the model thread must set its own."""
@@ -82,9 +84,9 @@ class TorchOps:
         if norm is not None:
             turning = F.rms_norm(turning, (heads.head_dim,), None, norm.eps) * norm.weight
         turned = _rotate(turning, plan.cos, plan.sin)
-        q, kv = turned[:, : heads.num_heads], qkv[:, heads.num_heads :]
-        kv[:, : heads.num_kv_heads] = turned[:, heads.num_heads :]
-        plan.write(kv, layer)
+        q, keys = turned[:, : heads.num_heads], turned[:, heads.num_heads :]
+        values = qkv[:, -heads.num_kv_heads :].float()
+        plan.write(torch.cat((keys, values), dim=1), layer)
         return q.mul(heads.scale).to(qkv.dtype).view(len(qkv), -1)
 
     def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import IntArray, RaggedBatch
-from ..kv_pool import KVPool
+from ..kv_pool import KVPool, from_int8, to_int8
 from .base import HeadLayout
 
 BLOCK = 256  # positions
@@ -34,7 +34,7 @@ class Block:
     first: int
     last: int
     width: int
-    kv_rows: Tensor  # [2 * count * num_kv_heads * pages] into the pool's page rows of layer 0
+    kv_rows: Tensor  # [2 * count * num_kv_heads * pages] into the pool's blocks of layer 0
     void_rows: Tensor | None  # K and V rows behind a sequence's end: stale content, NaN perhaps
     masked_from: int  # first sequence with a hidden position, counted from ``first``
     seen: Tensor | None  # [count - masked_from, 1, num_rows, 1, width] 1 where seen, 0 where hidden
@@ -70,23 +70,34 @@ class TorchPlan:
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
         self._pool = pool
         self._kv_heads = 2 * pool.num_kv_heads  # K and V of one layer and page
-        self._write_rows = self._find_write_rows()
+        self._write_at = self._find_write_at()
         multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1
         self.groups = [self._group(m, multiple) for m in _split(batch)]
         self.unpack = self._find_unpack()
         self._blocks: dict[int | None, list[list[Block]]] = {}
 
     def write(self, kv: Tensor, layer: int) -> None:
-        """Store ``[T, 2 * num_kv_heads, head_dim]``: keys, then values."""
-        pool = self._pool
-        rows = pool.data.view(-1, pool.head_dim)[layer * self._kv_heads * pool.page_size :]
-        rows[self._write_rows] = kv
+        """Store ``[T, 2 * num_kv_heads, head_dim]`` float32: keys, then values."""
+        vectors, scales = self._pool.split(self.pages(layer))
+        if scales is None:
+            vectors[self._write_at] = kv.to(vectors.dtype)
+        else:
+            vectors[self._write_at], scales[self._write_at] = to_int8(kv)
 
-    def page_rows(self, layer: int) -> Tensor:
-        """The pool as ``[.., page_size * head_dim]``, starting at a layer."""
+    def pages(self, layer: int) -> Tensor:
+        """The pool's blocks, starting at a layer's."""
+        return self._pool.blocks[layer * self._kv_heads :]
+
+    def read(self, pages: Tensor, block: Block) -> Tensor:
+        """Keys, then values of a block, ``[2 * count * num_kv_heads, width, head_dim]``."""
         pool = self._pool
-        width = pool.page_size * pool.head_dim
-        return pool.data.view(-1, width)[layer * self._kv_heads :]
+        kv, scales = pool.split(pages.index_select(0, block.kv_rows))
+        if scales is not None:
+            kv = from_int8(kv, scales, pool.dtype)
+        if block.void_rows is not None:
+            # NaN plus the mask, or times weight 0, would be NaN.
+            kv.view(-1, pool.head_dim).index_fill_(0, block.void_rows, 0.0)
+        return kv.view(-1, block.width, pool.head_dim)
 
     def blocks(self, window: int | None) -> list[list[Block]]:
         """The blocks of every group, made at the first layer that has this window."""
@@ -94,12 +105,12 @@ class TorchPlan:
             self._blocks[window] = [self._group_blocks(g, window) for g in self.groups]
         return self._blocks[window]
 
-    def _find_write_rows(self) -> Tensor:
+    def _find_write_at(self) -> tuple[Tensor, Tensor]:
+        """Blocks ``[T, 2 * num_kv_heads]`` of layer 0, and places in them."""
         pool, slots = self._pool, self.batch.slots
-        page, offset = slots // pool.page_size, slots % pool.page_size
-        page_rows = pool.num_layers * self._kv_heads * pool.page_size
-        heads = torch.arange(self._kv_heads, device=slots.device) * pool.page_size
-        return (page * page_rows + offset).unsqueeze(1) + heads
+        first = (slots // pool.page_size).mul_(pool.num_layers * self._kv_heads).unsqueeze(1)
+        heads = torch.arange(self._kv_heads, device=slots.device)
+        return first + heads, (slots % pool.page_size).unsqueeze(1)
 
     def _group(self, members: IntArray, multiple: int) -> Group:
         batch, num_kv_heads = self.batch, self.heads.num_kv_heads

@@ -87,8 +87,9 @@ def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
         "draft": "none", "speculation": "5", "verify": "coupled", "exact": "off", "device": "cpu",
         "backend": "torch",
-        "dtype": "float32", "quantize": "none", "kv-cache-dtype": "auto", "kv-tokens": "64",
+        "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "max-model-len": "99", "max-batch-tokens": "8",
+        "max-slowdown": "3",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
@@ -97,6 +98,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         assert parsed.model == "m"
         config = EngineConfig(**cli.engine_options(parsed))
         assert (config.speculation, config.kv_tokens, config.max_queued) == (5, 64, 0)
+        assert config.kv_cache_dtype == "int8"
     assert {name.replace("-", "_") for name in flags} | {"kv_memory"} == set(EngineConfig.names())
 
 

@@ -149,7 +149,7 @@ def test_one_bad_prompt_of_a_list_fails_the_call_and_not_the_next(llm: LLM) -> N
         ("device", "cuda"),
         ("quantize", "int3"),
         ("verify", "rejection"),
-        ("kv_cache_dtype", "int8"),
+        ("kv_cache_dtype", "fp8"),
     ],
 )
 def test_a_bad_option_names_itself(option: str, value: object) -> None:

@@ -214,6 +214,5 @@ def test_a_failure_now_and_then_is_forgiven() -> None:
     assert careful.inner is said
 
 
-def test_where_nobody_drafts_a_request_cannot_ask_for_it() -> None:
-    request = make_request("a", [1, 2, 3], depth=8)
-    assert NO_SPECULATION.plan([request], [9], budget=99, num_prefill=0) == [NOTHING]
+def test_where_nobody_drafts_nobody_is_asked() -> None:
+    assert NO_SPECULATION.rests()

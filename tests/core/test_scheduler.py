@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from array import array
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from fake_model import (
     VOCAB_SIZE,

@@ -85,6 +85,11 @@ def make_speculator(*sources, depth="auto") -> DraftSpeculator:
 
 
 def drafted(speculator: DraftSpeculator, *requests: Request) -> list[tuple[list[int], set[str]]]:
+    for request in requests:
+        if request.request_id not in speculator._tracks:
+            speculator.join(request)
+    if speculator.rests():
+        return [([], set())] * len(requests)
     plans = speculator.plan(requests, [20] * len(requests), budget=200, num_prefill=0)
     return [(list(plan.draft.token_ids), set(plan.draft.sources)) for plan in plans]
 

@@ -35,7 +35,7 @@ class Counting:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.config, self.device = decoder.config, decoder.device
-        self.batch = decoder.batch
+        self.batch, self.sampler = decoder.batch, decoder.sampler
         self.calls: list[int] = []
 
     @property

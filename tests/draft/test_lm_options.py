@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from foretoken.core.batch import RaggedBatch
 from foretoken.core.kv_pool import KVPool
@@ -63,7 +64,7 @@ def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -
 
     class Watched:
         config, device = decoder.config, decoder.device
-        batch = staticmethod(decoder.batch)
+        batch, sampler = staticmethod(decoder.batch), decoder.sampler
 
         def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
             seen.append(decoder.forward(batch, pool))
@@ -88,10 +89,10 @@ def test_a_draft_says_how_much_of_its_kv_is_missing(pair) -> None:
 
 def test_the_backlog_of_each_row_is_its_own(pair) -> None:
     proposer = proposer_of(pair[1], window=20)
-    rows = [row_of(prompt_of(60)), row_of(prompt_of(9))]
-    object.__setattr__(rows[1], "request_id", "b")
-    object.__setattr__(rows[1], "page_ids", array("q", range(60, 80)))
-    object.__setattr__(rows[0], "page_ids", array("q", range(60)))
+    rows = [
+        replace(row_of(prompt_of(60)), page_ids=array("q", range(60))),
+        replace(row_of(prompt_of(9)), request_id="b", page_ids=array("q", range(60, 80))),
+    ]
     assert [draft.backlog for draft in proposer.propose(rows)] == [60 - (20 + 2 - 9), 0]
 
 
@@ -100,7 +101,7 @@ def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
     longest = pair[1].config.max_model_len
     pool = pair[1].make_pool(longest // PAGE_SIZE + 2, page_size=PAGE_SIZE)
     row = row_of(prompt_of(longest - 2))
-    object.__setattr__(row, "page_ids", array("q", range(pool.num_pages)))
+    row = replace(row, page_ids=array("q", range(pool.num_pages)))
     (draft,) = LmProposer(pair[1], pool).propose([row])
     assert (draft.backlog, len(draft.token_ids)) == (0, 0)
 
@@ -180,6 +181,7 @@ class Scaled:
         self._decoder, self._deviation = decoder, deviation
         self.config, self.device = decoder.config, decoder.device
         self.make_pool, self.batch = decoder.make_pool, decoder.batch
+        self.sampler = decoder.sampler
 
     def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
         logits = self._decoder.forward(batch, pool)

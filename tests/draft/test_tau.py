@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from foretoken.core.params import SamplingParams
 from foretoken.core.proposer import DraftRow
+from foretoken.core.sampler import TorchSampler
 from foretoken.core.sampling import SampleRow
 from foretoken.core.step import RowSampling
 from foretoken.core.verify import Choice, sample
-from foretoken.draft import tau as tau_module
 from foretoken.draft.tau import GRID, TauTuner
 
 VOCAB = 30
@@ -143,15 +143,17 @@ def test_few_drafts_are_judged_and_fewer_when_much_is_known() -> None:
 
 
 def test_taus_between_two_that_agree_are_not_asked() -> None:
-    tuner, count = TauTuner(), list[int]()
+    count = list[int]()
 
-    def counted(logits: torch.Tensor, rows: list[SampleRow], *, tau: float) -> list[Choice]:
-        count.append(1)
-        return sample(logits, rows, tau=tau)
+    class Counting(TorchSampler):
+        def sample(
+            self, logits: torch.Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
+        ) -> list[Choice]:
+            count.append(1)
+            return sample(logits, rows, tau=tau)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tau_module, "sample", counted)
-        list(hits(tuner, 0.7, 200))
+    tuner = TauTuner(Counting())
+    list(hits(tuner, 0.7, 200))
     assert 2.0 < len(count) / tuner._num_answers < 4.5
 
 

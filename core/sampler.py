@@ -1,0 +1,41 @@
+"""Sampler: who chooses the tokens of a step, one for each backend.
+
+A draft and its target choose by the same one, so that the same noise decides between nearly the
+same scores. The torch one is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .sampling import SampleRow
+from .verify import Choice, Verified, VerifyRow, sample, verify
+
+
+class Sampler(Protocol):
+    """Chooses tokens as `core.verify` defines it: a function of each row alone, bit for bit."""
+
+    def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+        """Compare drafts with the target's own tokens; see `core.verify.verify`."""
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
+    ) -> list[Choice]:
+        """Draw one token per row; see `core.verify.sample`."""
+
+
+class TorchSampler:
+    """`Sampler` on any device."""
+
+    def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+        """Compare drafts with the target's own tokens."""
+        return verify(logits, rows)
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
+    ) -> list[Choice]:
+        """Draw one token per row."""
+        return sample(logits, rows, tau=tau)

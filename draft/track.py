@@ -1,0 +1,69 @@
+"""Track: what the speculator knows of one request, and how its guesses turned out."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..core.request import Request
+from ..core.step import PlanRow, RowOutput
+from .calibration import Calibration
+from .source import Guess
+from .trie import Path, Survival, common_len
+
+LM = "lm"
+LEAST_ODDS = 0.35  # of a free draft's token in a batch: rows of lower odds cost more than they seem
+NO_SURVIVAL: Survival = np.zeros(0)
+
+
+@dataclass(slots=True)
+class Track:
+    """Guesses for the step under way, and how far the draft model has come."""
+
+    request: Request
+    guesses: Sequence[Guess] = ()
+    lm_len: int = 0  # tokens whose KV the draft model has, about
+    paths: list[Path] = field(default_factory=list)
+
+    @property
+    def lm_kind(self) -> int:
+        """The draft model is right more often where nothing is drawn."""
+        return 0 if self.request.sampling.params.temperature == 0 else 1
+
+    def free_survival(self, num_requests: int) -> Survival:
+        """Of the trunk; what is unlikely is left out where others would wait for it."""
+        if not self.paths:
+            return NO_SURVIVAL
+        survival = self.paths[0].survival
+        return survival if num_requests == 1 else survival[survival >= LEAST_ODDS]
+
+    def score(self, calibration: Calibration, served: array[int]) -> None:
+        """Every guess, verified or not, against what was committed."""
+        for guess in self.guesses:
+            hits = common_len(guess.token_ids, served)
+            missed = hits < min(len(guess.token_ids), len(served))
+            calibration.score(guess.source, guess.kind, self.request.request_id, hits, missed)
+        self.guesses = ()
+
+    def score_lm(
+        self, calibration: Calibration, row: PlanRow, output: RowOutput, num_served: int
+    ) -> None:
+        """What the draft model said, and how far it has come by that."""
+        hits = min(output.num_accepted, num_served)
+        self.lm_len = row.stop - output.backlog + num_served - 1
+        is_silent = not output.draft_len and not output.backlog  # nothing to catch up, nothing said
+        if output.draft_len or is_silent:
+            missed = is_silent or hits < min(output.draft_len, num_served)
+            calibration.score(LM, self.lm_kind, self.request.request_id, hits, missed)
+
+
+def padded(rows: Sequence[Survival]) -> Survival:
+    """One row each, filled up with 0."""
+    table = np.zeros((len(rows), max(map(len, rows))))
+    for index, row in enumerate(rows):
+        if len(row):
+            table[index, : len(row)] = row
+    return table
