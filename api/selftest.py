@@ -22,6 +22,10 @@ from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ..core.native.linear import NativeLinear, linear, pack_linear
 from ..core.ops import HeadLayout, HeadNorm, Ops, Quantize, TorchOps
 from ..core.ops.native_ops import NativeOps
+from ..core.params import SamplingParams
+from ..core.sampler import TorchSampler
+from ..core.sampling import SampleRow
+from ..core.step import RowSampling
 
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors
@@ -32,6 +36,12 @@ KINDS: tuple[tuple[Quantize, torch.dtype, float], ...] = (
     ("int8", torch.bfloat16, 2e-2),
     ("int4", torch.bfloat16, 0.12),
 )
+CHOICES = {
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(),
+    "cut": SamplingParams(top_k=200, top_p=0.9, min_p=1e-4),
+    "edited": SamplingParams(repetition_penalty=1.3, logit_bias={7: 20.0}),
+}
 ROWS = (1, 4, 8, 64, 256)
 _OUT, _IN = 3072, 1024  # of the timed linears
 _TIMED_BYTES = 192 << 20  # of weights, more than the caches hold
@@ -68,7 +78,7 @@ def selftest(*, threads: int) -> int:
     ops = NativeOps(library)
     ops.set_threads(threads)
     print(f"native kernels: {library.variant}, threads: {library.set_threads(threads)}\n")
-    found = [*compare(ops), *_compare_linears(library)]
+    found = [*compare(ops), *_compare_linears(library), *_compare_choices(ops)]
     for one in found:
         verdict = "ok" if one.passes else "WRONG"
         kind = str(one.dtype).removeprefix("torch.")
@@ -166,6 +176,21 @@ def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:
         out = linear(library, x, pack_linear(library, weight, bias, quantize))
         name = "linear" if quantize == "none" else f"linear {quantize}"
         yield Comparison(name, dtype, _error(out, expected), limit)
+
+
+def _compare_choices(ops: Ops) -> Iterator[Comparison]:
+    """The tokens drawn from a large vocabulary: as error, the share that differs."""
+    logits = 3 * torch.randn(24, 32_000)
+    for name, params in CHOICES.items():
+        rows = [
+            SampleRow(array("q", [5, 9]), RowSampling(params=params, seed=seed, prompt_len=1))
+            for seed in range(len(logits))
+        ]
+        pairs = zip(
+            ops.sampler.sample(logits, rows), TorchSampler().sample(logits, rows), strict=True
+        )
+        share = sum(found != expected for found, expected in pairs) / len(logits)
+        yield Comparison(f"choose {name}", logits.dtype, share, 0.0)
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
