@@ -7,7 +7,7 @@ ARGS ?=
 CLIENTS := .venv-clients
 JS := tests/clients/js
 
-.PHONY: serve test lint bench train-builtin clean
+.PHONY: serve test lint bench profile bench-peers train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -22,6 +22,15 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(BIN)/foretoken bench engine $(ARGS)
+
+# Where the time of a step goes.
+profile: $(VENV)/.serve
+	$(BIN)/foretoken bench profile $(ARGS)
+
+# What does not install is skipped with a line; the rest is measured.
+bench-peers: $(VENV)/.bench
+	-$(BIN)/foretoken bench peers setup
+	$(BIN)/foretoken bench peers $(ARGS)
 
 train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.draft.builtin.train $(ARGS)

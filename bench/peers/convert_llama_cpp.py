@@ -1,0 +1,138 @@
+"""The checkpoint as llama.cpp reads it: ``gguf/int8.gguf`` or ``gguf/bf16-draft.gguf``, as asked.
+
+A Qwen3 in bfloat16 is written as it is, without a vocabulary (the workers speak token ids).
+The others are made from that by llama.cpp's own quantiser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+FORMS = {
+    "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Of a layer's tensors; query and key rows need no permutation: both rotate halves."""
+OUTER = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def convert(checkpoint: Path, forms: Sequence[str]) -> None:
+    """Write what is not there."""
+    for form in forms:
+        dtype, _, part = form.partition("-")
+        plain = checkpoint / "gguf" / f"{form.replace(dtype, 'bf16')}.gguf"
+        out = plain.with_name(f"{form}.gguf")
+        if not plain.is_file():
+            plain.parent.mkdir(exist_ok=True)
+            with _whole(plain) as path:
+                _write(checkpoint / (part or "target"), path)
+        if not out.is_file():
+            with _whole(out) as path:
+                _quantize(plain, path, FORMS[dtype])
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A path to write to; the file gets its name when it is complete."""
+    part = out.with_suffix(".part")
+    yield part
+    part.rename(out)
+
+
+def _write(source: Path, out: Path) -> None:
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] != "qwen3":
+        raise SystemExit(f"{source}: only Qwen3 is converted here, not {config['model_type']}")
+    writer = gguf.GGUFWriter(out, "qwen3")
+    _write_shape(writer, config)
+    for name, tensor in _tensors(source / "model.safetensors"):
+        if tensor.ndim == 1:  # norms are kept in fp32
+            writer.add_tensor(name, (tensor.astype(np.uint32) << 16).view(np.float32))
+        else:
+            raw = np.ascontiguousarray(tensor).view(np.uint8)
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    theta = config.get("rope_parameters", config)["rope_theta"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(theta)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """Names as llama.cpp has them and bfloat16 bits as uint16, from a safetensors file."""
+    data = np.memmap(path, np.uint8, "r")
+    start = 8 + int(data[:8].view(np.uint64)[0])
+    header = json.loads(bytes(data[8:start]))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] != "BF16":
+            raise SystemExit(f"{path}: {name} is {entry['dtype']}, not BF16")
+        begin, end = entry["data_offsets"]
+        bits = data[start + begin : start + end].view(np.uint16)
+        yield _name(name), bits.reshape(entry["shape"])
+
+
+def _name(name: str) -> str:
+    name = name.removesuffix(".weight")
+    if name in OUTER:
+        return f"{OUTER[name]}.weight"
+    index, _, inner = name.removeprefix("model.layers.").partition(".")
+    return f"blk.{index}.{NAMES[inner]}.weight"
+
+
+def _quantize(source: Path, out: Path, form: int) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = form
+    params.nthread = 2
+    code = llama_cpp.llama_model_quantize(bytes(source), bytes(out), params)
+    if code != 0:
+        raise SystemExit(f"{out}: the quantiser returned {code}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("forms", nargs="+")
+    convert(**vars(parser.parse_args()))

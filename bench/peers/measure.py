@@ -1,0 +1,77 @@
+"""One figure of one engine: which calls it takes, and what is made of their times."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .rows import Row
+from .wire import Answer, Call, Tokens
+
+Ask = Callable[[Call], Answer]
+
+
+class WrongAnswerError(Exception):
+    """An answer that cannot be a result."""
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Prompts that no engine has seen yet; the same ones for every engine.
+
+    ``text``: what to cut them from, at random places; without it they are random token ids.
+    """
+
+    row: Row
+    vocab_size: int
+    turn: int
+    text: Sequence[int] = ()
+    num_calls: int = 0
+
+    def next(self, batch: int | None = None) -> Tokens:
+        """As many prompts as the row's batch, unless told otherwise; their head is shared."""
+        self.num_calls += 1
+        key = f"{self.row.setting.shape} {self.row.name} {self.turn} {self.num_calls}"
+        rng = random.Random(zlib.crc32(key.encode()))
+        shared = self._cut(rng, self.row.num_shared)
+        own_len = self.row.prompt_len - self.row.num_shared
+        return [shared + self._cut(rng, own_len) for _ in range(batch or self.row.batch)]
+
+    def _cut(self, rng: random.Random, num_tokens: int) -> list[int]:
+        if not self.text:
+            return [rng.randrange(self.vocab_size) for _ in range(num_tokens)]
+        start = rng.randrange(len(self.text) - num_tokens)
+        return list(self.text[start : start + num_tokens])
+
+
+def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
+    """One figure of one engine, in the row's unit. Raises `WrongAnswerError`."""
+    if row.kind == "decode":
+        first = _timed(ask, Call(prompts.next(), 1))
+        whole = _timed(ask, Call(prompts.next(), row.num_new))
+        if whole <= first:
+            raise WrongAnswerError(f"{row.num_new} tokens took no longer than one")
+        return row.batch * (row.num_new - 1) / (whole - first)
+    call = Call(prompts.next(), row.num_new, row.num_shared)
+    seconds = _timed(ask, call)
+    if row.kind == "warm":
+        seconds = _timed(ask, call)
+    return row.batch * row.prompt_len / seconds if row.kind == "prefill" else seconds
+
+
+def warm_up(row: Row, ask: Ask, prompts: Prompts) -> None:
+    """The same in small: what is compiled or allocated on first use is not measured."""
+    batch = 2 if row.num_shared else row.batch
+    _timed(ask, Call(prompts.next(batch), min(row.num_new, 4), row.num_shared))
+
+
+def _timed(ask: Ask, call: Call) -> float:
+    answer = ask(call)
+    if answer.error:
+        raise WrongAnswerError(answer.error)
+    wrong = {len(tokens) for tokens in answer.tokens} - {call.num_new}
+    if wrong or len(answer.tokens) != len(call.prompts):
+        raise WrongAnswerError(f"wanted {call.num_new} tokens each, got {sorted(wrong) or 'fewer'}")
+    return answer.seconds

@@ -1,0 +1,172 @@
+"""llama.cpp as a worker, through the C interface that llama-cpp-python has.
+
+Requests that run together are sequences of one context. Speculation is as llama.cpp's own
+example has it: the draft decodes token by token, the target reads what was drafted in one batch.
+Requests with a long shared prefix run one after another and keep it in the cache: llama.cpp
+shares what is finished, and that is faster than all of them at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+
+if TYPE_CHECKING:
+    from .wire import Call, Generate, Job, Tokens, serve
+else:  # run as a script, beside wire.py
+    from wire import Call, Generate, Job, Tokens, serve
+
+MAX_SEQS = 16
+BATCH = 2048
+CONTEXT = 4096
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Leading tokens that are equal."""
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+class Model:
+    """A model and one context; ``cached[seq]``: the tokens whose KV a sequence holds."""
+
+    def __init__(self, path: Path, job: Job) -> None:
+        self._vocab_size = 0
+        self.cached: Tokens = [[] for _ in range(MAX_SEQS)]
+        self._model = llama_cpp.llama_model_load_from_file(
+            bytes(path), llama_cpp.llama_model_default_params()
+        )
+        if not self._model:
+            raise SystemExit(f"{path}: llama.cpp does not load it")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = CONTEXT
+        params.n_batch, params.n_ubatch = BATCH, 512
+        params.n_seq_max, params.kv_unified = MAX_SEQS, True
+        params.n_threads = params.n_threads_batch = job.threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(
+            llama_cpp.llama_model_get_vocab(self._model)
+        )
+
+    def keep(self, seq: int, num_tokens: int) -> None:
+        """Forget what a sequence holds beyond ``num_tokens``."""
+        if num_tokens < len(self.cached[seq]):
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, num_tokens, -1)
+            del self.cached[seq][num_tokens:]
+
+    def extend(self, news: dict[int, list[int]], *, all_logits: bool = False) -> Tokens:
+        """Append tokens to sequences; the greedy next token after the last of each, or of all."""
+        rows = [
+            (token, seq, at, all_logits or at == len(new) - 1)
+            for seq, new in news.items()
+            for at, token in enumerate(new)
+        ]
+        found: dict[int, list[int]] = {seq: [] for seq in news}
+        for start in range(0, len(rows), BATCH):
+            self._decode(rows[start : start + BATCH], found)
+        for seq, new in news.items():
+            self.cached[seq] += new
+        return [found[seq] for seq in news]
+
+    def _decode(self, rows: list[tuple[int, int, int, bool]], found: dict[int, list[int]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for row, (token, seq, at, wanted) in enumerate(rows):
+            batch.token[row] = token
+            batch.pos[row] = len(self.cached[seq]) + at
+            batch.n_seq_id[row] = 1
+            batch.seq_id[row][0] = seq
+            batch.logits[row] = wanted
+        code = llama_cpp.llama_decode(self._context, batch)
+        if code != 0:
+            raise RuntimeError(f"llama_decode returned {code}")
+        for row, (_, seq, _, wanted) in enumerate(rows):
+            if wanted:
+                found[seq].append(self._argmax(row))
+
+    def _argmax(self, row: int) -> int:
+        logits: Any = llama_cpp.llama_get_logits_ith(self._context, row)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+
+
+@dataclass(slots=True)
+class Row:
+    """A request: its prompt, and what it said so far."""
+
+    prompt: list[int]
+    new: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All of it."""
+        return self.prompt + self.new
+
+
+def load(job: Job) -> Generate:
+    """Load the target and, for speculation, the draft."""
+    llama_cpp.llama_backend_init()
+    folder = Path(job.checkpoint, "gguf")
+    target = Model(folder / f"{job.dtype}.gguf", job)
+    draft = Model(folder / f"{job.dtype}-draft.gguf", job) if job.depth else None
+
+    def generate(call: Call) -> Tokens:
+        if call.num_shared:
+            each = [Call([prompt], call.num_new) for prompt in call.prompts]
+            return [_together(target, draft, job.depth, one)[0] for one in each]
+        return _together(target, draft, job.depth, call)
+
+    return generate
+
+
+def _together(target: Model, draft: Model | None, depth: int, call: Call) -> Tokens:
+    """All prompts of a call at once."""
+    rows = [Row(prompt) for prompt in call.prompts]
+    for row, token in zip(rows, _prefill(target, rows), strict=True):
+        row.new += token
+    live = dict(enumerate(rows))
+    while live := {seq: row for seq, row in live.items() if len(row.new) < call.num_new}:
+        guesses = _draft(draft, live, depth) if draft is not None else {}
+        _verify(target, live, guesses)
+    return [row.new[: call.num_new] for row in rows]
+
+
+def _prefill(model: Model, rows: list[Row]) -> Tokens:
+    """All of the prompts but what the sequence holds from before; its last token is read anew."""
+    for seq in range(len(rows), MAX_SEQS):
+        model.keep(seq, 0)
+    for seq, row in enumerate(rows):
+        model.keep(seq, min(_common(model.cached[seq], row.prompt), len(row.prompt) - 1))
+    return model.extend({seq: row.prompt[len(model.cached[seq]) :] for seq, row in enumerate(rows)})
+
+
+def _draft(draft: Model, live: dict[int, Row], depth: int) -> dict[int, list[int]]:
+    """``depth`` greedy tokens for each row."""
+    for seq, row in live.items():
+        draft.keep(seq, _common(draft.cached[seq], row.tokens))
+    news = {seq: row.tokens[len(draft.cached[seq]) :] for seq, row in live.items()}
+    guesses: dict[int, list[int]] = {seq: [] for seq in live}
+    for _ in range(depth):
+        for seq, token in zip(live, draft.extend(news), strict=True):
+            guesses[seq] += token
+        news = {seq: guess[-1:] for seq, guess in guesses.items()}
+    return guesses
+
+
+def _verify(target: Model, live: dict[int, Row], guesses: dict[int, list[int]]) -> None:
+    """Read the last token and what was drafted; keep what agrees and one token more."""
+    news = {seq: row.new[-1:] + guesses.get(seq, []) for seq, row in live.items()}
+    said = target.extend(news, all_logits=True)
+    for (seq, row), tokens in zip(live.items(), said, strict=True):
+        num_agreed = _common(guesses.get(seq, []), tokens)
+        row.new += tokens[: num_agreed + 1]
+        target.keep(seq, len(row.tokens) - 1)
+
+
+if __name__ == "__main__":
+    serve(load, ("llama-cpp-python",))
