@@ -210,6 +210,8 @@ class Engine:
         except asyncio.CancelledError:
             last = None if self.draining else last
             raise
+        except EngineDead:  # the interpreter is on its way out, and its model thread ended
+            logger.debug("the engine ends with its model thread")
         except BaseException as failure:
             logger.critical("a step failed; the engine stops", exc_info=failure)
             self.failure, last = failure, EngineDead("a step failed; the engine stopped")

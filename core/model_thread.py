@@ -10,10 +10,12 @@ import asyncio
 import atexit
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
-from weakref import WeakSet
+
+from .errors import EngineDead
 
 T = TypeVar("T")
 EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a call under way
@@ -32,13 +34,15 @@ class Job(Generic[T]):
 
     async def result(self) -> T:
         """What the call returns or raises, at its end even when the caller is cancelled."""
-        try:
-            await self._ended
-        except asyncio.CancelledError:
-            if not self._is_over:  # only the waiting was cancelled
-                self._ended = self.loop.create_future()
+        cancelled: asyncio.CancelledError | None = None
+        while not self._is_over:
+            try:
                 await self._ended
-            raise
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._ended = self.loop.create_future()  # only the waiting was cancelled
+        if cancelled is not None:
+            raise cancelled
         if self._failure is not None:
             raise self._failure
         return self._result  # type: ignore[return-value] # a T where nothing was raised
@@ -50,55 +54,78 @@ class Job(Generic[T]):
             self._ended.set_result(None)
 
 
+class _Inbox:
+    """Calls for one thread, in order, and its end."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # no job behind the end
+        self._is_closed = False
+
+    def put(self, job: Job[Any]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise EngineDead("the engine was closed")
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._jobs.put(None)
+
+    def get(self) -> Job[Any] | None:
+        return self._jobs.get()
+
+
 class ModelThread:
-    """Runs one call after the other for as long as it lives.
+    """Runs one call after the other until it is closed or nobody has it any more.
 
     ``on_start`` runs in it first; what that raises every call raises.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
-        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._inbox = _Inbox()
         # A daemon: else an engine that nobody closed would keep the interpreter from its exit.
         self._thread = threading.Thread(
-            target=self._serve, args=(on_start,), name=name, daemon=True
+            target=_serve, args=(self._inbox, on_start), name=name, daemon=True
         )
+        _RUNNING[self._thread] = self._inbox
         self._thread.start()
-        _LIVING.add(self)
+        weakref.finalize(self, self._inbox.close)
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Begin a call on behalf of the running event loop."""
+        """Begin a call on behalf of the running event loop. Raises `EngineDead` once closed."""
         job = Job(work)
-        self._jobs.put(job)
+        self._inbox.put(job)
         return job
 
     def close(self) -> None:
         """Let it end after the calls that it was given."""
-        self._jobs.put(None)
-
-    def join(self, seconds: float) -> None:
-        """Wait for its end, once it is closed."""
-        self._thread.join(seconds)
-
-    def _serve(self, on_start: Callable[[], None]) -> None:
-        _, failure = _outcome(on_start)
-        while (job := self._jobs.get()) is not None:
-            outcome = _outcome(job.work) if failure is None else (None, failure)
-            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
-                job.loop.call_soon_threadsafe(job.end, *outcome)
-            del job, outcome  # nothing is kept alive while it waits
+        self._inbox.close()
 
 
-_LIVING: WeakSet[ModelThread] = WeakSet()
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Inbox] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _end_all() -> None:
     """Kernels must not run while the memory that they read is torn down."""
-    threads = list(_LIVING)
-    for thread in threads:
-        thread.close()
-    for thread in threads:
+    running = list(_RUNNING.items())
+    for _, inbox in running:
+        inbox.close()
+    for thread, _ in running:
         thread.join(EXIT_SECONDS)
+
+
+def _serve(inbox: _Inbox, on_start: Callable[[], None]) -> None:
+    """The thread: it holds nothing but what it runs, so that it ends with its `ModelThread`."""
+    _, failure = _outcome(on_start)
+    del on_start
+    while (job := inbox.get()) is not None:
+        outcome = _outcome(job.work) if failure is None else (None, failure)
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+            job.loop.call_soon_threadsafe(job.end, *outcome)
+        del job, outcome
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

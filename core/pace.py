@@ -7,51 +7,68 @@ pause on one and a long one on another.
 
 from __future__ import annotations
 
+import math
+
 from .step import StepOutput, StepPlan
 
-MEAN_RATE = 0.2  # of a new value in a running mean
+MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
 LEAST_TOKENS = 16  # of a chunk: a prompt gets on whatever its tokens cost
+REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
 
 
 class Pace:
-    """``slowdown``: how many times longer a step may take for its chunks than without them."""
+    """``slowdown``: how many times longer a step may take for its chunks than without them.
+
+    While prompts keep coming no step is without chunks. So one in a while is left to the decoding
+    requests alone: what they take by themselves would be guessed ever lower otherwise, their
+    neighbours' chunks ever dearer.
+    """
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
-        self._token_s = 0.0  # seconds that one more token of a prompt adds to a step
+        self._chunk_s = self._chunk_tokens = 0.0  # of the chunks of late, faded alike
         self._plain_s: dict[int, float] = {}  # of a step without chunks, by bits of its requests
+        self._num_chunked: dict[int, int] = {}  # steps with chunks since one without, likewise
 
     def limit(self, num_decodes: int, budget: int) -> int:
         """Tokens of prompts for a step in which so many requests decode; at most ``budget``."""
-        plain_s = self._plain(num_decodes)
-        if not num_decodes or not plain_s or not self._token_s:
+        if not num_decodes or self._slowdown == math.inf:
             return budget
-        spare_s = (self._slowdown - 1.0) * plain_s
-        return min(budget, max(LEAST_TOKENS, int(min(spare_s / self._token_s, budget))))
+        if self._is_plain_due(num_decodes.bit_length()):
+            return 0
+        plain_s = self._plain(num_decodes)
+        if not plain_s or not self._chunk_s:
+            return budget
+        tokens = (self._slowdown - 1.0) * plain_s * self._chunk_tokens / self._chunk_s
+        return min(budget, max(LEAST_TOKENS, int(min(tokens, budget))))
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was computed; runners that tell no times teach nothing."""
-        seconds = sum(output.times.values())
         chunks = [row.stop - row.start for row in plan.rows if row.stop - row.start > 1]
         num_decodes = len(plan.rows) - len(chunks)
-        if seconds <= 0.0:
+        size, seconds = num_decodes.bit_length(), sum(output.times.values())
+        is_stale = not chunks and self._num_chunked.pop(size, 0) > 0
+        if not 0.0 < seconds < math.inf:
             return
         if not chunks:
-            size = num_decodes.bit_length()
-            self._plain_s[size] = _mean(self._plain_s.get(size), seconds)
+            before, rate = self._plain_s.get(size, seconds), STALE_RATE if is_stale else MEAN_RATE
+            self._plain_s[size] = before + rate * (seconds - before)
             return
-        plain_s = self._plain(num_decodes)
-        if plain_s is not None:
-            self._token_s = _mean(self._token_s or None, max(0.0, seconds - plain_s) / sum(chunks))
+        if num_decodes:
+            self._num_chunked[size] = self._num_chunked.get(size, 0) + 1
+        own_s = max(0.0, seconds - self._plain(max(1, num_decodes)))
+        self._chunk_s += own_s - MEAN_RATE * self._chunk_s
+        self._chunk_tokens += sum(chunks) - MEAN_RATE * self._chunk_tokens
 
-    def _plain(self, num_decodes: int) -> float | None:
-        """Seconds of a step without chunks, from about so many requests, else from most like it."""
-        if not num_decodes:
-            return 0.0
+    def _is_plain_due(self, size: int) -> bool:
+        every = REMEASURE if size in self._plain_s else MEASURE
+        return self._num_chunked.get(size, 0) >= every
+
+    def _plain(self, num_decodes: int) -> float:
+        """Seconds of a step without chunks for about so many requests, else of those most like it.
+
+        0 where none was seen.
+        """
         size = num_decodes.bit_length()
         nearest = min(self._plain_s, key=lambda known: (abs(known - size), known), default=None)
-        return None if nearest is None else self._plain_s[nearest]
-
-
-def _mean(before: float | None, value: float) -> float:
-    return value if before is None else before + MEAN_RATE * (value - before)
+        return 0.0 if nearest is None else self._plain_s[nearest]

@@ -55,7 +55,7 @@ class Usage:
     total_time: float = 0.0
 
 
-class Delta(msgspec.Struct, kw_only=True, gc=False):
+class Delta(msgspec.Struct, kw_only=True):
     """What one step, or several that a slow reader missed, adds to an answer."""
 
     token_ids: list[int] = []

@@ -123,9 +123,10 @@ class Scheduler:
         self.cache.tick(now)
         budget = self.limits.max_batch_tokens
         decodes = self._plan_decodes(budget)
-        drafts = self._plan_drafts(decodes, budget - len(decodes))
-        budget -= len(decodes) + sum(plan.num_rows for plan in drafts or ())
-        budget = self._pace.limit(len(decodes), budget)
+        budget -= len(decodes)
+        paced = self._pace.limit(len(decodes), budget)
+        drafts = self._plan_drafts(decodes, budget, paced)
+        budget = min(paced, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(budget, {each.request_id for each in decodes}, now)
         # Drafts take what pages are left: a chunk that had to evict for them would cost hits.
         rows = list(map(self._draft_row, decodes, drafts or repeat(NOTHING)))
@@ -151,10 +152,12 @@ class Scheduler:
                 planned[request.request_id] = request
         return list(planned.values())
 
-    def _plan_drafts(self, decodes: list[Request], spare: int) -> Sequence[DraftPlan] | None:
+    def _plan_drafts(
+        self, decodes: list[Request], spare: int, paced: int
+    ) -> Sequence[DraftPlan] | None:
         """What each shall draft within the ``spare`` rows; nothing delays a first token.
 
-        None when nobody drafts.
+        ``paced``: tokens that prompts may have of these. None when nobody drafts.
         """
         if not decodes or self.speculator.rests():
             return None
@@ -164,7 +167,7 @@ class Scheduler:
         others = [r.num_pending for r in self.running.values() if r.num_pending > 1]
         others += [len(r.tokens) for r in self.waiting[: self.limits.max_running]]
         budget = share_of(spare, others_wait=bool(others))
-        num_prefill = pending_upto(others, spare)
+        num_prefill = pending_upto(others, paced)
         return self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_prefill)
 
     def _draft_limit(self, request: Request) -> int:

@@ -12,7 +12,7 @@ REST_SHARE = 0.003  # of the time that deciding may take where it decides agains
 MAX_REST, MAX_REST_S = 48, 0.1  # steps, seconds: such a verdict holds no longer than both
 MEAN_RATE = 0.1  # of a new value in a running mean
 OBSERVE_SHARE = 0.002  # of the time that learning from steps without drafts may take
-OBSERVE_EVERY = 8  # of these steps, at most one is learnt from
+OBSERVE_EVERY, OBSERVE_LEAST = 8, 64  # of so many of these, at most and at least one is learnt from
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class Meter:
         self._step_s = 0.0  # seconds of a step; running mean
         self._step = _Step()
         self._rest = 0  # steps for which plain decoding need not be questioned
+        self._rest_s = 0.0  # seconds of them, at most
         self._num_unseen = 0  # steps since one without drafts was learnt from
         self._observe_s = 0.0  # seconds that this takes; running mean
 
@@ -59,6 +60,7 @@ class Meter:
         if self._step_s > 0.0:
             longest = max(MAX_REST, MAX_REST_S / self._step_s)
             self._rest = round(min(longest, self.decide_s / (REST_SHARE * self._step_s)))
+            self._rest_s = 2.0 * self._rest * self._step_s  # if steps grow it ends sooner
 
     def shorten_rest(self, num_steps: int) -> None:
         """Something is new: look again after ``num_steps`` at most."""
@@ -85,6 +87,9 @@ class Meter:
         self._step_s += MEAN_RATE * (seconds - self._step_s)
         if step.is_resting:
             self.controller.rested(1)
+            self._rest_s -= seconds
+            if self._rest_s <= 0.0:
+                self._rest = 0
         if not step.is_allocated and output.num_rows == plan.num_tokens and self._may_skip():
             return
         began = self.clock()
@@ -99,8 +104,10 @@ class Meter:
     def _may_skip(self) -> bool:
         """Whether a step without drafts need not be learnt from: one in a few is enough."""
         self._num_unseen += 1
-        every = max(OBSERVE_EVERY, self._observe_s / (OBSERVE_SHARE * self._step_s))
-        if self._num_unseen < every:
+        if self._num_unseen < OBSERVE_EVERY:
+            return True
+        affordable_s = OBSERVE_SHARE * self._step_s * self._num_unseen
+        if self._num_unseen < OBSERVE_LEAST and affordable_s < self._observe_s:
             return True
         self._num_unseen = 0
         return False

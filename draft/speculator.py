@@ -10,7 +10,7 @@ was committed is taken into the indexes while the next step runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -75,11 +75,15 @@ class DraftSpeculator:
         """Whether nobody may draft, or a verdict against it still holds for all."""
         if not self._tracks:
             return True
-        if self._own_depth or not self.meter.is_resting:
+        if not self.meter.is_resting:
             return False
-        if any(self._is_forced(self._tracks[each]) for each in self._constrained):
+        if any(self._is_forced(track) for track in self._decoding(self._constrained)):
             self.meter.shorten_rest(0)
-        return self.meter.rests()
+        return not any(self._decoding(self._own_depth)) and self.meter.rests()
+
+    def _decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
+        tracks = (self._tracks[each] for each in request_ids)
+        return (track for track in tracks if track.decodes)
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int

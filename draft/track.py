@@ -29,6 +29,11 @@ class Track:
     paths: list[Path] = field(default_factory=list)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it may draft in the next step: it lacks one token, and not its first."""
+        return self.request.num_pending == 1 and self.request.num_output > 0
+
+    @property
     def lm_kind(self) -> int:
         """The draft model is right more often where nothing is drawn."""
         return 0 if self.request.sampling.params.temperature == 0 else 1

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
 from fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from foretoken.core.engine import Engine
-from foretoken.core.errors import EngineDead, InvalidRequest, QueueFull
+from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, QueueFull
 from foretoken.core.request import Delta, FinishReason
 from foretoken.core.speculation import FixedDepth
-from foretoken.core.step import StepOutput, StepPlan
+from foretoken.core.step import RowOutput, StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 
 
@@ -177,6 +179,33 @@ def test_a_failed_step_ends_every_stream_and_the_engine() -> None:
         assert isinstance(engine.failure, RuntimeError)
         with pytest.raises(EngineDead):
             engine.submit(make_request("late", [1]))
+        await engine.close()
+
+    run(scenario())
+
+
+def test_a_failed_request_leaves_nothing_behind() -> None:
+    async def fail(engine: Engine) -> weakref.ref[TokenStream]:
+        stream = engine.submit(make_request("a", [1, 2, 3]))
+        with pytest.raises(ForetokenError):
+            await collect(stream)
+        return weakref.ref(stream)
+
+    class FirstFails(FakeRunner):
+        def step(self, plan: StepPlan) -> StepOutput:
+            right = super().step(plan)
+            wrong = [RowOutput(request_id=row.request_id, error="not finite") for row in plan.rows]
+            return StepOutput(rows=wrong) if len(self.plans) == 1 else right
+
+    async def scenario() -> None:
+        engine = Engine(make_scheduler(), FirstFails(page_size=4))
+        await engine.start()
+        known = await fail(engine)
+        await asyncio.sleep(0)  # the engine's own turn lets go of it as well
+        await collect(engine.submit(make_request("b", [1])))
+        engine.runner.plans.clear()
+        gc.collect()
+        assert known() is None
         await engine.close()
 
     run(scenario())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from foretoken.core.errors import EngineDead
 from foretoken.core.model_thread import ModelThread
 
 
@@ -120,6 +122,7 @@ def test_a_closed_thread_ends_after_the_calls_it_was_given() -> None:
 def test_an_exit_waits_for_the_call_under_way_and_for_nothing_else() -> None:
     script = """
 import asyncio, os, threading
+from foretoken.core.errors import EngineDead
 from foretoken.core.model_thread import ModelThread
 begun = threading.Event()
 def work():
@@ -134,3 +137,64 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"ended", b"")
+
+
+def test_a_call_after_the_end_is_refused_and_not_forgotten(thread) -> None:
+    async def scenario() -> None:
+        thread.close()
+        with pytest.raises(EngineDead):
+            thread.start(lambda: 7)
+
+    asyncio.run(scenario())
+
+
+def test_who_is_cancelled_twice_waits_all_the_same(thread) -> None:
+    async def scenario() -> None:
+        gate = threading.Event()
+        job = thread.start(gate.wait)
+        task = asyncio.create_task(job.result())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_that_nobody_has_any_more_ends() -> None:
+    started = threading.Event()
+    names = [f"forgotten-{index}" for index in range(3)]
+    for name in names:
+        ModelThread(name, started.set)
+    gc.collect()
+    left = [each for each in threading.enumerate() if each.name in names]
+    for each in left:
+        each.join(10)
+        assert not each.is_alive()
+
+
+def test_an_interpreter_exits_while_an_engine_goes_on_in_another_thread() -> None:
+    script = """
+import asyncio, threading
+from foretoken.core.errors import EngineDead
+from foretoken.core.model_thread import ModelThread
+from foretoken.core.errors import EngineDead
+begun = threading.Event()
+async def turns(thread):
+    try:
+        while True:
+            await thread.start(lambda: 7).result()
+            begun.set()
+    except EngineDead:
+        pass
+def serve():
+    asyncio.run(turns(ModelThread("model", lambda: None)))
+threading.Thread(target=serve, daemon=True).start()
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

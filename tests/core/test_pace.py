@@ -10,7 +10,7 @@ import pytest
 from fake_model import Driver, FakeRunner, make_request, make_scheduler
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.pace import LEAST_TOKENS, Pace
+from foretoken.core.pace import LEAST_TOKENS, MEASURE, REMEASURE, Pace
 from foretoken.core.params import SamplingParams
 from foretoken.core.step import PlanRow, RowSampling, StepOutput, StepPlan
 
@@ -94,6 +94,35 @@ def test_requests_of_another_number_are_judged_by_the_nearest_that_was_seen() ->
     pace = learnt(2.0, num_decodes=4)
     pace.observe(step_of(16), after(4 * STEP_S))
     assert [pace.limit(n, 1000) for n in (1, 5, 16, 60)] == [50, 50, 200, 200]
+
+
+@pytest.mark.parametrize(("seen", "due"), [(4, REMEASURE), (0, MEASURE)])
+def test_while_prompts_keep_coming_a_step_without_them_comes_in_a_while(seen, due) -> None:
+    pace = learnt(2.0)
+    num_decodes = seen or 100
+    limits = []
+    for _ in range(2 * due):
+        limits.append(limit := pace.limit(num_decodes, 1000))
+        pace.observe(step_of(num_decodes, limit) if limit else step_of(num_decodes), after(3.0))
+    assert limits.count(0) == 1
+    assert limits.index(0) == due
+
+
+def test_a_machine_that_became_slower_is_believed() -> None:
+    pace = learnt(2.0)
+    for _ in range(6 * REMEASURE):
+        tokens = pace.limit(4, 1000)
+        plan = step_of(4, tokens) if tokens else step_of(4)
+        pace.observe(plan, after(3 * (STEP_S + TOKEN_S * tokens)))
+    assert pace.limit(4, 1000) == pytest.approx(50, rel=0.4)
+
+
+def test_a_short_prompt_alone_does_not_tell_what_a_long_one_takes() -> None:
+    pace = Pace(2.0)
+    pace.observe(step_of(1), after(STEP_S))
+    for _ in range(5):
+        pace.observe(step_of(0, 2), after(STEP_S + 2 * TOKEN_S))
+    assert pace.limit(1, 1000) == pytest.approx(50, abs=2)
 
 
 class TimedRunner(FakeRunner):

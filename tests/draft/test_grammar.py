@@ -86,6 +86,7 @@ def make_speculator(*sources, depth="auto") -> DraftSpeculator:
 
 def drafted(speculator: DraftSpeculator, *requests: Request) -> list[tuple[list[int], set[str]]]:
     for request in requests:
+        request.num_computed = len(request.tokens) - 1  # it decodes
         if request.request_id not in speculator._tracks:
             speculator.join(request)
     if speculator.rests():
@@ -191,6 +192,26 @@ def test_a_forced_run_ends_a_rest(constrained, make_request) -> None:
     assert parrot.num_asked == asked, "a rest is a rest while nothing is forced"
     request.tokens.append(4)
     assert drafted(speculator, request)[0] == ([5, 6], {"grammar"})
+
+
+def test_a_forced_run_ends_a_rest_beside_a_depth_of_its_own_too(constrained, make_request) -> None:
+    speculator = make_speculator(GrammarSource(), Parrot(3, 4))
+    deep, request = make_request([1], [4]), constrained(Script({1: [5, 6]}), [4])
+    deep.depth, deep.request_id = 2, "deep"
+    for each in (deep, request):
+        speculator.join(each)
+    speculator.meter._rest = 40
+    assert drafted(speculator, deep, request)[1] == ([5, 6], {"grammar"})
+
+
+def test_a_prompt_that_is_still_computed_ends_no_rest(constrained, make_request) -> None:
+    speculator = make_speculator(GrammarSource(), Parrot(3, 4))
+    waits, plain = constrained(Script({0: [5, 6]})), make_request([1], [4])
+    waits.num_computed, waits.request_id = 0, "waits"
+    for each in (waits, plain):
+        speculator.join(each)
+    speculator.meter._rest = 40
+    assert speculator.rests()
 
 
 def test_a_request_that_wants_no_drafts_gets_none_that_are_forced(constrained) -> None:

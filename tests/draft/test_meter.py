@@ -1,0 +1,84 @@
+"""Meter: how long a verdict against drafts holds, and which steps are learnt from."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from foretoken.core.params import SamplingParams
+from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.draft.controller import Controller
+from foretoken.draft.costs import CostModel
+from foretoken.draft.meter import MAX_REST, OBSERVE_EVERY, OBSERVE_LEAST, Meter
+
+SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=1)
+ROW = PlanRow(
+    request_id="a",
+    tokens=array("q", [1, 2]),
+    start=1,
+    stop=2,
+    page_ids=array("q", [0]),
+    sampling=SAMPLING,
+)
+PLAN = StepPlan(rows=[ROW], fresh_pages=array("q"))
+OUTPUT = StepOutput(rows=[RowOutput(request_id="a", token_ids=[3])], num_rows=1)
+
+
+class Watched(Meter):
+    """Counts the steps that it learns from, each of which takes ``learn_s``."""
+
+    def __init__(self, learn_s: float = 0.0) -> None:
+        self.now, self.learn_s, self.num_learnt = 0.0, learn_s, 0
+        super().__init__(Controller(CostModel()), lambda: self.now)
+
+    def _observe_costs(self, *_: object) -> None:
+        self.num_learnt += 1
+        self.now += self.learn_s
+
+    def steps(self, count: int, seconds: float) -> int:
+        """So many plain steps; returns how many of them rested."""
+        rested = 0
+        for _ in range(count):
+            rested += self.rests()
+            self.end(PLAN, OUTPUT, seconds)
+        return rested
+
+
+def decided(step_s: float, decide_s: float) -> Watched:
+    meter = Watched()
+    meter.steps(200, step_s)
+    meter.decide_s = decide_s
+    meter.rest()
+    return meter
+
+
+@pytest.mark.parametrize(
+    ("step_s", "decide_s", "steps"),
+    [(0.050, 0.0003, 2), (0.010, 0.0006, 20), (0.010, 0.1, MAX_REST), (0.0005, 0.0003, 200)],
+)
+def test_a_verdict_holds_longer_the_dearer_it_was(step_s, decide_s, steps) -> None:
+    assert decided(step_s, decide_s).steps(1000, step_s) == pytest.approx(steps, abs=1)
+
+
+def test_a_verdict_does_not_outlive_the_steps_that_it_was_made_for() -> None:
+    meter = decided(0.0005, 0.0003)
+    assert meter.steps(1000, 0.050) <= 5, "a tenth of a second was meant, twice that at most"
+
+
+@pytest.mark.parametrize(
+    ("learn_s", "every"), [(0.0, OBSERVE_EVERY), (0.0002, 10), (1.0, OBSERVE_LEAST)]
+)
+def test_plain_steps_are_learnt_from_as_often_as_that_is_cheap(learn_s, every) -> None:
+    meter = Watched(learn_s)
+    meter.steps(400, 0.010)
+    meter.num_learnt = 0
+    meter.steps(10 * every, 0.010)
+    assert meter.num_learnt == pytest.approx(10, abs=2)
+
+
+def test_a_clock_that_stands_still_is_borne() -> None:
+    meter = Watched()
+    meter.steps(100, 0.0)
+    meter.rest()
+    assert meter.steps(100, 0.0) == 0
