@@ -277,8 +277,6 @@ class Scheduler:
     def _commit_row(
         self, request: Request, row: PlanRow, out: RowOutput, now: float, *, learns: bool
     ) -> Delta:
-        if out.error is not None:
-            return self._finish(request, Delta(error=row_error(request, out)), now, keep=False)
         try:
             delta = take_output(request, row, out, now)
         except Exception:
@@ -287,8 +285,12 @@ class Scheduler:
             return self._finish(request, failed, now)
         if learns and delta.token_ids:
             self.speculator.observe(request, row, out, len(delta.token_ids))
+        if (
+            out.error is not None and not delta.terminal
+        ):  # it would have come to that without drafts
+            delta.error = row_error(request, out)
         if delta.terminal:
-            self._finish(request, delta, now)
+            self._finish(request, delta, now, keep=out.error is None)
         elif request.lease is not None:
             if row.stop - row.start > 1 or row.start < request.prompt_len:
                 publish(self.cache, request)

@@ -54,7 +54,7 @@ def test_no_source_and_no_controller_changes_a_token(house: House, sources, max_
 
 @pytest.mark.parametrize("drafter", [None, "lm", "perfect", "all", "auto+lm"])
 def test_preemption_changes_no_token(house: House, drafter) -> None:
-    served = house.run(shuffled(4), drafter, num_pages=34, max_batch_tokens=40)
+    served = house.run(shuffled(4), drafter, num_pages=59, max_batch_tokens=40)
     assert house.scheduler.num_preemptions > 0
     house.check(served)
 

@@ -156,6 +156,8 @@ class NativeSampler:
         self, logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
     ) -> list[Choice]:
         """Draw one token per row; see `core.verify.sample`."""
+        if len(rows) != len(logits):
+            raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         call = _Call(self._library, logits, tau)
         for i, row in enumerate(rows):
             wishes = self._wishes_of(row.sampling, call.vocab_size)

@@ -22,7 +22,7 @@ from fake_model import (
 )
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
 from foretoken.core.request import RequestStatus
-from foretoken.core.step import Refusal, RowOutput, StepOutput
+from foretoken.core.step import Refusal, RowOutput, StepOutput, StepPlan
 
 
 def drive(drafter=no_draft, **options) -> Driver:
@@ -498,3 +498,27 @@ def test_a_broken_commit_would_be_noticed() -> None:
     skipped = replace(plan.rows[0], start=3)
     with pytest.raises(KeyError):
         driver.runner.step(replace(plan, rows=[skipped]))
+
+
+class FailsBehind(FakeRunner):
+    """A perfect draft, accepted, and behind it a place where nothing can be drawn."""
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        right = super().step(plan)
+        rows = [
+            replace(out, error="nothing can be drawn") if out.num_accepted else out
+            for out in right.rows
+        ]
+        return StepOutput(rows=rows)
+
+
+@pytest.mark.parametrize(("max_tokens", "ending"), [(4, "length"), (99, "nothing can be drawn")])
+def test_what_was_accepted_before_a_failure_is_served(max_tokens: int, ending: str) -> None:
+    driver = Driver(make_scheduler(depth=4), FailsBehind(page_size=4, drafter=perfect))
+    request = make_request("a", [1, 2, 3], max_tokens=max_tokens, stop_ids=())
+    driver.add(request)
+    driver.run()
+    assert driver.ended["a"] == ending
+    served = answer(array("q", [1, 2, 3]), len(driver.served["a"]))
+    assert driver.served["a"] == served
+    assert len(served) >= 4, "the first token, and what was accepted behind it"

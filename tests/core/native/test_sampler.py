@@ -422,3 +422,8 @@ def test_half_precision_and_strided_logits_are_accepted_and_only_read(
     assert sampler.sample(logits[::2].bfloat16(), rows) == expected
     assert sampler.sample(logits[::2], rows) == ORACLE.sample(logits[::2], rows)
     assert torch.equal(logits, before)
+
+
+def test_as_many_rows_as_logits_are_wanted(sampler) -> None:
+    with pytest.raises(ValueError, match="2 rows of logits for 3 tokens"):
+        sampler.sample(logits_of(2, 9), [row_of(), row_of(), row_of()])
