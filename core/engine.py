@@ -17,9 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from .errors import EngineDead, InvalidRequest, QueueFull
+from .errors import EngineDead, ForetokenError, InvalidRequest, QueueFull
 from .metrics import EngineMetrics
-from .model_thread import ModelThread
+from .model_thread import Job, ModelThread
 from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Delta, Request
@@ -28,6 +28,7 @@ from .step import StepOutput, StepPlan
 from .stream import TokenStream
 
 logger = logging.getLogger(__name__)
+MAX_FAILURES = 3  # of steps, in a row
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
@@ -39,7 +40,11 @@ class StepRunner(Protocol):
 
 
 class Engine:
-    """Serves requests until closed. A step that raises ends it: every stream gets the error."""
+    """Serves requests until closed.
+
+    A step that raises fails the requests in it, and the next step goes on with the others. After
+    three in a row the engine ends: every stream gets the error.
+    """
 
     def __init__(
         self,
@@ -68,13 +73,14 @@ class Engine:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._round_began = 0.0
+        self._num_failures = 0  # of steps, in a row
         self._finish_times: deque[float] = deque(maxlen=64)
 
     # -- callers --------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """Whether the loop runs; false before `start`, after `close` and after a failed step."""
+        """Whether the loop runs; false before `start`, after `close` and when steps fail."""
         task = self._task
         return task is not None and not task.done() and not task.cancelling()
 
@@ -146,7 +152,7 @@ class Engine:
         return describe_cache(cache, namespace)
 
     def _obituary(self) -> str:
-        return "a step failed; the engine stopped" if self.failure else "the engine is not running"
+        return "steps failed; the engine stopped" if self.failure else "the engine is not running"
 
     def _retry_after(self) -> float:
         """Seconds until the queue has gone, at the rate at which requests finished lately."""
@@ -213,8 +219,8 @@ class Engine:
         except EngineDead:  # the interpreter is on its way out, and its model thread ended
             logger.debug("the engine ends with its model thread")
         except BaseException as failure:
-            logger.critical("a step failed; the engine stops", exc_info=failure)
-            self.failure, last = failure, EngineDead("a step failed; the engine stopped")
+            logger.critical("steps failed; the engine stops", exc_info=failure)
+            self.failure, last = failure, EngineDead("steps failed; the engine stopped")
         finally:
             self._end_everything(last)
 
@@ -233,12 +239,29 @@ class Engine:
             self._deliver()
             self.scheduler.speculator.work()
         finally:
-            output = await step.result()  # requests must not change under it
+            output = await self._outcome(step)  # requests must not change under it
         now = self._clock()
+        if output is None:
+            failed = ForetokenError("the model failed at a step of this request")
+            self._undelivered += self.scheduler.fail(plan, now, failed)
+            return
         self._undelivered += self.scheduler.commit(plan, output, now)
         self.metrics.observe_step(output, now - began)
         self._log.tick()
         self._tell_speculator(plan, output)
+
+    async def _outcome(self, step: Job[StepOutput]) -> StepOutput | None:
+        """What the model thread computed; None where it failed, and not for the third time."""
+        try:
+            output = await step.result()
+        except Exception:
+            self._num_failures += 1
+            if self._num_failures == MAX_FAILURES:
+                raise
+            logger.exception("a step failed; its requests end, the others go on")
+            return None
+        self._num_failures = 0
+        return output
 
     def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
         """The whole round counts, from commit to commit: the host's share is a cost as well."""

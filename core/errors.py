@@ -4,7 +4,7 @@ ForetokenError
 ├── InvalidRequest (also a ValueError)   a field of the request is wrong; ``param`` names it
 │   └── PromptTooLong                    the prompt does not fit the context or the KV pool
 ├── QueueFull                            the waiting queue is full; ``retry_after`` seconds
-├── EngineDead                           a step failed; the engine no longer takes requests
+├── EngineDead                           steps failed; the engine no longer takes requests
 └── ModelLoadError                       a checkpoint is missing something or is unsupported
 """
 
@@ -44,7 +44,7 @@ class QueueFull(ForetokenError):  # noqa: N818
 
 
 class EngineDead(ForetokenError):  # noqa: N818
-    """The engine stopped after a failed step, or was shut down; nothing more will be served."""
+    """The engine stopped after failed steps, or was shut down; nothing more will be served."""
 
 
 class ModelLoadError(ForetokenError):

@@ -99,6 +99,13 @@ class Scheduler:
         """End every request."""
         return [event for each in list(self._by_id) for event in self.abort(each, now, error)]
 
+    def fail(self, plan: StepPlan, now: float, error: ForetokenError) -> list[Event]:
+        """End the requests of a step that was not computed; what it wrote reaches nobody."""
+        requests = [self.running[row.request_id] for row in plan.rows]
+        return [
+            (each, self._finish(each, Delta(error=error), now, keep=False)) for each in requests
+        ]
+
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline has passed."""
         late = [

@@ -87,7 +87,7 @@ class FakeEngine:
         """As a failed step."""
         self.alive, self.failure = False, RuntimeError("secret")
         for live in self._live.values():
-            live.stream.push(Delta(error=EngineDead("a step failed; the engine stopped")))
+            live.stream.push(Delta(error=EngineDead("steps failed; the engine stopped")))
         self._live.clear()
 
     def submit(self, request: Request) -> TokenStream:

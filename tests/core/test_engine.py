@@ -108,12 +108,12 @@ def test_a_slow_reader_of_a_failed_request_is_told_its_tokens_first() -> None:
         engine = make_engine(BrokenRunner(fails_at=4))
         await engine.start()
         streams = [engine.submit(make_request(name, [1, 2], max_tokens=20)) for name in "ab"]
-        with pytest.raises(EngineDead):
+        with pytest.raises(ForetokenError):
             await collect(streams[0])
         delta = await anext(streams[1])
         assert delta.token_ids == answer([1, 2], len(delta.token_ids))
         assert delta.token_ids
-        with pytest.raises(EngineDead) as caught:
+        with pytest.raises(ForetokenError) as caught:
             await anext(streams[1])
         assert len(caught.traceback) < 5, "the other reader's frames are not in it"
         await engine.close()
@@ -167,12 +167,47 @@ def test_aborting_an_unknown_or_finished_request_is_harmless() -> None:
     run(scenario())
 
 
-def test_a_failed_step_ends_every_stream_and_the_engine() -> None:
+def test_a_failed_step_fails_its_requests_alone() -> None:
+    class FailsOnce(FakeRunner):
+        """At the step in which "a" has company for the first time."""
+
+        def step(self, plan: StepPlan) -> StepOutput:
+            output = super().step(plan)
+            if {row.request_id for row in plan.rows} == {"a", "b"} and not failures:
+                failures.append(plan)
+                raise RuntimeError("the forward pass failed")
+            return output
+
+    failures: list[StepPlan] = []
+
+    async def scenario() -> None:
+        engine = make_engine(FailsOnce(page_size=4), max_running=2)
+        await engine.start()
+        streams = [engine.submit(make_request(name, [1, 2, 3])) for name in "abc"]
+        for stream in streams[:2]:
+            with pytest.raises(ForetokenError) as caught:
+                await collect(stream)
+            assert not isinstance(caught.value, EngineDead)
+        right = answer([1, 2, 3], 8)
+        assert (await collect(streams[2]))[0] == right
+        assert (await collect(engine.submit(make_request("a", [1, 2, 3]))))[0] == right
+        engine.scheduler.audit()
+        assert engine.alive
+        await engine.close()
+
+    run(scenario())
+
+
+def test_three_failed_steps_in_a_row_end_every_stream_and_the_engine() -> None:
     async def scenario() -> None:
         engine = make_engine(BrokenRunner(fails_at=2), max_running=1)
         await engine.start()
-        streams = [engine.submit(make_request(str(i), [1, 2, 3])) for i in range(3)]
-        for stream in streams:
+        streams = [engine.submit(make_request(str(i), [1, 2, 3])) for i in range(4)]
+        for stream in streams[:2]:
+            with pytest.raises(ForetokenError) as caught:
+                await collect(stream)
+            assert not isinstance(caught.value, EngineDead)
+        for stream in streams[2:]:
             with pytest.raises(EngineDead):
                 await collect(stream)
         assert not engine.alive
@@ -288,6 +323,7 @@ def test_a_scheduler_that_fails_while_letting_go_leaves_no_reader_waiting() -> N
             raise ValueError("cannot let go")
 
         engine.scheduler.abort_all = fail  # type: ignore[assignment, method-assign]
+        engine.scheduler.fail = fail  # type: ignore[assignment, method-assign]
         for stream in streams:
             with pytest.raises(EngineDead):
                 await collect(stream)
