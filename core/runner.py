@@ -89,7 +89,10 @@ class ModelRunner:
         if self.proposer is None:
             return {}
         try:
-            self.proposer.forget(plan.departed, plan.fresh_pages)
+            if plan.departed or plan.fresh_pages:
+                self.proposer.forget(plan.departed, plan.fresh_pages)
+            if plan.is_plain:
+                return {}
             wanted = [index for index, row in enumerate(plan.rows) if row.max_draft > 0]
             if not wanted:
                 return {}

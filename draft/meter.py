@@ -38,6 +38,7 @@ class Meter:
         self._step_s = 0.0  # seconds of a step; running mean
         self._step = _Step()
         self._rest = 0  # steps for which plain decoding need not be questioned
+        self._num_rested = 0  # steps of which the controller does not know yet
         self._rest_s = 0.0  # seconds of them, at most
         self._num_unseen = 0  # steps since one without drafts was learnt from
         self._observe_s = 0.0  # seconds that this takes; running mean
@@ -51,9 +52,18 @@ class Meter:
 
     def rests(self) -> bool:
         """The same, for the step that is being planned."""
-        self._step.is_resting = self.is_resting
-        self._rest = max(0, self._rest - 1)
-        return self._step.is_resting
+        if self._rest == 0:
+            self.flush()
+            return False
+        self._rest -= 1
+        self._step.is_resting = True
+        return True
+
+    def flush(self) -> None:
+        """Tell the controller of the steps that rested; that may wait until it is asked again."""
+        if self._num_rested:
+            self.controller.rested(self._num_rested)
+            self._num_rested = 0
 
     def rest(self) -> None:
         """Plain decoding was found best: look again when deciding has become cheap."""
@@ -83,13 +93,16 @@ class Meter:
 
     def end(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """The step is over. Of steps that nothing was decided for, one in some is learnt from."""
-        step, self._step = self._step, _Step()
         self._step_s += MEAN_RATE * (seconds - self._step_s)
-        if step.is_resting:
-            self.controller.rested(1)
+        if self._step.is_resting:
+            self._step.is_resting = False
+            self._num_rested += 1
             self._rest_s -= seconds
             if self._rest_s <= 0.0:
                 self._rest = 0
+            if plan.is_plain and self._may_skip():
+                return
+        step, self._step = self._step, _Step()
         if not step.is_allocated and output.num_rows == plan.num_tokens and self._may_skip():
             return
         began = self.clock()

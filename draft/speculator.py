@@ -77,9 +77,11 @@ class DraftSpeculator:
             return True
         if not self.meter.is_resting:
             return False
-        if any(self._is_forced(track) for track in self._decoding(self._constrained)):
+        if self._constrained and any(map(self._is_forced, self._decoding(self._constrained))):
             self.meter.shorten_rest(0)
-        return not any(self._decoding(self._own_depth)) and self.meter.rests()
+        if self._own_depth and any(self._decoding(self._own_depth)):
+            return False
+        return self.meter.rests()
 
     def _decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
         tracks = (self._tracks[each] for each in request_ids)
@@ -297,4 +299,5 @@ class DraftSpeculator:
 
     def describe(self) -> Mapping[str, object]:
         """What it does and why, for the log."""
+        self.meter.flush()
         return self.controller.describe()
