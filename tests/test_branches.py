@@ -68,7 +68,7 @@ def test_a_branch_that_wins_changes_no_token(house: House, right: int, page_size
 
 def test_branches_are_dropped_when_pages_are_short(house: House) -> None:
     served = house.run(
-        shuffled(5)[:12], None, speculator=Trie(house.solo), num_pages=40, max_batch_tokens=96
+        shuffled(5)[:12], None, speculator=Trie(house.solo), num_pages=65, max_batch_tokens=96
     )
     for request_id, tokens in served.items():
         assert tokens == house.solo[request_id]
