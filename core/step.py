@@ -4,8 +4,8 @@ The scheduler writes a `StepPlan`, the model thread answers with a `StepOutput`.
 runs, the event loop changes no request, so a plan may lend the request's own ``tokens`` and page
 table instead of copying them; the model thread only reads them.
 
-A step makes several of these for each request. So they are msgspec's: a dataclass takes five times
-as long to make, and the garbage collector would look at each.
+A step makes several of these for each request. So they are msgspec's: a dataclass takes several
+times as long to make, and the garbage collector would look at each.
 """
 
 from __future__ import annotations
