@@ -19,7 +19,7 @@ from typing import Protocol
 
 from .errors import EngineDead, ForetokenError, InvalidRequest, QueueFull
 from .metrics import EngineMetrics
-from .model_thread import Job, ModelThread
+from .model_thread import Job, ModelThread, StepThread
 from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Delta, Request
@@ -54,6 +54,7 @@ class Engine:
         on_thread_start: Callable[[], None] = lambda: None,
         warm_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = EngineMetrics(scheduler)
@@ -63,7 +64,7 @@ class Engine:
         self.runner = runner
         self._clock = clock
         self._warm_up = warm_up
-        self._thread = ModelThread("foretoken-model", on_thread_start)
+        self._thread = make_thread("foretoken-model", on_thread_start)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._inbox: list[tuple[Request, float]] = []  # with the time of arrival

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import EngineDead
 
@@ -52,6 +52,16 @@ class Job(Generic[T]):
         self._result, self._failure, self._is_over = result, failure, True
         if not self._ended.done():
             self._ended.set_result(None)
+
+
+class StepThread(Protocol):
+    """Where an engine computes: a thread, or what a test puts in its place."""
+
+    def start(self, work: Callable[[], T]) -> Job[T]:
+        """Begin a call; its outcome comes by ``Job.end``, on the event loop."""
+
+    def close(self) -> None:
+        """Begin nothing more."""
 
 
 class _Inbox:
