@@ -35,8 +35,8 @@ class Candidates:
     of others in the same pass. ``budget``: rows that all drafts together may add. ``context_s``:
     seconds of the target's pass for looking back on the context, whatever is drafted;
     ``draft_context_s``: the same of each pass of the draft model. ``levels``: what
-    `CostModel.levels` knows that steps take beyond that. ``decide_s``: host seconds of a step that
-    drafts; those that do not can rest.
+    `CostModel.levels` knows that steps take beyond that. ``decide_s``: host seconds of deciding on
+    a step, which those that draft pay; after a verdict against drafts the next ones rest.
     """
 
     free: FloatArray
@@ -94,12 +94,13 @@ class Search:
         near = min(far, 2 * num_requests + 2)
         rows = np.array([num_requests, num_rows, num_rows + near, num_rows + far])
         alone, start, at_near, at_far = costs.forward(rows).tolist()
-        self._overhead = costs.per_step + costs.per_token * num_requests + candidates.context_s
+        self._overhead = costs.per_token * num_requests + candidates.context_s
+        self._draft_host = costs.per_draft_step + candidates.decide_s
         self._shared = start - alone
         pass_s = max(LEAST * start, start + float(candidates.levels[0]))
         if candidates.num_prefill:  # what such steps take beyond their rows is the prompts' fault
             self._shared = max(0.0, pass_s - alone)
-        plain_s = pass_s + self._overhead
+        plain_s = pass_s + self._overhead + costs.per_step
         self.plain = Option(float(num_requests), plain_s, self._shared)
         # Tokens that plain decoding yields in the time of one more row.
         self._price = min((at_near - start) / near, (at_far - start) / far) * self.plain.rate
@@ -134,7 +135,7 @@ class Search:
         passes: FloatArray = self._costs.forward(counts + candidates.num_rows)
         sizes = SIZE_OF[np.minimum(counts, len(SIZE_OF) - 1)]
         passes = np.maximum(LEAST * passes, passes + candidates.levels[sizes])
-        passes += self._overhead + (counts > 0) * candidates.decide_s
+        passes += self._overhead + np.where(counts > 0, self._draft_host, self._costs.per_step)
         return passes
 
     def _best_prefix(self, survival: FloatArray, passes: FloatArray, is_lm: bool = False) -> Option:

@@ -23,6 +23,7 @@ IntArray = NDArray[np.int64]
 
 CHANGE_OVER = 0.03  # predicted gain that it takes, beyond the margin, to begin drafting
 LM_CHANGE_OVER = 0.1  # the same for the draft model against all that goes without it
+MEASURING = "plain: measuring its cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class Allocation:
     def is_draft(self) -> bool:
         """Whether anything is drafted at all."""
         return self.kind != "plain"
+
+    @property
+    def measures(self) -> bool:
+        """Whether drafts would pay, and the price of doing without is to be looked at again."""
+        return self.reason == MEASURING
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,7 @@ class Controller:
                 candidates, search.plain, chosen, "plain", "plain: drafts cost more than they give"
             )
         if self._is_plain_price_stale(candidates, search.plain.rate / chosen.rate):
-            return self._accept(
-                candidates, search.plain, search.plain, "plain", "plain: measuring its cost"
-            )
+            return self._accept(candidates, search.plain, search.plain, "plain", MEASURING)
         return self._accept(candidates, search.plain, chosen, kind, f"draft: {kind}")
 
     def takes(self, gain_tokens: float, num_rows: int) -> bool:
@@ -136,6 +140,8 @@ class Controller:
     def _is_plain_price_stale(self, candidates: Candidates, plain_share: float) -> bool:
         if candidates.num_prefill:
             return False  # such a pass says little about a plain one
+        if not self.costs.knows_plain:
+            return True
         return self.costs.age(candidates.num_rows) > refresh_interval(plain_share)
 
     def _probe(self, candidates: Candidates, search: Search, rest: Option) -> Allocation | None:

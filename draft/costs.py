@@ -100,6 +100,20 @@ class _Levels:
         self._filled[1:][source[1:] == 0] += CAUTION * self._whole
 
 
+class _Mean:
+    """A running mean of seconds, one outlier's influence clipped."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.num_seen = 0
+
+    def observe(self, seconds: float) -> None:
+        self.num_seen += 1
+        rate = max(0.05, 1.0 / self.num_seen)
+        limit = 3.0 * self.seconds + 1e-4 if self.num_seen > 3 else seconds
+        self.seconds += rate * (min(seconds, limit) - self.seconds)
+
+
 class CostModel:
     """Predicts a step's seconds; learns from each step. Works without a profile too."""
 
@@ -113,8 +127,8 @@ class CostModel:
         self._levels: dict[tuple[int, bool], _Levels] = {}
         self.load(profile or StepProfile())
         self._verify = CostLine(per_token)
-        self._host = per_step
-        self._num_hosts = 0
+        self._plain_host = _Mean(per_step)
+        self._draft_host = _Mean(per_step)
 
     def load(self, profile: StepProfile) -> None:
         """Begin anew from what was measured; what is known of sampling and the host stays."""
@@ -142,6 +156,11 @@ class CostModel:
         return self._forward.is_measured or self._forward.num_observed >= READY_AFTER
 
     @property
+    def knows_plain(self) -> bool:
+        """Whether a step without drafts was seen."""
+        return self._plain_host.num_seen > 0
+
+    @property
     def reach(self) -> int:
         """Rows of a pass at most: what was seen bounds it where nothing was measured."""
         return self._forward.reach
@@ -158,8 +177,15 @@ class CostModel:
 
     @property
     def per_step(self) -> float:
-        """Seconds of a step whatever is in it: the host's, and what sampling costs at least."""
-        return self._host + self._verify.base
+        """Seconds of a step without drafts: the host's, and what sampling costs at least."""
+        host = self._plain_host if self._plain_host.num_seen else self._draft_host
+        return host.seconds + self._verify.base
+
+    @property
+    def per_draft_step(self) -> float:
+        """The same of a step with drafts, deciding on them left out."""
+        host = self._draft_host if self._draft_host.num_seen else self._plain_host
+        return host.seconds + self._verify.base
 
     @property
     def num_alarms(self) -> int:
@@ -223,14 +249,13 @@ class CostModel:
             levels.observe(num_drafts, error, forward_s)
             context_s += float(levels.seconds()[size])
         self._forward.observe(num_rows, max(0.3 * forward_s, forward_s - context_s))
-        if num_tokens > 0:
-            self._verify.observe(num_tokens, verify_s)
         if draft_passes > 0:
             other_s = num_drafted * self.draft_per_token + draft_passes * draft_context_s
             seconds = max(0.3 * draft_s, draft_s - other_s)
             self._draft.observe(round(draft_rows / draft_passes), seconds / draft_passes)
-        host_s = max(0.0, host_s)
-        self._num_hosts += 1
-        rate = max(0.05, 1.0 / self._num_hosts)
-        limit = 3.0 * self._host + 1e-4 if self._num_hosts > 3 else host_s
-        self._host += rate * (min(host_s, limit) - self._host)
+        if with_prompts:
+            return  # who arrives, and rows that are only looked at: nothing that a draft changes
+        if num_tokens > 0:
+            self._verify.observe(num_tokens, verify_s)
+        host = self._draft_host if num_drafts else self._plain_host
+        host.observe(max(0.0, host_s))

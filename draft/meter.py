@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from .controller import Controller
 
 REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
 MAX_REST, MAX_REST_S = 48, 0.1  # steps, seconds: such a verdict holds no longer than both
+BRIEF_REST = 2  # steps that tell what plain decoding costs
 MEAN_RATE = 0.1  # of a new value in a running mean
 OBSERVE_SHARE = 0.002  # of the time that learning from steps without drafts may take
 OBSERVE_EVERY, OBSERVE_LEAST = 8, 64  # of so many of these, at most and at least one is learnt from
@@ -40,8 +42,10 @@ class Meter:
         self._rest = 0  # steps for which plain decoding need not be questioned
         self._num_rested = 0  # steps of which the controller does not know yet
         self._rest_s = 0.0  # seconds of them, at most
+        self._num_wanted = 0  # steps of a brief rest, all of which are learnt from
         self._num_unseen = 0  # steps since one without drafts was learnt from
         self._observe_s = 0.0  # seconds that this takes; running mean
+        self._late_s = 0.0  # host seconds of this round that are the last step's
 
     # -- before a step --------------------------------------------------------------------------
 
@@ -65,9 +69,15 @@ class Meter:
             self.controller.rested(self._num_rested)
             self._num_rested = 0
 
-    def rest(self) -> None:
-        """Plain decoding was found best: look again when deciding has become cheap."""
-        if self._step_s > 0.0:
+    def rest(self, *, briefly: bool = False) -> None:
+        """Plain decoding was found best: look again when deciding has become cheap.
+
+        ``briefly``: only to see what it costs.
+        """
+        if briefly:
+            self._rest = self._num_wanted = BRIEF_REST
+            self._rest_s = math.inf
+        elif self._step_s > 0.0:
             longest = max(MAX_REST, MAX_REST_S / self._step_s)
             self._rest = round(min(longest, self.decide_s / (REST_SHARE * self._step_s)))
             self._rest_s = 2.0 * self._rest * self._step_s  # if steps grow it ends sooner
@@ -94,28 +104,38 @@ class Meter:
     def end(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """The step is over. Of steps that nothing was decided for, one in some is learnt from."""
         self._step_s += MEAN_RATE * (seconds - self._step_s)
+        late_s, self._late_s = self._late_s, 0.0
         if self._step.is_resting:
             self._step.is_resting = False
-            self._num_rested += 1
-            self._rest_s -= seconds
-            if self._rest_s <= 0.0:
-                self._rest = 0
-            if plan.is_plain and self._may_skip():
-                return
-        step, self._step = self._step, _Step()
-        if not step.is_allocated and output.num_rows == plan.num_tokens and self._may_skip():
+            self._rested(seconds)
+        drafts = not plan.is_plain and output.num_rows > plan.num_tokens
+        if not self._step.is_allocated and not drafts and self._may_skip():
             return
+        step, self._step = self._step, _Step()
         began = self.clock()
-        self._observe_costs(step, plan, output, seconds)
+        # Plain decoding is what follows a verdict for it: that step paid for the decision, and its
+        # pass ran on cold caches.
+        if drafts or step.lm_passes or not (step.is_allocated and self._rest):
+            self._observe_costs(step, plan, output, seconds - late_s)
         if step.is_allocated:
             self._observe_outcome(step, plan, output, seconds)
-            step.decide_s += self.clock() - began
-            self.decide_s += MEAN_RATE * (step.decide_s - self.decide_s)
+        self._late_s = self.clock() - began
+        if step.is_allocated:
+            self.decide_s += MEAN_RATE * (step.decide_s + self._late_s - self.decide_s)
         else:
-            self._observe_s += MEAN_RATE * (self.clock() - began - self._observe_s)
+            self._observe_s += MEAN_RATE * (self._late_s - self._observe_s)
+
+    def _rested(self, seconds: float) -> None:
+        self._num_rested += 1
+        self._rest_s -= seconds
+        if self._rest_s <= 0.0:
+            self._rest = 0
 
     def _may_skip(self) -> bool:
         """Whether a step without drafts need not be learnt from: one in a few is enough."""
+        if self._num_wanted:
+            self._num_wanted -= 1
+            return False
         self._num_unseen += 1
         if self._num_unseen < OBSERVE_EVERY:
             return True

@@ -166,7 +166,7 @@ class DraftSpeculator:
         allocation = self.controller.allocate(candidates)
         if not allocation.is_draft:
             self._uses_lm = False
-            self.meter.rest()
+            self.meter.rest(briefly=allocation.measures)
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         self._uses_lm = any(lm_depth)

@@ -123,6 +123,35 @@ def test_the_model_learns_every_part_of_a_step(profile: StepProfile | None) -> N
     assert costs.per_step == pytest.approx(0.4e-3, rel=0.4)
 
 
+def test_what_prompts_cost_a_step_is_not_put_down_to_plain_decoding() -> None:
+    rng, costs = np.random.default_rng(0), CostModel()
+    for _ in range(200):
+        observe(costs, rng)
+    before = costs.per_step, costs.per_token
+    for _ in range(50):
+        costs.observe(
+            num_rows=90, forward_s=0.05, verify_s=0.02, num_tokens=1, host_s=0.03, with_prompts=True
+        )
+    assert (costs.per_step, costs.per_token) == before
+
+
+def test_the_host_has_a_price_with_drafts_and_one_without() -> None:
+    costs = CostModel()
+    assert not costs.knows_plain
+    for num_drafts, host_s in ((4, 0.005), (0, 0.001)) * 20:
+        costs.observe(
+            num_rows=1 + num_drafts,
+            forward_s=0.01,
+            verify_s=0.0,
+            num_tokens=1,
+            host_s=host_s,
+            num_drafts=num_drafts,
+        )
+    assert costs.knows_plain
+    assert costs.per_step == pytest.approx(0.001)
+    assert costs.per_draft_step == pytest.approx(0.005)
+
+
 def test_an_unmeasured_model_is_ready_after_a_few_steps() -> None:
     rng, costs = np.random.default_rng(0), CostModel()
     assert not costs.is_ready

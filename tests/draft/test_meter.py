@@ -10,7 +10,7 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.draft.controller import Controller
 from foretoken.draft.costs import CostModel
-from foretoken.draft.meter import MAX_REST, OBSERVE_EVERY, OBSERVE_LEAST, Meter
+from foretoken.draft.meter import BRIEF_REST, MAX_REST, OBSERVE_EVERY, OBSERVE_LEAST, Meter
 
 SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=1)
 ROW = PlanRow(
@@ -75,6 +75,23 @@ def test_plain_steps_are_learnt_from_as_often_as_that_is_cheap(learn_s, every) -
     meter.num_learnt = 0
     meter.steps(10 * every, 0.010)
     assert meter.num_learnt == pytest.approx(10, abs=2)
+
+
+def test_a_step_that_paid_for_a_verdict_does_not_tell_what_plain_decoding_costs() -> None:
+    meter = decided(0.010, 0.0006)
+    meter.num_learnt = 0
+    meter.decided(0.0006)
+    meter.end(PLAN, OUTPUT, 0.010)
+    assert not meter.num_learnt
+
+
+def test_every_step_of_a_brief_rest_is_learnt_from() -> None:
+    meter = decided(0.010, 0.0006)
+    meter.rest(briefly=True)
+    meter.num_learnt = 0
+    assert meter.steps(BRIEF_REST, 0.010) == BRIEF_REST
+    assert meter.num_learnt == BRIEF_REST
+    assert not meter.is_resting
 
 
 def test_a_clock_that_stands_still_is_borne() -> None:
