@@ -156,9 +156,9 @@ class CostModel:
         return self._forward.is_measured or self._forward.num_observed >= READY_AFTER
 
     @property
-    def knows_plain(self) -> bool:
-        """Whether a step without drafts was seen."""
-        return self._plain_host.num_seen > 0
+    def lacks_plain(self) -> bool:
+        """Whether some steps with drafts were seen by now, and none without."""
+        return not self._plain_host.num_seen and self._draft_host.num_seen >= READY_AFTER
 
     @property
     def reach(self) -> int:

@@ -137,7 +137,6 @@ def test_what_prompts_cost_a_step_is_not_put_down_to_plain_decoding() -> None:
 
 def test_the_host_has_a_price_with_drafts_and_one_without() -> None:
     costs = CostModel()
-    assert not costs.knows_plain
     for num_drafts, host_s in ((4, 0.005), (0, 0.001)) * 20:
         costs.observe(
             num_rows=1 + num_drafts,
@@ -147,7 +146,6 @@ def test_the_host_has_a_price_with_drafts_and_one_without() -> None:
             host_s=host_s,
             num_drafts=num_drafts,
         )
-    assert costs.knows_plain
     assert costs.per_step == pytest.approx(0.001)
     assert costs.per_draft_step == pytest.approx(0.005)
 
