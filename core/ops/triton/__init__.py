@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, in Triton. Nothing of Triton is imported unless they are asked for."""

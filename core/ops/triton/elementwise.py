@@ -1,0 +1,112 @@
+"""Norms, rotation with the write to the KV pool, and the activation: one program a row or head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to integers, ties to even
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,  # [T, WIDTH]
+    residual_ptr,  # the same, read where HAS_RESIDUAL
+    weight_ptr,  # [WIDTH]
+    out_ptr,
+    total_ptr,  # x + residual, written where HAS_RESIDUAL
+    eps,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,  # WIDTH, to the next power of two
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """The norm of a row, or of its sum with another."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < WIDTH
+    x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        x = x + tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
+        tl.store(total_ptr + row * WIDTH + column, x, mask=mask)
+    wide = x.to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + column, (wide * factor * weight).to(x.dtype), mask=mask)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    q_ptr,  # [T, NUM_HEADS * HEAD_DIM], written
+    kv_ptr,  # the pool's blocks, written
+    scales_ptr,  # the pool's memory as float32, for int8
+    slots_ptr,  # [T] page * page size + place in the page; -1: no row
+    cos_ptr,  # [T, HEAD_DIM / 2] float32
+    sin_ptr,
+    norm_ptr,  # [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM], read where HAS_NORM
+    eps,
+    scale,
+    layer_block,
+    page_blocks,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_ITEMS: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """One head of a row: queries and keys normed and turned, keys and values into the pool."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dims, half = tl.arange(0, HEAD_DIM), tl.arange(0, HEAD_DIM) % HALF
+    at = qkv_ptr + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    x = tl.load(at + dims).to(tl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        swapped = tl.load(at + (dims + HALF) % HEAD_DIM).to(tl.float32)
+        if HAS_NORM:
+            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
+            x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
+            other = tl.load(norm_ptr + head * HEAD_DIM + (dims + HALF) % HEAD_DIM).to(tl.float32)
+            swapped = swapped * factor * other
+        cos = tl.load(cos_ptr + row * HALF + half)
+        sin = tl.load(sin_ptr + row * HALF + half)
+        x = x * cos + tl.where(dims < HALF, -swapped, swapped) * sin
+    if head < NUM_HEADS:
+        out = (x * scale).to(q_ptr.dtype.element_ty)
+        tl.store(q_ptr + (row * NUM_HEADS + head) * HEAD_DIM + dims, out)
+        return
+    # Blocks of a layer: keys of each head, then values; as the heads come in the row.
+    block = slot // PAGE_SIZE * page_blocks + layer_block + head - NUM_HEADS
+    place = block * NUM_ITEMS + slot % PAGE_SIZE * HEAD_DIM + dims
+    if SCALES_AT == 0:
+        tl.store(kv_ptr + place, x.to(kv_ptr.dtype.element_ty))
+        return
+    top = tl.max(tl.abs(x), 0) / 127.0
+    items = tl.where(top > 0.0, x / tl.where(top > 0.0, top, 1.0), 0.0)
+    items = tl.where(items == items, items, 0.0)
+    items = tl.minimum(tl.maximum(items, -127.0), 127.0)
+    items = (items + ROUNDER) - ROUNDER
+    tl.store(kv_ptr + place, items.to(tl.int8))
+    tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + slot % PAGE_SIZE, top)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up_ptr,  # [T, 2 * WIDTH]
+    out_ptr,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """silu of the first half of a row times the second."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < WIDTH
+    gate = tl.load(gate_up_ptr + row * 2 * WIDTH + column, mask=mask, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(out_ptr + row * WIDTH + column, activated * up, mask=mask)

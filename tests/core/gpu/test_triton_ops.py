@@ -1,0 +1,217 @@
+"""The Triton kernels under the interpreter, one by one, against the torch oracle."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core.batch import RaggedBatch, Segment, build_batch
+from foretoken.core.kv_pool import KvDtype, KVPool
+from foretoken.core.ops import HeadLayout, TorchOps
+from foretoken.core.ops.base import HeadNorm
+
+pytest.importorskip("triton")
+
+from foretoken.core.ops.triton.triton_ops import TritonOps, tiled_linear
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lanes of a tile that hold no row divide nothing by nothing; they are not stored.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+HEADS = HeadLayout(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
+NUM_PAGES = 80
+PAGE_SIZE = 16
+LONG = 2 * 256 + 3 * PAGE_SIZE  # two splits and a bit
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def filled_pool(kv_dtype: KvDtype = "auto", dtype: torch.dtype = torch.float32) -> KVPool:
+    """Every page holds something; int8 as the oracle stores it."""
+    pool = KVPool(
+        NUM_PAGES,
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=16,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        device="cpu",
+        kv_dtype=kv_dtype,
+    )
+    pages = array("q", range(NUM_PAGES))
+    length = NUM_PAGES * PAGE_SIZE
+    batch = make_batch([Segment(range(length), 0, pages, 0)])
+    write(TorchOps(), batch, pool, torch.randn(length, 160).to(dtype))
+    return pool
+
+
+def twin(pool: KVPool) -> KVPool:
+    other = filled_pool("int8" if pool.block.scales_at else "auto", pool.dtype)
+    other.data.copy_(pool.data)
+    return other
+
+
+def make_batch(segments: Sequence[Segment]) -> RaggedBatch:
+    return build_batch(segments, page_size=PAGE_SIZE, device="cpu", min_rows=4)
+
+
+def write(
+    ops: TorchOps | TritonOps,
+    batch: RaggedBatch,
+    pool: KVPool,
+    qkv: Tensor,
+    norm: HeadNorm | None = None,
+) -> tuple[Tensor, object]:
+    angles = turns(batch)
+    plan = ops.plan(batch, pool, HEADS, angles.cos(), angles.sin())
+    return ops.rope_write(qkv.clone(), 1, plan, norm), plan
+
+
+def turns(batch: RaggedBatch) -> Tensor:
+    return batch.positions[:, None] % 7 * torch.arange(1, 9) / 7.0
+
+
+def random_qkv(batch: RaggedBatch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The batch's copies of its last row are copies here, too."""
+    last = int(batch.lens.sum()) - 1
+    return torch.randn(batch.num_rows, 160)[torch.arange(batch.num_rows).clamp(max=last)].to(dtype)
+
+
+def page_ids(*ids: int) -> array[int]:
+    return array("q", ids)
+
+
+SHARED = tuple(range(LONG // PAGE_SIZE))
+RAGGED = {
+    "decode": [Segment([1], 300, page_ids(*range(19)), 1)],
+    "sharers": [
+        Segment([1], LONG, page_ids(*SHARED, 60), 1),
+        Segment(range(5), LONG, page_ids(*SHARED, 61), 5),
+        Segment([1], 290, page_ids(*SHARED[:18], 62), 1),
+    ],
+    "chunk": [Segment(range(40), 270, page_ids(*range(20)), 1)],
+    "mixed": [
+        Segment(range(3), 0, page_ids(70), 3),
+        Segment(range(36), 30, page_ids(*range(71, 76)), 1),
+        Segment([1], 17, page_ids(76, 77), 1),
+    ],
+}
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("name", RAGGED)
+def test_attention_agrees_with_the_oracle(name: str, window: int | None) -> None:
+    assert_attention_agrees(RAGGED[name], filled_pool(), window)
+
+
+@pytest.mark.parametrize("name", ["sharers", "mixed"])
+def test_attention_reads_int8_as_the_oracle_does(name: str) -> None:
+    assert_attention_agrees(RAGGED[name], filled_pool("int8"), None)
+
+
+def test_attention_agrees_in_half_precision() -> None:
+    assert_attention_agrees(RAGGED["mixed"], filled_pool(dtype=torch.float16), None)
+
+
+def assert_attention_agrees(segments: list[Segment], pool: KVPool, window: int | None) -> None:
+    batch = make_batch(segments)
+    qkv = random_qkv(batch, pool.dtype)
+    other, num_rows = twin(pool), int(batch.lens.sum())
+    q, plan = write(oracle := TorchOps(), batch, pool, qkv)
+    expected = oracle.attention(q, 1, plan, window)  # type: ignore[arg-type]
+    q, plan = write(ops := TritonOps(), batch, other, qkv)
+    out = ops.attention(q, 1, plan, window)  # type: ignore[arg-type]
+    tolerance = TOLERANCE[pool.dtype]
+    torch.testing.assert_close(out[:num_rows], expected[:num_rows], atol=tolerance, rtol=0)
+
+
+def test_a_verified_row_has_the_bits_of_a_decoded_one_and_sharers_change_none() -> None:
+    pool, ops = filled_pool(), TritonOps()
+    qkv = torch.randn(5, 160)
+    verify = Segment(range(5), LONG, page_ids(*SHARED, 61), 5)
+    together = [Segment([1], LONG, page_ids(*SHARED, 60), 1), verify]
+    q, plan = write(ops, make_batch(together), pool, torch.cat((torch.randn(1, 160), qkv)))
+    beside = ops.attention(q, 1, plan, None)[1:6]  # type: ignore[arg-type]
+    for index in range(5):
+        alone = make_batch([Segment([1], LONG + index, page_ids(*SHARED, 61), 1)])
+        plan = ops.plan(alone, pool, HEADS, turns(alone).cos(), turns(alone).sin())
+        row = ops.attention(q[index + 1 : index + 2].expand(4, -1).contiguous(), 1, plan, None)
+        assert torch.equal(row[0], beside[index])
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_keys_are_normed_turned_and_stored_as_the_oracle_does(
+    kv_dtype: KvDtype, normed: bool
+) -> None:
+    pool = filled_pool(kv_dtype)
+    other, batch = twin(pool), make_batch(RAGGED["mixed"])
+    qkv = random_qkv(batch)
+    norm = HeadNorm(torch.rand(8, 16) + 0.5, 1e-6) if normed else None
+    expected, _ = write(TorchOps(), batch, pool, qkv, norm)
+    q, _ = write(TritonOps(), batch, other, qkv, norm)
+    torch.testing.assert_close(q, expected, atol=2e-6, rtol=0)
+    if kv_dtype == "auto":
+        torch.testing.assert_close(other.data, pool.data, atol=2e-6, rtol=0)
+    else:
+        assert_stored_alike(other, pool)
+
+
+def assert_stored_alike(pool: KVPool, other: KVPool) -> None:
+    """A number half way between two steps may go either way, when the scale's last bit differs."""
+    (items, scales), (expected, wanted) = pool.split(pool.blocks), other.split(other.blocks)
+    assert scales is not None
+    assert wanted is not None
+    torch.testing.assert_close(scales, wanted, atol=0, rtol=1e-6)
+    assert int((items.int() - expected.int()).abs().max()) <= 1
+    assert int((items != expected).sum()) <= 2
+
+
+def test_a_row_that_is_not_finite_reads_as_nan_from_int8() -> None:
+    pool = filled_pool("int8")
+    batch = make_batch([Segment([1], 0, page_ids(3), 1)])
+    qkv = torch.randn(4, 160)
+    qkv[0, 6 * 16] = float("inf")
+    write(TritonOps(), batch, pool, qkv)
+    _, scales = pool.split(pool.blocks)
+    assert scales is not None
+    first_key = (3 * 2 + 1) * 4  # page 3, layer 1
+    assert not scales[first_key, 0].isfinite()
+    assert scales[first_key + 1, 0].isfinite()
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 17])
+def test_linear_rows_do_not_depend_on_their_number(num_rows: int) -> None:
+    x, weight, bias = torch.randn(17, 200), torch.randn(70, 200), torch.randn(70)
+    whole = tiled_linear(x, weight, bias)
+    torch.testing.assert_close(whole, x @ weight.T + bias, atol=1e-4, rtol=0)
+    assert torch.equal(tiled_linear(x[:num_rows].clone(), weight, bias), whole[:num_rows])
+
+
+def test_an_int8_linear_equals_its_weights_written_out() -> None:
+    x, items, scale = torch.randn(3, 96), torch.randint(-127, 128, (40, 96)), torch.rand(40)
+    out = tiled_linear(x, items.to(torch.int8), scale=scale)
+    torch.testing.assert_close(out, x @ (items * scale[:, None]).T, atol=1e-2, rtol=1e-5)
+
+
+def test_norms_and_activation_agree_with_the_oracle() -> None:
+    ops, oracle = TritonOps(), TorchOps()
+    x, residual, weight = torch.randn(3, 202) * 9, torch.randn(3, 202), torch.rand(202)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6))
+    for out, expected in zip(
+        ops.add_rms_norm(x, residual, weight, 1e-6),
+        oracle.add_rms_norm(x, residual, weight, 1e-6),
+        strict=True,
+    ):
+        torch.testing.assert_close(out, expected)
+    x[0, 0] = -1e5  # exp overflows, the product must not
+    torch.testing.assert_close(ops.silu_mul(x), oracle.silu_mul(x))
