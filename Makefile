@@ -7,7 +7,7 @@ ARGS ?=
 CLIENTS := .venv-clients
 JS := tests/clients/js
 
-.PHONY: serve test lint bench profile bench-peers train-builtin clean
+.PHONY: serve test lint bench profile bench-peers soak prove simulate fuzz train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -23,6 +23,22 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/foretoken bench engine $(ARGS)
 
+# Mistakes are made one by one in a copy of the code: each must make a test fail. Some minutes.
+prove: $(VENV)/.test
+	nice -n 10 $(BIN)/python -m tests.prove $(ARGS)
+
+# Hostile input over HTTP from a new seed, which is printed; `make fuzz FUZZ_SEED=7` repeats one.
+FUZZ_EXAMPLES ?= 300
+FUZZ_SEED ?= $(shell date +%s)
+fuzz: $(VENV)/.test
+	@echo "--fuzz-examples $(FUZZ_EXAMPLES) --fuzz-seed $(FUZZ_SEED)"
+	nice -n 10 $(BIN)/python -m pytest tests/fuzz --fuzz-examples $(FUZZ_EXAMPLES) --fuzz-seed $(FUZZ_SEED) $(ARGS)
+
+# The whole engine in virtual time under faults, one world for each seed; exits 1 for a finding.
+SEEDS ?= 20000
+simulate: $(VENV)/.test
+	cd tests && nice -n 10 ../$(BIN)/python -m simulation --seeds $(SEEDS) $(ARGS)
+
 # Where the time of a step goes.
 profile: $(VENV)/.serve
 	$(BIN)/foretoken bench profile $(ARGS)
@@ -31,6 +47,11 @@ profile: $(VENV)/.serve
 bench-peers: $(VENV)/.bench
 	-$(BIN)/foretoken bench peers setup
 	$(BIN)/foretoken bench peers $(ARGS)
+
+# A real server under all that clients do to servers; exits 1 where something did not hold.
+MINUTES ?= 60
+soak: $(VENV)/.serve
+	$(BIN)/foretoken bench soak --minutes $(MINUTES) $(ARGS)
 
 train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.draft.builtin.train $(ARGS)

@@ -7,6 +7,7 @@ from .api.results import Choice, Completion, TextDelta, ToolCall
 from .api.sdk import AsyncLLM
 from .api.sync import LLM
 from .core.errors import (
+    DeadlineExceeded,
     EngineDead,
     ForetokenError,
     InvalidRequest,
@@ -27,6 +28,7 @@ __all__ = [
     "Choice",
     "Client",
     "Completion",
+    "DeadlineExceeded",
     "EngineDead",
     "ForetokenError",
     "InvalidRequest",

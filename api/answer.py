@@ -37,6 +37,7 @@ class Generation:
     ) -> None:
         self.request = request
         self.index = index
+        self.finish_reason: str | None = None  # once it was read to its end
         self._text = text
         self._stream = stream
         self._abort = abort
@@ -66,12 +67,13 @@ class Generation:
             self._read(delta)
         wanted = self.request.sampling.params.logprobs is not None
         reason = delta.finish_reason
+        self.finish_reason = None if reason is None else reason.value
         return TextDelta(
             text=self._text.take(final=delta.terminal),
             token_ids=delta.token_ids,
             sources=delta.token_sources,
             index=self.index,
-            finish_reason=None if reason is None else reason.value,
+            finish_reason=self.finish_reason,
             stop_reason=delta.stop_reason,
             logprobs=delta.logprobs if wanted else None,
             prompt_logprobs=delta.prompt_logprobs,

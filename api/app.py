@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hmac
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from uuid import uuid4
+from functools import partial
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from .._version import __version__
 from ..core.errors import ForetokenError, InvalidRequest
@@ -23,12 +20,13 @@ from .branches import BranchesRoute
 from .cache_routes import CacheRoutes
 from .chat import ChatRoute
 from .completions import CompletionsRoute
-from .errors import ApiError, ClientGone, JsonResponse, told, unknown_model
+from .errors import ApiError, ClientGone, JsonResponse, told, unavailable, unknown_model
+from .gate import Gate
 from .host import Host
-from .messages.errors import error_response, is_messages
+from .messages.errors import error_response
 from .messages.route import MessagesRoute
+from .observing import Observing
 from .openapi import OpenApi
-from .owners import CALLER, caller_of
 from .plain import plain_messages
 from .responses.route import ResponsesRoute
 from .schema import (
@@ -38,85 +36,10 @@ from .schema import (
 )
 from .service import Service, Settings
 from .shapes import Body
+from .visits import CLIENT_CLOSED
 
-OPEN_PATHS = frozenset({"/health"})
-MAX_HEADER_FIELDS = 100
-CLIENT_CLOSED = 499
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
-
-
-class Gate:
-    """Gives each answer its ``x-request-id``, lets only callers with a key pass, and names them.
-
-    Outermost but for CORS. Every path needs the key unless it is named in ``OPEN_PATHS``; the path
-    is the one of the scope, because a Host header can be forged.
-    """
-
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
-        self.app = app
-        self._keys = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
-
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                sent = MutableHeaders(scope=message)
-                sent["x-request-id"] = request_id
-                if is_messages(scope["path"]):  # whose clients know it by another name
-                    sent["request-id"] = request_id
-            await send(message)
-
-        key = self._key(headers)
-        refusal = self._refusal(scope["path"], headers, key)
-        answer = self.app if refusal is None else error_response(scope, refusal)
-        caller = CALLER.set(caller_of(key or ""))
-        try:
-            await answer(scope, receive, send_with_id)
-        finally:
-            CALLER.reset(caller)
-
-    def _refusal(self, path: str, headers: Headers, key: str | bytes | None) -> ApiError | None:
-        if len(headers) > MAX_HEADER_FIELDS:
-            return ApiError(431, f"more than {MAX_HEADER_FIELDS} header fields")
-        if "content-length" in headers and "transfer-encoding" in headers:
-            close = {"connection": "close"}
-            return ApiError(400, "Content-Length and Transfer-Encoding together", headers=close)
-        if not self._keys or path in OPEN_PATHS or key is not None:
-            return None
-        return ApiError(
-            401,
-            "the API key is missing or wrong",
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
-
-    def _key(self, headers: Headers) -> str | bytes | None:
-        """The key that lets the caller pass; where none is needed, the one that it offers."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        offered = [headers.get("x-api-key", "")]
-        if scheme.lower() == "bearer":
-            offered.insert(0, token.strip())
-        if not self._keys:
-            return next((key for key in offered if key), None)
-        # All are compared, so that the time tells nothing of which key is near.
-        found = [
-            key
-            for key in self._keys
-            for candidate in offered
-            if hmac.compare_digest(key, candidate.encode("latin-1"))  # as starlette read them
-        ]
-        return found[0] if found else None
 
 
 class ModelRoutes:
@@ -163,7 +86,7 @@ class TokenRoutes:
         """Token ids of a prompt or of messages."""
         body = await self.service.read(request, decode_tokenize)
         self.service.check_model(body.model)
-        token_ids = await self._token_ids(body)
+        token_ids = await self._token_ids(request, body)
         names = None
         if body.return_token_strs:
             tokenizer = self.service.llm.tokenizer
@@ -177,12 +100,11 @@ class TokenRoutes:
             }
         )
 
-    async def _token_ids(self, body: TokenizeRequest) -> list[int]:
+    async def _token_ids(self, request: Request, body: TokenizeRequest) -> list[int]:
         llm = self.service.llm
         if body.messages is not None and body.prompt is None:
-            return await llm.render(
-                plain_messages(body.messages), add_generation_prompt=body.add_generation_prompt
-            )
+            messages = await self.service.apart(request, partial(plain_messages, body.messages))
+            return await llm.render(messages, add_generation_prompt=body.add_generation_prompt)
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest("needs prompt or messages, and not both", param="prompt")
         return await llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -198,20 +120,26 @@ class TokenRoutes:
 
 
 class OperatorRoutes:
-    """Health and metrics."""
+    """Health, metrics and audits."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     async def health(self, _request: Request) -> Response:
-        """200 while the engine lives."""
+        """200 while the engine lives, however long a step takes."""
         alive = self.service.llm.engine.alive
         return JsonResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
     async def ready(self, _request: Request) -> Response:
-        """200 while new requests are taken."""
-        self.service.check_ready()
+        """200 while new requests had better come here."""
+        reason = self.service.unready
+        if reason is not None:
+            raise unavailable(reason)
         return JsonResponse({"status": "ready"})
+
+    async def audit(self, _request: Request) -> Response:
+        """Whose every KV page is, and which rule that breaks, if any; 200 in either case."""
+        return JsonResponse(await self.service.llm.engine.audit())
 
     async def version(self, _request: Request) -> Response:
         """The version of foretoken."""
@@ -220,14 +148,18 @@ class OperatorRoutes:
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text."""
         body, content_type = self.service.llm.engine.metrics.render()
+        body += self.service.metrics.render()
         return Response(body, headers={"content-type": content_type})
 
 
-def create_app(llm: Host, settings: Settings | None = None) -> ASGIApp:
+def create_app(
+    llm: Host, settings: Settings | None = None, observing: Observing | None = None
+) -> ASGIApp:
     """The application over a started AsyncLLM."""
-    settings = settings or Settings()
+    settings, observing = settings or Settings(), observing or Observing()
+    service = Service(llm, settings, observing.metrics)
     app = Starlette(
-        routes=_routes(Service(llm, settings)),
+        routes=_routes(service),
         exception_handlers={
             ApiError: _refuse,
             ForetokenError: _refuse,
@@ -238,8 +170,9 @@ def create_app(llm: Host, settings: Settings | None = None) -> ASGIApp:
     )
     # A redirect would be built from the Host header.
     app.router.redirect_slashes = False
-    gate = Gate(app, api_keys=settings.api_keys)
-    return _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
+    gate = Gate(app, settings)
+    outermost = _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
+    return observing.around(outermost, service)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -254,7 +187,8 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _routes(service: Service) -> list[Route]:
-    models, tokens, operator = ModelRoutes(service), TokenRoutes(service), OperatorRoutes(service)
+    models, tokens = ModelRoutes(service), TokenRoutes(service)
+    operator = OperatorRoutes(service)
     cache = CacheRoutes(service)
     responses, messages = ResponsesRoute(service), MessagesRoute(service)
     return [
@@ -274,6 +208,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/health", operator.health, methods=["GET"]),
         Route("/ready", operator.ready, methods=["GET"]),
+        Route("/debug/audit", operator.audit, methods=["POST"]),
         Route("/version", operator.version, methods=["GET"]),
         Route("/metrics", operator.metrics, methods=["GET"]),
         Route("/cache", cache.show, methods=["GET"]),

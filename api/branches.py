@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -165,34 +166,45 @@ class BranchesRoute:
         forks = await self.service.read(request, decode_branches)
         first = forks[0].body
         self.service.check_model(first.model)
+        self._check_limits(forks)
         self.service.check_room(len(forks), 1)
         head = Head(prefix="branches", model=self.service.model)
         writer = BranchWriter(self.service, head, first)
         writer.prompt_ids = [f"{head.id}-{index}" for index in range(len(forks))]
-        turns = await self._open(forks, writer.prompt_ids)
+        turns = await self._open(request, forks, writer.prompt_ids)
         if first.stream:
             return EventStream(
                 writer.branch_events(turns),
                 close=lambda: _close(turns),
-                ping_seconds=self.service.settings.ping_seconds,
+                ping_seconds=self.service.settings.limits.ping_seconds,
             )
         choices = await unless_gone(request.receive, _collect(turns))
         return JsonResponse(writer.branches(turns, choices))
 
-    async def _open(self, forks: Sequence[Fork], names: Sequence[str]) -> list[Turn]:
+    def _check_limits(self, forks: Sequence[Fork]) -> None:
+        limits = self.service.settings.limits
+        limits.check("branches", len(forks), "max_prompts")
+        for fork in forks:
+            with fork.naming():
+                limits.check_body(fork.body)
+
+    async def _open(
+        self, request: Request, forks: Sequence[Fork], names: Sequence[str]
+    ) -> list[Turn]:
         turns: list[Turn] = []
         try:
             for fork, name in zip(forks, names, strict=True):
                 with fork.naming():
-                    turns.append(await self._open_one(fork.body, name))
+                    turns.append(await self._open_one(request, fork.body, name))
         except BaseException:
             _close(turns)
             raise
         return turns
 
-    async def _open_one(self, body: AnyBody, name: str) -> Turn:
+    async def _open_one(self, request: Request, body: AnyBody, name: str) -> Turn:
         if isinstance(body, ChatRequest):
-            return await self.service.turns.open(read_ask(body), request_id=name)
+            ask = await self.service.apart(request, partial(read_ask, body))
+            return await self.service.turns.open(ask, request_id=name)
         refuse(body)
         prompt: Any = body.prompt
         note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.admission import SchedulerLimits
@@ -20,6 +21,7 @@ from ..core.ops import Ops
 from ..core.ops.native_ops import NativeOps
 from ..core.runner import ModelRunner
 from ..core.scheduler import Scheduler
+from ..core.watchdog import Supervision
 from ..draft.lm import LmProposer
 from ..radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
@@ -57,7 +59,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     pair = None if draft is None else (draft, _make_pool(draft, num_pages, config))
     speculator, costs = make_speculator(config, spec, target.config.vocab_size)
     scheduler = Scheduler(
-        PrefixCache(num_pages, config.page_size, pin_quota=config.pin_quota),
+        _prefix_cache(config, num_pages),
         _limits(config, target),
         speculator,
     )
@@ -72,6 +74,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
             runner,
             on_thread_start=_thread_setter(config.threads, target.ops),
             warm_up=lambda: measure_costs(costs, (target, pool), pair) if measures else None,
+            supervision=_supervision(config),
         ),
         folder=folder,
         name=BUILTIN_NAME if model is None else _name(model),
@@ -138,6 +141,15 @@ def _load_draft(model: str, target_folder: Path, target: Decoder, config: Engine
     return draft
 
 
+def _supervision(config: EngineConfig) -> Supervision:
+    return Supervision(
+        step_timeout=config.step_timeout,
+        ready_step_seconds=config.ready_step_seconds,
+        dump_dir=Path(config.dump_dir or tempfile.gettempdir()),
+        about=asdict(config),
+    )
+
+
 def _limits(config: EngineConfig, target: Decoder) -> SchedulerLimits:
     return SchedulerLimits(
         max_batch_tokens=config.max_batch_tokens,
@@ -146,6 +158,13 @@ def _limits(config: EngineConfig, target: Decoder) -> SchedulerLimits:
         max_queued=config.max_queued,
         max_model_len=_model_len(config, target),
         vocab_size=target.config.vocab_size,
+        aging_seconds=config.aging_seconds,
+    )
+
+
+def _prefix_cache(config: EngineConfig, num_pages: int) -> PrefixCache:
+    return PrefixCache(
+        num_pages, config.page_size, pin_quota=config.pin_quota, cache_quota=config.cache_quota
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
+from typing import cast
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -11,10 +13,11 @@ from starlette.responses import Response
 from ..core.errors import InvalidRequest
 from .errors import ApiError, JsonResponse
 from .explain import Explanation
+from .gate import needs_admin_key
 from .owners import owner_of
 from .plain import plain_messages
 from .schema import Message, decoder
-from .service import Service, read_body
+from .service import Service
 
 
 class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -43,11 +46,13 @@ class CacheRoutes:
 
     async def flush(self, request: Request) -> Response:
         """Drop cached prefixes: of one salt, below one prefix, or all."""
-        data = await read_body(request, self.service.settings.max_body_bytes)
+        data = await self.service.read_bytes(request)
         body = decode_flush(data) if data.strip() else FlushRequest()
+        if body.prefix is None and body.cache_salt is None and not request.state.is_admin:
+            raise needs_admin_key("a flush that names neither cache_salt nor prefix")
         llm, salt = self.service.llm, body.cache_salt
         if body.prefix is not None:
-            tokens = array("q", await self._token_ids(body.prefix))
+            tokens = array("q", await self._token_ids(request, body.prefix))
             dropped = llm.engine.flush_prefix(tokens, salt)
             llm.prompts.flush_prefix(tokens, salt)
         else:
@@ -55,19 +60,21 @@ class CacheRoutes:
             llm.prompts.flush(*(() if salt is None else (salt,)))
         return JsonResponse({"flushed_pages": dropped})
 
-    async def _token_ids(self, prefix: str | list[int | Message]) -> list[int]:
+    async def _token_ids(self, request: Request, prefix: str | list[int | Message]) -> list[int]:
         llm = self.service.llm
         if isinstance(prefix, str):
             return await llm.tokenizer.encode(prefix)
-        messages = [each for each in prefix if isinstance(each, Message)]
-        if not messages:
-            token_ids = [each for each in prefix if isinstance(each, int)]
+        kinds = {*map(type, prefix)}  # a loop over a million ids would hold the event loop
+        if Message not in kinds:
+            token_ids = cast("list[int]", prefix)
             llm.tokenizer.check_ids(token_ids, llm.built.vocab_size, "prefix")
             return token_ids
-        if len(messages) < len(prefix):
+        if len(kinds) > 1:
             message = "prefix must be a text, token ids or messages, not a mixture"
             raise InvalidRequest(message, param="prefix")
-        return await llm.render(plain_messages(messages), add_generation_prompt=False)
+        messages = cast("list[Message]", prefix)
+        plain = await self.service.apart(request, partial(plain_messages, messages))
+        return await llm.render(plain, add_generation_prompt=False)
 
     async def explain(self, request: Request) -> Response:
         """Why the prompt of ``response_id`` missed the cache; its key and ``cache_salt`` open it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,7 +40,7 @@ class ChatRoute:
         self.service.check_model(body.model)
         head = Head(prefix="chatcmpl", model=self.service.model)
         try:
-            ask = read_ask(body)
+            ask = await self.service.apart(request, partial(read_ask, body))
             self.service.check_room(1, ask.params.n)
             if is_prewarm(body):
                 work = prewarm(self.service, ask, request_id=head.id)
@@ -55,7 +56,7 @@ class ChatRoute:
             return EventStream(
                 writer.events(turn),
                 close=turn.close,
-                ping_seconds=self.service.settings.ping_seconds,
+                ping_seconds=self.service.settings.limits.ping_seconds,
             )
         choices = await unless_gone(request.receive, turn.collect())
         return JsonResponse(writer.whole(turn, choices))

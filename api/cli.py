@@ -25,6 +25,7 @@ from .flags import (
     sampling_params,
     server_settings,
 )
+from .observing_flags import add_observing_flags, observing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +77,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     add_model(serve)
     add_engine_flags(serve)
     add_server_flags(serve)
+    add_observing_flags(serve)
 
 
 def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -116,9 +118,11 @@ def _serve(parsed: argparse.Namespace) -> int:
         port=parsed.port,
         uds=parsed.uds,
         log_level=parsed.log_level,
+        log_format=parsed.log_format,
         drain_seconds=parsed.drain_seconds,
         prewarm=read_prewarm(parsed.prewarm) if parsed.prewarm else (),
         settings=server_settings(parsed),
+        observing=observing(parsed),
     )
     return run(AsyncLLM(parsed.model, **options), listen)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +19,6 @@ from .prompts import PromptNote, text_parts
 from .results import Completion
 from .schema import (
     COMPLETION_TOKENS,
-    MAX_PROMPTS,
     CompletionRequest,
     decoder,
     refuse_unsupported,
@@ -57,7 +58,7 @@ class CompletionsRoute:
             return EventStream(
                 writer.events(answers),
                 close=lambda: self._forget(answers),
-                ping_seconds=self.service.settings.ping_seconds,
+                ping_seconds=self.service.settings.limits.ping_seconds,
             )
         completions = await unless_gone(request.receive, self._finish(answers))
         return JsonResponse(writer.whole(completions))
@@ -146,12 +147,10 @@ def read_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
     """A text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(each) for each in prompt}
+    kinds = {*map(type, prompt)}  # a loop over a million ids would hold the event loop
     if len(kinds) != 1:
         message = "prompt must be a text, a list of texts, token ids, or a list of token ids lists"
         raise InvalidRequest(message, param="prompt")
     if kinds == {int}:
-        return [[each for each in prompt if isinstance(each, int)]]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts", param="prompt")
-    return [each for each in prompt if not isinstance(each, int)]
+        return [cast("list[int]", prompt)]
+    return cast("list[Prompt]", prompt)

@@ -1,61 +1,170 @@
-"""One client's connection: uvicorn's HTTP protocol, with deadlines on what the client owes."""
+"""One client's connection: uvicorn's HTTP protocol, with limits on what the client may owe."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import sys
 from typing import ClassVar
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .errors import ApiError
+from .limits import Limits
+from .messages.errors import error_response
+
 logger = logging.getLogger(__name__)
-HEADER_SECONDS = 10.0
-WRITE_SECONDS = 30.0
+ALWAYS_SERVED = "/health"  # a balancer must see that a server lives which is merely full
+NUM_OTHER_FILES = 128  # of the process, beside one for each connection
+NUM_SPARE = 64  # connections beyond the limit that are told so; the others are dropped
+SPARE_SECONDS = 1.0  # for one of those to say what it wants
+DRAIN_BYTES = 64 * 2**20  # of a body that nobody reads
+LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
 
 
 class Connection(H11Protocol):
-    """Aborts its transport when a header does not come, or when the client stops reading.
+    """Ends when a header does not come, when nobody reads what is sent, when too many are open.
 
     ``close`` would wait for the client to read the buffer. An abort is a disconnect to whatever
     works for this client, so that its requests are aborted too.
     """
 
-    header_seconds: ClassVar[float] = HEADER_SECONDS
-    write_seconds: ClassVar[float] = WRITE_SECONDS
+    limits: ClassVar[Limits] = Limits()
     _header_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _num_drained = 0
+    _is_spare = False
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first header is due."""
         super().connection_made(transport)
+        self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
         # Else up to 64 KiB that nobody reads would pass for written, and keep a closing socket.
         transport.set_write_buffer_limits(0)
+        num_beyond = len(self.connections) - self.limits.max_connections
+        if num_beyond > NUM_SPARE:
+            transport.abort()
+            return
+        if num_beyond > 0:
+            self._is_spare, self.app = True, self._answer_spare
         self._expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is due any more."""
         self._forget_header()
+        self._forget_body()
         self.resume_writing()
         super().connection_lost(exc)
 
-    # -- the client's header --------------------------------------------------------------------
+    async def _answer_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One answer: whether the server lives, or that it is full."""
+        scope["headers"] = [*scope["headers"], (b"connection", b"close")]
+        if scope["path"] == ALWAYS_SERVED:
+            await self.config.loaded_app(scope, receive, send)
+            return
+        message = f"more connections than {self.limits.named('max_connections')} are open"
+        headers = {"retry-after": "1"}
+        full = ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
+        await error_response(scope, full)(scope, receive, send)
+
+    # -- what the client sends ------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """A body that nobody reads any more is heard out, but not for ever."""
+        if self._body_timer is not None:
+            self._num_drained += len(data)
+            if self._num_drained > DRAIN_BYTES:
+                self.transport.abort()
+        if not self._is_refused and not self.transport.is_closing():
+            super().data_received(data)
 
     def handle_events(self) -> None:
         """Half a header is due too; silence between requests is uvicorn's to end."""
         super().handle_events()
+        if not self._is_answered_early:
+            self._forget_body()
         if self.conn.their_state is not h11.IDLE:
             self._forget_header()
         elif self._header_timer is None and self.conn.trailing_data[0]:
             self._expect_header()
 
+    def on_response_complete(self) -> None:
+        """An answer may be given before its request has come to the end."""
+        if self._is_answered_early:
+            seconds = self.limits.body_seconds
+            self._body_timer = self.loop.call_later(seconds, self.transport.abort)
+        super().on_response_complete()
+
+    @property
+    def _is_answered_early(self) -> bool:
+        """Not so of the request behind it, whose body may come together with the end of this."""
+        is_sending = self.conn.their_state is h11.SEND_BODY
+        return is_sending and self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
+        """What is no HTTP is told so in JSON, and nothing behind it is read."""
+        error = sys.exception()  # uvicorn calls this while it handles it
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            told = ApiError(431, f"the header is longer than {self._max_header()}")
+        elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 501:
+            told = ApiError(501, "this transfer coding is not served")
+        else:
+            told = ApiError(400, "this is no valid HTTP request")
+        self._refuse(told)
+
+    def _refuse(self, told: ApiError) -> None:
+        """Answer and close, unless an answer has begun: then all that can be done is to go."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        answer = told.response()
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        events = (
+            h11.Response(status_code=told.status, headers=headers),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event))
+        self.transport.write_eof()
+        self._is_refused = True
+        self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _max_header(self) -> str:
+        return f"{self.limits.named('max_header_bytes')} bytes"
+
     def _expect_header(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_seconds, self.transport.abort)
+        seconds = self.limits.header_seconds
+        if self._is_spare:
+            seconds = min(seconds, SPARE_SECONDS)
+        self._header_timer = self.loop.call_later(seconds, self._end_header)
+
+    def _end_header(self) -> None:
+        """Who has begun one is told; who is silent is not."""
+        self._header_timer = None
+        if not self.conn.trailing_data[0]:
+            self.transport.abort()
+            return
+        seconds = self.limits.named("header_seconds")
+        self._refuse(ApiError(408, f"the header did not arrive within {seconds} seconds"))
 
     def _forget_header(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def _forget_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer, self._num_drained = None, 0
 
     # -- the client's reading -------------------------------------------------------------------
 
@@ -73,18 +182,30 @@ class Connection(H11Protocol):
 
     def _expect_reading(self) -> None:
         size = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(self.write_seconds, self._check_reading, size)
+        seconds = self.limits.write_seconds
+        self._write_timer = self.loop.call_later(seconds, self._check_reading, size)
 
     def _check_reading(self, size_before: int) -> None:
         """A slow reader is served on; nothing is added to the buffer while it waits."""
         if self.transport.get_write_buffer_size() < size_before:
             self._expect_reading()
             return
-        logger.warning("a client read nothing for %s s and was dropped", self.write_seconds)
+        logger.warning("a client read nothing for %s s and was dropped", self.limits.write_seconds)
         self.transport.abort()
 
 
-def connection_class(*, header_seconds: float, write_seconds: float) -> type[Connection]:
-    """`Connection` with these deadlines: uvicorn makes the instances itself."""
-    values = {"header_seconds": header_seconds, "write_seconds": write_seconds}
-    return type("Connection", (Connection,), values)
+def connection_class(limits: Limits) -> type[Connection]:
+    """`Connection` with these limits: uvicorn makes the instances itself."""
+    return type("Connection", (Connection,), {"limits": limits})
+
+
+def reserve_files(limits: Limits) -> None:
+    """Allow the process a file for each connection, as far as the system lets it."""
+    wanted = limits.max_connections + NUM_SPARE + NUM_OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning("%s open files are too few for the limit on connections", allowed)

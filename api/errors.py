@@ -12,13 +12,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong, QueueFull
+from ..core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+)
 
 logger = logging.getLogger(__name__)
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
 INTERNAL = "internal error"
+MAX_MESSAGE_CHARS = 1024  # a message may quote what it was sent
 _PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$")
-_MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+_FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{1,256})`")
 
 
 class JsonResponse(Response):
@@ -48,7 +56,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(clipped(message))
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.headers = headers
 
@@ -68,6 +76,13 @@ class ApiError(Exception):
         return JsonResponse(self.body, self.status, headers=self.headers)
 
 
+def clipped(message: str) -> str:
+    """Its beginning, where it is long."""
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    return f"{message[: MAX_MESSAGE_CHARS - 3]}..."
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """What a client is told of any exception; nothing of the unexpected ones."""
     match error:
@@ -82,6 +97,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(
                 429, str(error), kind="rate_limit_error", code="queue_full", headers=headers
             )
+        case DeadlineExceeded():
+            return deadline_exceeded(str(error), error.retry_after)
         case EngineDead():
             return unavailable(str(error))
         case ForetokenError():
@@ -96,6 +113,12 @@ def unavailable(message: str) -> ApiError:
     """Draining or dead: another server may do."""
     headers = {"retry-after": str(MIN_RETRY_SECONDS)}
     return ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
+
+
+def deadline_exceeded(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
+    """Nothing was served in the time that the request gave; there may be room later."""
+    headers = {"retry-after": str(_retry_seconds(retry_after))}
+    return ApiError(503, message, kind="server_error", code="deadline_exceeded", headers=headers)
 
 
 def unknown_model(name: str) -> ApiError:
@@ -114,8 +137,8 @@ def bad_json(error: Exception) -> ApiError:
 
 
 def _param(message: str) -> str | None:
-    path, missing = _PATH.search(message), _MISSING.search(message)
-    names = [path["path"] if path else "", missing["name"] if missing else ""]
+    path, field = _PATH.search(message), _FIELD.search(message)
+    names = [path["path"] if path else "", field["name"] if field else ""]
     return ".".join(name for name in names if name) or None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core.config import EngineConfig, parse_size
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
+from .limits import Limits
 from .output.syntax import REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
@@ -75,6 +77,12 @@ def add_engine_flags(parser: Parser) -> None:
     pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
     add("--page-size", type=int, metavar="N", help="tokens of one KV page")
     add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
+    add(
+        "--cache-quota",
+        type=float,
+        metavar="SHARE",
+        help="of the KV pool: beyond it, what one salt left there goes first; 1: never",
+    )
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
     add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
     add(
@@ -85,7 +93,16 @@ def add_engine_flags(parser: Parser) -> None:
     )
     add("--max-running", type=int, metavar="N", help="requests in one step")
     add("--max-queued", type=int, metavar="N", help="requests that may wait")
+    add(
+        "--aging-seconds",
+        type=float,
+        metavar="S",
+        help="waiting so long makes a request one priority more urgent",
+    )
     add("--threads", type=int, metavar="N", help="of the model on the CPU")
+    add("--step-timeout", type=float, metavar="S", help="what hangs so long ends all; 0: never")
+    add("--ready-step-seconds", type=float, metavar="S", help="of a step: longer is not ready")
+    add("--dump-dir", metavar="DIR", help="for crash dumps; else among the temporary files")
     add("--load-format", choices=("auto", "random"), help="random: seeded random weights")
 
 
@@ -96,6 +113,12 @@ def add_server_flags(parser: Parser) -> None:
     add("--port", type=_port, default=8000, help="0: any free one")
     add("--uds", metavar="PATH", help="listen on a Unix socket instead")
     add("--api-key", action="append", metavar="KEY", help="or FORETOKEN_API_KEY; repeatable")
+    add(
+        "--admin-key",
+        action="append",
+        metavar="KEY",
+        help="for /debug, /cache and a flush of everything; or FORETOKEN_ADMIN_KEY; repeatable",
+    )
     add("--served-model-name", metavar="NAME")
     add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
@@ -109,6 +132,21 @@ def add_server_flags(parser: Parser) -> None:
     )
     add("--log-level", choices=LOG_LEVELS, default="info")
     add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="after SIGTERM")
+    _add_limits(parser)
+
+
+def _add_limits(parser: Parser) -> None:
+    """One flag for each of `Limits`."""
+    group = parser.add_argument_group("limits")
+    for each in fields(Limits):
+        flag = f"--{each.name.replace('_', '-')}"
+        help = f"{each.metadata['help']} ({each.default:.12g})"
+        if each.name.endswith("_bytes"):
+            group.add_argument(flag, type=_size, metavar="SIZE", help=help)
+        elif each.name.endswith("_seconds"):
+            group.add_argument(flag, type=_seconds, metavar="S", help=help)
+        else:
+            group.add_argument(flag, type=int, metavar="N", help=help)
 
 
 def add_sampling_flags(parser: Parser) -> None:
@@ -176,19 +214,29 @@ def server_settings(parsed: argparse.Namespace) -> Settings:
     from .service import Settings
 
     return Settings(
-        api_keys=_api_keys(parsed),
+        api_keys=_keys(parsed, "api_key"),
+        admin_keys=_keys(parsed, "admin_key"),
         served_name=parsed.served_model_name,
         tool_parser=parsed.tool_parser,
         reasoning_parser=parsed.reasoning_parser,
         normalize=parsed.normalize,
         cors_origins=tuple(parsed.cors_origin or ()),
+        limits=_limits(parsed),
     )
 
 
-def _api_keys(parsed: argparse.Namespace) -> tuple[str, ...]:
-    keys = list(parsed.api_key or ())
-    if "FORETOKEN_API_KEY" in os.environ and not keys:
-        keys = [os.environ["FORETOKEN_API_KEY"]]
-    if not all(keys):
-        parsed.parser.error("an API key must not be empty")
+def _limits(parsed: argparse.Namespace) -> Limits:
+    given = {each.name: getattr(parsed, each.name) for each in fields(Limits)}
+    return Limits(**{name: value for name, value in given.items() if value is not None})
+
+
+def _keys(parsed: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """Those of a flag, else the one of its environment variable."""
+    keys = list(getattr(parsed, name) or ())
+    variable = f"FORETOKEN_{name.upper()}"
+    if variable in os.environ and not keys:
+        keys = [os.environ[variable]]
+    # No header could bring any other: its value is cut at both ends.
+    if not all(key.isprintable() and key.strip() == key != "" for key in keys):
+        parsed.parser.error(f"{name} must not be empty, nor begin or end with a space")
     return tuple(keys)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from ..core.caching import CacheOptions, Pin
 from ..core.errors import InvalidRequest
 from .talk import Tool, ToolChoice
 
-MAX_TOOLS = 512
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt
 WHOLE = 2**31 - 1  # tokens: more than any prompt has
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
@@ -103,7 +102,7 @@ class StructuredOutputs(Struct, kw_only=True):
     json_object: bool | None = None
 
 
-Tools = Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)]
+Tools = list[ToolSpec]
 
 
 def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:

@@ -34,6 +34,7 @@ from .prompts import NO_NOTE, PromptLog, PromptNote
 from .results import Completion
 from .text import AnswerText
 from .tokenizer import Tokenizer
+from .visits import note_answer
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
@@ -56,6 +57,7 @@ class Host:
         self._starting = asyncio.Lock()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
+        self.max_request_seconds: float | None = None  # a deadline for those without an earlier one
         self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
         self._answers: dict[str, Answer] = {}  # until the caller is done with them
         self._room = asyncio.Event()  # set when an answer ends
@@ -256,6 +258,7 @@ class Host:
         if known is not None and not known.ended:
             raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
         answer = self._answers[request_id] = Answer(request_id, params)
+        note_answer(answer)
         return answer
 
     async def _prepare(self, answer: Answer, prompt: Prompt) -> None:
@@ -300,6 +303,8 @@ class Host:
             on_token=text.push if text.watches else None,
             cache=answer.cache,
         )
+        limits = [request.deadline, self.max_request_seconds]
+        request.deadline = min((each for each in limits if each is not None), default=None)
         stream = _ended_stream(request) if answer.aborted else self._submit(request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 

@@ -15,6 +15,7 @@ from ..core.params import SamplingParams
 from ..core.request import OnToken, Request
 from ..core.step import RowSampling
 from .matcher import Grammar
+from .owners import tenant_of
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -142,7 +143,7 @@ def make_request(
     on_token: OnToken | None,
     cache: CacheOptions = DEFAULT_CACHE,
 ) -> Request:
-    """A request as the scheduler wants it.
+    """A request as the scheduler wants it, on behalf of the caller that is being served.
 
     Raises `InvalidRequest` where nothing could end an answer that its grammar completes.
     """
@@ -168,6 +169,7 @@ def make_request(
         depth=0 if params.speculation == "off" else params.speculation,
         prediction=prediction,
         namespace=params.cache_salt,
+        tenant=tenant_of(params.cache_salt),
         cache=cache,
         priority=params.priority,
         deadline=params.deadline,

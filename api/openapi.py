@@ -1,7 +1,7 @@
 """GET /openapi.json: the routes and the types of their bodies, as the code has them.
 
 Request bodies are the very structs that the routes decode, answers those that `Client` reads.
-What stands in neither is free.
+What stands in neither is free. What a route checks beyond its types is in `api.openapi_fields`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,23 @@ from .branches import MAX_BRANCHES, Branch, Text
 from .cache_routes import FlushRequest
 from .messages.errors import is_messages
 from .messages.schema import CountRequest, MessagesRequest
+from .openapi_fields import (
+    ALSO_REFUSED,
+    ALWAYS,
+    COMPONENTS,
+    GENERATES,
+    NEEDED,
+    ONE_OF,
+    QUERY,
+    READS,
+    RETRIED,
+    SAMPLING,
+    STATUSES,
+    UNLOCKED,
+    demand,
+    narrow,
+    one_of,
+)
 from .responses.schema import ResponsesRequest
 from .schema import (
     REFUSED,
@@ -54,6 +71,8 @@ class Operation:
     media: str = JSON
     query: Sequence[str] = ()
     is_body_needed: bool = True
+    errors: Sequence[int] = ()  # statuses beside those of every route
+    outage: Any = None  # the body of its 503, where that is no error
 
 
 class BranchesRequest(ChatRequest, kw_only=True):
@@ -64,44 +83,56 @@ class BranchesRequest(ChatRequest, kw_only=True):
     prompt: Text | None = None
 
 
+STORED = ("cache_salt",)
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        body=ChatRequest, answer=wire.ChatBody, events=wire.ChunkBody
+        body=ChatRequest, answer=wire.ChatBody, events=wire.ChunkBody, errors=GENERATES
     ),
     ("POST", "/v1/completions"): Operation(
-        body=CompletionRequest, answer=wire.TextBody, events=wire.TextBody
+        body=CompletionRequest, answer=wire.TextBody, events=wire.TextBody, errors=GENERATES
     ),
     ("POST", "/v1/branches"): Operation(
-        body=BranchesRequest, answer=wire.BranchesBody, events=wire.ChunkBody
+        body=BranchesRequest, answer=wire.BranchesBody, events=wire.ChunkBody, errors=GENERATES
     ),
     ("POST", "/v1/responses"): Operation(
-        body=ResponsesRequest, answer=dialects.ResponseBody, events=Any
+        body=ResponsesRequest, answer=dialects.ResponseBody, events=Any, errors=GENERATES
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
-        body=ResponsesRequest, answer=dialects.InputTokens
+        body=ResponsesRequest, answer=dialects.InputTokens, errors=READS
     ),
-    ("GET", "/v1/responses/{id}"): Operation(answer=dialects.ResponseBody),
-    ("DELETE", "/v1/responses/{id}"): Operation(answer=dialects.Deleted),
-    ("GET", "/v1/responses/{id}/input_items"): Operation(answer=dialects.ItemList),
+    ("GET", "/v1/responses/{id}"): Operation(
+        answer=dialects.ResponseBody, query=STORED, errors=(404,)
+    ),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        answer=dialects.Deleted, query=STORED, errors=(404,)
+    ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        answer=dialects.ItemList, query=("limit", "after", "order", *STORED), errors=(404,)
+    ),
     ("POST", "/v1/messages"): Operation(
-        body=MessagesRequest, answer=dialects.MessageAnswer, events=Any
+        body=MessagesRequest, answer=dialects.MessageAnswer, events=Any, errors=GENERATES
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        body=CountRequest, answer=dialects.InputTokens
+        body=CountRequest, answer=dialects.InputTokens, errors=READS
     ),
     ("GET", "/v1/models"): Operation(answer=wire.ModelList),
-    ("GET", "/v1/models/{name}"): Operation(answer=wire.Model),
-    ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=wire.Tokens),
-    ("POST", "/detokenize"): Operation(body=DetokenizeRequest, answer=wire.Detokenized),
-    ("GET", "/health"): Operation(answer=wire.Status),
-    ("GET", "/ready"): Operation(answer=wire.Status),
+    ("GET", "/v1/models/{name}"): Operation(answer=wire.Model, errors=(404,)),
+    ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=wire.Tokens, errors=READS),
+    ("POST", "/detokenize"): Operation(
+        body=DetokenizeRequest, answer=wire.Detokenized, errors=READS
+    ),
+    ("GET", "/health"): Operation(answer=wire.Status, errors=(503,), outage=wire.Status),
+    ("GET", "/ready"): Operation(answer=wire.Status, errors=(503,)),
     ("GET", "/version"): Operation(answer=wire.Version),
     ("GET", "/metrics"): Operation(media=TEXT),
-    ("GET", "/cache"): Operation(answer=dialects.CacheBody, query=("cache_salt",)),
-    ("GET", "/cache/explain"): Operation(query=("response_id!", "previous_id", "cache_salt")),
-    ("POST", "/cache/flush"): Operation(
-        body=FlushRequest, answer=wire.Flushed, is_body_needed=False
+    ("GET", "/cache"): Operation(answer=dialects.CacheBody, query=STORED, errors=(403,)),
+    ("GET", "/cache/explain"): Operation(
+        query=("response_id!", "previous_id", *STORED), errors=(404,)
     ),
+    ("POST", "/cache/flush"): Operation(
+        body=FlushRequest, answer=wire.Flushed, is_body_needed=False, errors=(403, 408, 413, 503)
+    ),
+    ("POST", "/debug/audit"): Operation(answer=wire.Audit, errors=(403, 503)),
     ("GET", "/openapi.json"): Operation(),
 }
 """By method and path. A query parameter with a "!" must be there."""
@@ -164,13 +195,23 @@ class _Shapes:
         self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
         for struct in structs:
             if issubclass(struct, Sampling):
-                self._drop_refused(self._refs[struct])
+                self._drop_refused(struct.__name__)
+                narrow(self.components[struct.__name__], SAMPLING)
+        narrow(self.components[Branch.__name__], SAMPLING)
+        self._say_the_rest()
 
-    def _drop_refused(self, ref: Body) -> None:
+    def _drop_refused(self, name: str) -> None:
         """Fields that are known only to be refused are nobody's to send."""
-        properties = self.components[str(ref["$ref"]).rpartition("/")[2]]["properties"]
-        for name in REFUSED:
-            properties.pop(name, None)
+        for field in (*REFUSED, *ALSO_REFUSED.get(name, ())):
+            self.components[name]["properties"].pop(field, None)
+
+    def _say_the_rest(self) -> None:
+        for name, fields in COMPONENTS.items():
+            narrow(self.components[name], fields)
+        for name, needed in NEEDED.items():
+            demand(self.components[name], needed)
+        for name, pair in ONE_OF.items():
+            one_of(self.components[name], pair)
 
     def of(self, struct: object) -> Body:
         """A reference to it; of what is free, the schema of an object."""
@@ -201,29 +242,40 @@ def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
     content: Body = {known.media: {"schema": schema}}
     if known.events is not None:  # the schema is that of one event's data
         content[EVENTS] = {"schema": shapes.of(known.events)}
+    answer = {"description": "The answer.", "headers": _headers(path), "content": content}
+    statuses = sorted({*(ALWAYS if path not in OPEN else UNLOCKED), *known.errors})
+    failures = {str(status): _failure(path, status, known, shapes) for status in statuses}
+    return {"200": answer, **failures}
+
+
+def _failure(path: str, status: int, known: Operation, shapes: _Shapes) -> Body:
     failure = dialects.MessageError if is_messages(path) else wire.ErrorBody
-    error = {JSON: {"schema": shapes.of(failure)}}
-    return {
-        "200": {"description": "The answer.", "content": content},
-        "default": {"description": "What went wrong.", "content": error},
-    }
+    struct = (status == 503 and known.outage) or failure
+    headers = _headers(path)
+    if status in RETRIED and known.outage is None:
+        headers["retry-after"] = _header({"type": "integer", "minimum": 1, "maximum": 60})
+    content = {JSON: {"schema": shapes.of(struct)}}
+    return {"description": STATUSES[status], "headers": headers, "content": content}
+
+
+def _headers(path: str) -> Body:
+    names = ["x-request-id", *(["request-id"] if is_messages(path) else [])]
+    return {name: _header({"type": "string"}) for name in names}
+
+
+def _header(schema: Body) -> Body:
+    return {"required": True, "schema": schema}
 
 
 def _path_parameters(route: Route) -> list[Body]:
     names = _PARAMETER.findall(route.path)
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in names
-    ]
+    schema = {"type": "string", "minLength": 1}
+    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
 
 
 def _query_parameters(known: Operation) -> list[Body]:
+    names = [(name.removesuffix("!"), name.endswith("!")) for name in known.query]
     return [
-        {
-            "name": name.removesuffix("!"),
-            "in": "query",
-            "required": name.endswith("!"),
-            "schema": {"type": "string"},
-        }
-        for name in known.query
+        {"name": name, "in": "query", "required": needed, "schema": QUERY[name]}
+        for name, needed in names
     ]

@@ -32,6 +32,13 @@ def owner_of(cache_salt: str | None) -> Owner:
     return hashlib.sha256(msgspec.json.encode((CALLER.get().hex(), cache_salt))).digest()
 
 
+def tenant_of(cache_salt: str | None) -> str | None:
+    """Whom the scheduler charges: the salt, else the caller's key by a short hash, else nobody."""
+    if cache_salt is not None:
+        return cache_salt
+    return f"key-{CALLER.get().hex()[:16]}" if CALLER.get() else None
+
+
 class Shares(Generic[K]):
     """Who takes how much of a bounded memory, and whose entry must make room.
 

@@ -41,6 +41,17 @@ class PromptNote:
     parts: Sequence[Part] = ()
     model: str = ""
     cache_key: str | None = None
+    num_bytes: int = field(init=False, repr=False, compare=False)  # about
+
+    def __post_init__(self) -> None:
+        """Count: a conversation of many messages is noted in a thread."""
+        texts = sum(_num_bytes(part) for part in self.parts)
+        names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
+        object.__setattr__(self, "num_bytes", texts + names)
+
+
+def _num_bytes(part: Part) -> int:
+    return sys.getsizeof(part) + sys.getsizeof(part.path) + sys.getsizeof(part.text)
 
 
 NO_NOTE = PromptNote()
@@ -103,13 +114,8 @@ class Remembered:
     @property
     def num_bytes(self) -> int:
         """About what it takes to remember it."""
-        note = self.note
-        names = (self.response_id, self.namespace, note.model, note.cache_key)
-        texts = sum(
-            sys.getsizeof(part) + sys.getsizeof(part.path) + sys.getsizeof(part.text)
-            for part in note.parts
-        )
-        return OVERHEAD + len(self.tokens) + texts + sum(map(sys.getsizeof, names))
+        names = sys.getsizeof(self.response_id) + sys.getsizeof(self.namespace)
+        return OVERHEAD + len(self.tokens) + self.note.num_bytes + names
 
     def ids(self, start: int, stop: int) -> list[int]:
         """Token ids of a span."""

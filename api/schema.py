@@ -26,8 +26,6 @@ from .forms import (
 )
 
 T = TypeVar("T", bound=Struct)
-MAX_PROMPTS = 64
-MAX_MESSAGES = 10_000
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its request
@@ -137,7 +135,7 @@ class Prediction(Struct):
 class ChatRequest(Sampling, kw_only=True):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
     prediction: Prediction | None = None
     logprobs: bool | None = None

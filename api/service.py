@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from ..core.errors import InvalidRequest
-from .connection import HEADER_SECONDS, WRITE_SECONDS
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .host import Host
+from .json_depth import is_deeper
+from .limits import Limits
 from .messages.normalize import SteadyTurns
+from .server_metrics import ServerMetrics
 from .turn import Turns
 
 T = TypeVar("T")
-MAX_BODY_BYTES = 4 * 2**20
-MAX_DRAIN_BYTES = 64 * 2**20
-BODY_SECONDS = 30.0
+QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
 SHUTTING_DOWN = "the server is shutting down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Options of the HTTP side. Without ``api_keys`` every caller is served."""
+    """Options of the HTTP side. Without ``api_keys`` every caller is served.
+
+    With ``admin_keys`` what concerns all callers needs one of them; they open everything else, too.
+    """
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     served_name: str | None = None  # None: the model's own
     tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
     reasoning_parser: str = "auto"
     normalize: bool = False  # leave out what clients change in their system text, see its rules
     cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any
-    max_body_bytes: int = MAX_BODY_BYTES
-    ping_seconds: float = 10.0  # between signs of life of a stream that has nothing to say
-    header_seconds: float = HEADER_SECONDS  # for a header to arrive
-    write_seconds: float = WRITE_SECONDS  # for a client that reads nothing of what it is sent
+    limits: Limits = field(default_factory=Limits)
 
 
 class Service:
     """The model behind the routes."""
 
-    def __init__(self, llm: Host, settings: Settings) -> None:
+    def __init__(self, llm: Host, settings: Settings, metrics: ServerMetrics | None = None) -> None:
         self.llm = llm
+        llm.max_request_seconds = settings.limits.max_request_seconds
+        self.metrics = metrics or ServerMetrics()
         make_turns = SteadyTurns if settings.normalize else Turns
         self.turns = make_turns(
             llm, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
@@ -73,6 +76,11 @@ class Service:
             return SHUTTING_DOWN
         return None if self.llm.ready else "the engine is not running"
 
+    @property
+    def unready(self) -> str | None:
+        """Why new requests had better go elsewhere, though they may well be served."""
+        return self.outage or self.llm.engine.readiness
+
     def check_ready(self) -> None:
         """Raise 503 before any work is done for a request that cannot be served."""
         if self.outage is not None:
@@ -87,41 +95,55 @@ class Service:
             raise InvalidRequest(message, param="prompt" if num_prompts > 1 else "n")
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
-        """The body, whole and checked."""
+        """The body, whole and within the limits."""
         self.check_ready()
-        return decode(await read_body(request, self.settings.max_body_bytes))
+        body = decode(await self.read_bytes(request))
+        self.settings.limits.check_body(body)
+        return body
+
+    async def read_bytes(self, request: Request) -> bytes:
+        """The body as it came. Raises 413 and 408, and 400 where it is nested too deeply."""
+        limits = self.settings.limits
+        data = await _read_in_time(request, limits)
+        depth = limits.max_json_depth
+        is_deep = len(data) > QUICK_BYTES and await asyncio.to_thread(is_deeper, data, depth)
+        if is_deep or (len(data) <= QUICK_BYTES and is_deeper(data, depth)):
+            raise ApiError(
+                400, f"the body is nested beyond the limit of {limits.named('max_json_depth')}"
+            )
+        request.state.num_bytes = len(data)
+        return data
+
+    async def apart(self, request: Request, job: Callable[[], T]) -> T:
+        """Do something with the body that was read, in a thread if it is a large one."""
+        return await self.llm.tokenizer.apart(request.state.num_bytes, job)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body's bytes; raises 413 for more than ``limit``, 408 for one that does not come."""
+async def _read_in_time(request: Request, limits: Limits) -> bytes:
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await _read(request, limit)
+        async with asyncio.timeout(limits.body_seconds):
+            return await _read(request, limits)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive in {BODY_SECONDS:.0f} s") from None
+        message = f"the body did not arrive within {limits.named('body_seconds')} seconds"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
     except ClientDisconnect:
         raise ClientGone from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
-    announced = int(request.headers.get("content-length", "0"))
-    if announced > limit and ("expect" in request.headers or announced > MAX_DRAIN_BYTES):
-        raise _too_large(limit)
+async def _read(request: Request, limits: Limits) -> bytes:
+    """What a client still sends behind a refusal is heard out by its connection."""
+    limit, size = limits.max_body_bytes, 0
+    if int(request.headers.get("content-length", "0")) > limit:
+        raise _too_large(limits)
     chunks: list[bytes] = []
-    size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        # A client that is still sending would see a reset instead of the answer: hear it out.
-        if size > MAX_DRAIN_BYTES:
-            break
-        if size <= limit:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-    if size > limit:
-        raise _too_large(limit)
+        if size > limit:
+            raise _too_large(limits)
+        chunks.append(chunk)
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body exceeds {limit} bytes", code="body_too_large")
+def _too_large(limits: Limits) -> ApiError:
+    message = f"the body is larger than {limits.named('max_body_bytes')} bytes"
+    return ApiError(413, message, code="body_too_large")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError, ClientGone, to_api_error
+from .visits import note_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,6 +87,7 @@ class EventStream(Response):
         except Exception as error:
             # The status line is gone: what remains is an event that clients raise as an error.
             answer = to_api_error(error)
+            note_error(answer)
             if answer.status == 500:
                 logger.error("a stream failed", exc_info=error)
             await _write(send, self._on_error(answer))

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.errors import InvalidRequest
 
+SECONDS = 5.0  # for one conversation; then it is the template's fault
 INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
 MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
 

@@ -7,19 +7,22 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..core.errors import EngineDead, InvalidRequest, ModelLoadError, PromptTooLong
 from .template import INLINE_CHARS, check_messages, count_chars, deeper, template_error
+from .template import SECONDS as TEMPLATE_SECONDS
 from .text import BYTE_OF_CHAR, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .worker import Worker
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+APART_BYTES = 2**15  # what is read from fewer takes about a millisecond
 NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a request share one
-SECONDS = 30.0  # for one text in that thread
+SECONDS = 30.0  # for one text in a thread
 NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
 LOSSY = 4  # characters that a normaliser may fold into one
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
@@ -40,7 +43,8 @@ class Tokenizer:
         backend.no_padding()
         self._hf, self._backend = hf, backend
         self.max_model_len = max_model_len
-        self._thread = ThreadPoolExecutor(1, "foretoken-tokenizer")
+        # Two, so that no short conversation waits for a long text.
+        self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
         self._closed = False
         self._pieces: dict[int, bytes] = {}
         self._word_ids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
@@ -59,9 +63,10 @@ class Tokenizer:
         return cls(hf, max_model_len=max_model_len)
 
     def close(self) -> None:
-        """Stop the thread; what it works on is finished first, what waits for it is refused."""
+        """Stop the threads; what they work on is finished first, what waits is refused."""
         self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._short.close()
+        self._long.close()
 
     # -- text to ids ----------------------------------------------------------------------------
 
@@ -116,13 +121,13 @@ class Tokenizer:
         if isinstance(token_ids, bytes) or not isinstance(token_ids, Sequence):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         if len(token_ids) >= self.max_model_len:
-            raise PromptTooLong(len(token_ids), self.max_model_len - 1)
-        for token_id in token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
-            if not 0 <= token_id < vocab_size:
-                message = f"{param} holds a token id outside 0..{vocab_size - 1}"
-                raise InvalidRequest(message, param=param)
+            raise PromptTooLong(len(token_ids), self.max_model_len - 1, param=param)
+        # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
+        if any(not issubclass(kind, int) or kind is bool for kind in {*map(type, token_ids)}):
+            raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            message = f"{param} holds a token id outside 0..{vocab_size - 1}"
+            raise InvalidRequest(message, param=param)
 
     async def _work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
         """Short jobs at once, long ones in the thread, so that streams go on.
@@ -133,13 +138,25 @@ class Tokenizer:
             done = self._guard(job, param)
             await asyncio.sleep(0)  # many short ones are long
             return done
-        self._check_open()
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(SECONDS):
-                return await loop.run_in_executor(self._thread, self._guard, job, param)
+            return await self._run(self._long, partial(self._guard, job, param), SECONDS)
         except TimeoutError:
             raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
+
+    async def apart(self, size: int, job: Callable[[], T]) -> T:
+        """The same for any work of ours on a body of so many bytes; it raises what it raises."""
+        if size <= APART_BYTES:
+            return job()
+        work = partial(copy_context().run, job)  # where the caller is known
+        try:
+            return await self._run(self._long, work, SECONDS)
+        except TimeoutError:
+            raise InvalidRequest(f"the body took longer than {SECONDS:g} s to read") from None
+
+    async def _run(self, worker: Worker, job: Callable[[], T], seconds: float) -> T:
+        self._check_open()
+        try:
+            return await worker.run(job, seconds=seconds)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # the job was cancelled, not its caller
@@ -187,9 +204,21 @@ class Tokenizer:
         check_messages(messages)
         self._check_options(options)
         settings = {**options, "tools": list(tools)} if tools else options
-        length = count_chars(messages, settings)
-        text = await self._work(length, lambda: self._render(messages, settings))
+        text = await self._rendered(messages, settings)
         return await self.encode(text, add_special_tokens=False)
+
+    async def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> str:
+        """Never on the event loop: a template is a program, and may go on for ever."""
+        is_short = count_chars(messages, settings) <= INLINE_CHARS
+        job = partial(self._guard, lambda: self._render(messages, settings), "prompt")
+        try:
+            return await self._run(self._short if is_short else self._long, job, TEMPLATE_SECONDS)
+        except TimeoutError:
+            logger.warning("the chat template was ended after %s s", TEMPLATE_SECONDS)
+            message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
+            raise InvalidRequest(message, param="messages") from None
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         for name in options:

@@ -21,10 +21,12 @@ from .intake import warm_params
 from .output.call_ids import with_short_ids
 from .output.events import OutputParser
 from .output.syntax import Syntax, check_tools
+from .prompts import PromptNote
 from .reader import TurnReader
 from .results import Completion
 from .talk import Ask, TurnChoice, TurnDelta
 
+MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
 TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
 
 
@@ -132,7 +134,7 @@ class Turns:
                 request_id=request_id,
                 shown_ids=self.syntax.shown_ids(tools=bool(tools)),
                 cache=ask.cache,
-                note=ask.note,
+                note=await self._note(ask),
             )
         except InvalidRequest as error:
             _name_field(error, ask)
@@ -153,6 +155,11 @@ class Turns:
             if error.param == "prompt":
                 error.param = "messages"
             raise
+
+    async def _note(self, ask: Ask) -> PromptNote:
+        """Of a long conversation it takes its time."""
+        size = MESSAGE_BYTES * len(ask.messages)
+        return await self._llm.tokenizer.apart(size, lambda: ask.note)
 
     def _check_tools(self, ask: Ask) -> None:
         check_tools(ask.tools, ask.tool_choice)
@@ -190,7 +197,7 @@ class Turns:
             warm_params(ask.params),
             request_id=request_id,
             cache=ask.cache,
-            note=ask.note,
+            note=await self._note(ask),
         )
         return await self._llm.finish(answer)
 

@@ -211,6 +211,15 @@ class Status(Struct, kw_only=True):
     status: str = ""
 
 
+class Audit(Struct, kw_only=True, omit_defaults=True):
+    """Answer of /debug/audit: what is where, or what is wrong."""
+
+    ok: bool
+    pages: dict[str, int] = {}
+    requests: dict[str, int] = {}
+    violation: str = ""
+
+
 class Version(Struct, kw_only=True):
     """Answer of /version."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ..core.request import Usage
-from .errors import unavailable
+from .errors import deadline_exceeded, unavailable
 from .results import Completion
 from .schema import AnyRequest, Sampling
 from .service import SHUTTING_DOWN, Service
@@ -110,4 +110,4 @@ def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
     if service.draining:
         raise unavailable(SHUTTING_DOWN)
     if num_tokens == 0:
-        raise unavailable("the request's deadline passed")
+        raise deadline_exceeded("the request's deadline passed before its first token")

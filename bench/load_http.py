@@ -33,6 +33,7 @@ class AnswerParser:
         self.status = 0
         self.done = False
         self.keeps = False  # the connection may serve another request
+        self.fields: Mapping[str, str] = {}  # of the header, their names in lower case
         self._buffer = bytearray()
         self._left: int | None = None  # of the body or the chunk; None: until the end
         self._chunked = False
@@ -70,7 +71,7 @@ class AnswerParser:
         return True
 
     def _open_body(self, status: int, version: str, fields: Mapping[str, str]) -> None:
-        self.status = status
+        self.status, self.fields = status, fields
         self._chunked = "chunked" in fields.get("transfer-encoding", "").lower()
         if not self._chunked and "content-length" in fields:
             self._left = int(fields["content-length"])

@@ -19,6 +19,7 @@ class SchedulerLimits:
 
     ``depth_cap``: draft tokens that one request may have in a step, at most. ``max_slowdown``:
     how many times longer a step may take because prompts are computed beside those who decode.
+    ``aging_seconds``: waiting so long makes a request as urgent as one priority does.
     """
 
     max_batch_tokens: int
@@ -28,6 +29,7 @@ class SchedulerLimits:
     vocab_size: int
     depth_cap: int = 64
     max_slowdown: float = math.inf
+    aging_seconds: float = 10.0
 
 
 def check_fits(request: Request, capacity: int) -> None:

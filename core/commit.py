@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .errors import ForetokenError, InvalidRequest
+from .errors import DeadlineExceeded, ForetokenError, InvalidRequest
 from .params import FORMS
-from .request import Delta, FinishReason, Request
+from .request import Delta, FinishReason, Request, RequestStatus
 from .step import PlanRow, Refusal, RowOutput, TokenLogprob
+
+BANS = ("allowed_token_ids", "bad_words", "min_tokens")  # which may leave nothing to say
 
 
 def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
@@ -30,12 +32,19 @@ def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> D
 
 
 def row_error(request: Request, out: RowOutput) -> ForetokenError:
-    """Why this row alone failed; a refusal names the form that was asked for."""
+    """Why this row alone failed; a refusal names the form that was asked for, or the bans."""
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
     params = request.sampling.params
-    form = next((name for name in FORMS if getattr(params, name) is not None), None)
-    return InvalidRequest(str(out.error), param=form)
+    given = (name for name in (*FORMS, *BANS) if getattr(params, name) not in (None, (), 0))
+    return InvalidRequest(str(out.error), param=next(given, None))
+
+
+def late_end(request: Request) -> Delta:
+    """How a request ends whose deadline passed: what never ran has failed."""
+    if request.status is RequestStatus.WAITING and not request.num_output:
+        return Delta(error=DeadlineExceeded("the deadline passed before the request could run"))
+    return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
 
 
 def _append(request: Request, out: RowOutput, delta: Delta) -> None:

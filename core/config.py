@@ -18,7 +18,8 @@ _LOWEST = {
     "max_queued": 0,
     "threads": 1,
 }
-_SHARES = ("pin_quota",)
+_SHARES = ("pin_quota", "cache_quota")
+_SECONDS = ("aging_seconds", "step_timeout", "ready_step_seconds")
 _OPTIONAL = {"kv_tokens", "max_model_len", "threads"}
 _HIGHEST = 2**40
 REJECTION_WANTS_DEPTH = (
@@ -35,11 +36,16 @@ class EngineConfig:
     ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:
     coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
     ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
-    may pin, all together twice as much. ``exact``: which batches must give equal bits.
+    may pin, all together twice as much; ``cache_quota`` that beyond which what one cache salt left
+    there is dropped before anything else, 1: never. ``exact``: which batches must give equal bits.
     ``backend``: native kernels, torch, or native where they can be had. ``kv_cache_dtype``: keys
     and values as the model has them, or int8 with a scale for every token and head.
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
     running answers; more brings first tokens sooner and makes streams halt longer.
+    ``aging_seconds``: a request that waits so long counts as one priority more urgent.
+    ``step_timeout``: seconds after which a step is given up and the engine with it, 0 is never; a
+    step that takes more than ``ready_step_seconds`` makes it unready. ``dump_dir``: where crash
+    dumps go, by default the system's folder for temporary files.
     """
 
     draft: str = "auto"
@@ -55,12 +61,17 @@ class EngineConfig:
     kv_tokens: int | None = None
     page_size: int = 16
     pin_quota: float = 0.25
+    cache_quota: float = 0.5
     max_model_len: int | None = None
     max_batch_tokens: int = 256
     max_slowdown: float = 2.0
     max_running: int = 64
     max_queued: int = 256
+    aging_seconds: float = 10.0
     threads: int | None = None
+    step_timeout: float = 120.0
+    ready_step_seconds: float = 10.0
+    dump_dir: str | None = None
     load_format: Literal["auto", "random"] = "auto"
 
     def __post_init__(self) -> None:
@@ -72,7 +83,11 @@ class EngineConfig:
                 _check_integer(name, getattr(self, name), lowest)
         for name in _SHARES:
             _check_share(name, getattr(self, name))
+        for name in _SECONDS:
+            _check_seconds(name, getattr(self, name))
+        _require(self.dump_dir != "", "dump_dir", "must be a folder")
         _check_slowdown(self.max_slowdown)
+        _require(self.aging_seconds >= 0.001, "aging_seconds", "must be at least 0.001")
         _require(isinstance(self.draft, str), "draft", "must be a string")
         if self.speculation not in ("auto", "off"):
             _check_integer("speculation", self.speculation, 0)
@@ -121,6 +136,12 @@ def _check_integer(name: str, value: object, lowest: int) -> None:
 def _check_share(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     _require(is_number and 0 <= value <= 1, name, "must be from 0 to 1")  # type: ignore[operator]
+
+
+def _check_seconds(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = is_number and 0 <= value <= _HIGHEST  # type: ignore[operator]
+    _require(fits, name, "must be a number of seconds")
 
 
 def _check_slowdown(value: object) -> None:

@@ -75,16 +75,18 @@ def make_row(
     )
 
 
+def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
+    """Draft tokens that may still be served of each: the last token of an answer is never a draft.
+
+    None before the first token: nothing delays that.
+    """
+    rest = (request.max_len - len(request.tokens) - 1 for request in requests)
+    return [
+        max(0, min(depth_cap, most)) if request.num_output else 0
+        for request, most in zip(requests, rest, strict=True)
+    ]
+
+
 def share_of(budget: int, *, others_wait: bool) -> int:
     """Rows that drafts may have of what decodes leave: half while prompts wait to be computed."""
     return max(0, budget // 2 if others_wait else budget)
-
-
-def pending_upto(num_pending: Sequence[int], most: int) -> int:
-    """The sum of ``num_pending``, at most ``most``."""
-    total = 0
-    for count in num_pending:
-        total += count
-        if total >= most:
-            return max(0, most)
-    return total

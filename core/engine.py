@@ -12,38 +12,34 @@ import contextlib
 import logging
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
 
-from .errors import EngineDead, ForetokenError, InvalidRequest, QueueFull
+from .audit import Auditor, Verdict
+from .dump import Report, make_report, write_report
+from .errors import EngineDead, InvalidRequest, QueueFull
+from .mail import Mail
 from .metrics import EngineMetrics
-from .model_thread import Job, ModelThread, StepThread
+from .model_thread import ModelThread, StepThread
 from .pages import describe_cache
 from .report import SpeculationLog
-from .request import Delta, Request
-from .scheduler import Event, Scheduler
+from .request import Request
+from .scheduler import Scheduler
 from .step import StepOutput, StepPlan
+from .stepper import Stepper, StepRunner
 from .stream import TokenStream
+from .watchdog import Supervision, Watchdog
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 3  # of steps, in a row
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-
-
-class StepRunner(Protocol):
-    """What the model thread runs."""
-
-    def step(self, plan: StepPlan) -> StepOutput:
-        """Compute one ragged batch; blocking."""
+DEFAULT_SUPERVISION = Supervision()
+CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
 
 
 class Engine:
     """Serves requests until closed.
 
-    A step that raises fails the requests in it, and the next step goes on with the others. After
-    three in a row the engine ends: every stream gets the error.
+    The rows of a step that raises are run again in parts: those that fail by themselves end, the
+    others never know. After three steps in a row of which nothing came through, or one that does
+    not come back, the engine ends: every stream gets an error, and a crash dump is written.
     """
 
     def __init__(
@@ -55,27 +51,34 @@ class Engine:
         warm_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
+        supervision: Supervision = DEFAULT_SUPERVISION,
     ) -> None:
         self.scheduler = scheduler
-        self.metrics = EngineMetrics(scheduler)
+        self.metrics = EngineMetrics(scheduler, self)
         self._log = SpeculationLog(self.metrics.tally, scheduler.speculator.describe, clock=clock)
         self.failure: BaseException | None = None
         self.draining = False
         self.runner = runner
+        self.supervision = supervision
+        self.num_crash_dumps = 0
         self._clock = clock
         self._warm_up = warm_up
         self._thread = make_thread("foretoken-model", on_thread_start)
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._inbox: list[tuple[Request, float]] = []  # with the time of arrival
-        self._aborted: list[str] = []
-        self._streams: dict[str, TokenStream] = {}
-        self._undelivered: list[Event] = []
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
         self._round_began = 0.0
-        self._num_failures = 0  # of steps, in a row
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._mail = Mail(scheduler, self.metrics)
+        self._auditor = Auditor(scheduler)
+        self._watchdog = Watchdog(supervision.step_timeout)
+        self._stepper = Stepper(
+            scheduler,
+            self.metrics,
+            self._thread,
+            self._watchdog,
+            tell=self._mail.tell,
+            meanwhile=self._meanwhile,
+            clock=clock,
+        )
 
     # -- callers --------------------------------------------------------------------------------
 
@@ -84,6 +87,22 @@ class Engine:
         """Whether the loop runs; false before `start`, after `close` and when steps fail."""
         task = self._task
         return task is not None and not task.done() and not task.cancelling()
+
+    @property
+    def hung(self) -> bool:
+        """Whether the model thread was given up: it may compute for ever."""
+        return self._watchdog.gave_up
+
+    @property
+    def readiness(self) -> str | None:
+        """Why new requests had better go elsewhere; None: they need not. Cheap."""
+        if self.draining:
+            return "the engine is shutting down"
+        if not self.alive:
+            return self._obituary()
+        if self._stepper.log.seconds_under_way(self._clock()) > self.supervision.ready_step_seconds:
+            return "a step takes very long"
+        return None
 
     @property
     def now(self) -> float:
@@ -97,23 +116,18 @@ class Engine:
         """
         if not self.alive or self.draining:
             raise EngineDead("the engine is shutting down" if self.draining else self._obituary())
-        if request.request_id in self._streams:
+        if request.request_id in self._mail.streams:
             raise InvalidRequest("request_id is in use", param="request_id")
         try:
-            self.scheduler.check(request, num_ahead=len(self._inbox))
+            self.scheduler.check(request, ahead=self._mail.arrived)
         except QueueFull as full:
-            full.retry_after = self._retry_after()
+            full.retry_after = self._mail.retry_after()
             raise
-        stream = self._streams[request.request_id] = TokenStream(request)
-        self._inbox.append((request, self._clock()))
-        self._stir()
-        return stream
+        return self._mail.take(request, self._clock())
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; unknown and finished ones are ignored."""
-        if request_id in self._streams:
-            self._aborted.append(request_id)
-            self._stir()
+        self._mail.abort(request_id)
 
     def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
         """Drop cached prefixes that no request uses, and what drafts would draw on.
@@ -152,21 +166,48 @@ class Engine:
         cache.tick(self._clock())  # no round looks after the pins while nothing runs
         return describe_cache(cache, namespace)
 
+    @property
+    def num_failed_steps(self) -> int:
+        """Runs of the model thread that raised."""
+        return self._stepper.num_failed_steps
+
+    @property
+    def num_bisections(self) -> int:
+        """Steps that failed and were run again in parts."""
+        return self._stepper.num_bisections
+
+    @property
+    def num_audit_failures(self) -> int:
+        """Audits that found something wrong."""
+        return self._auditor.num_failures
+
+    async def audit(self) -> Verdict:
+        """Check every page and request between two steps; see `core.audit.inspect`.
+
+        Raises `EngineDead`.
+        """
+        if not self.alive:
+            raise EngineDead(self._obituary())
+        verdict = self._auditor.ask()
+        self._mail.stir()
+        return await verdict
+
+    def report(self, reason: str) -> Report:
+        """What a crash dump says; also when the loop stands still."""
+        about, now = self.supervision.about, self._clock()
+        failure = self.failure
+        return make_report(
+            reason, self.scheduler, self._stepper.log, now, failure=failure, about=about
+        )
+
+    def dump(self, report: Report) -> None:
+        """Write it where dumps go, if they go anywhere."""
+        folder = self.supervision.dump_dir
+        if folder is not None and write_report(report, folder) is not None:
+            self.num_crash_dumps += 1
+
     def _obituary(self) -> str:
-        return "steps failed; the engine stopped" if self.failure else "the engine is not running"
-
-    def _retry_after(self) -> float:
-        """Seconds until the queue has gone, at the rate at which requests finished lately."""
-        times = self._finish_times
-        if len(times) < 2 or times[-1] <= times[0]:
-            return MIN_RETRY_SECONDS
-        rate = (len(times) - 1) / (times[-1] - times[0])
-        seconds = (len(self.scheduler.waiting) + len(self._inbox)) / rate
-        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, seconds))
-
-    def _stir(self) -> None:
-        self._idle.clear()
-        self._wake.set()
+        return STEPS_FAILED if self.failure else "the engine is not running"
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -180,7 +221,7 @@ class Engine:
             await self._thread.start(self._warm_up).result()
             self._require_open()  # it may have been closed meanwhile
         if self._task is None:
-            self._idle.set()
+            self._mail.idle.set()
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
 
     def _require_open(self) -> None:
@@ -200,7 +241,7 @@ class Engine:
     async def _close(self, drain_seconds: float) -> None:
         if self.alive and drain_seconds > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), drain_seconds)
+                await asyncio.wait_for(self._mail.idle.wait(), drain_seconds)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -209,7 +250,7 @@ class Engine:
 
     async def _run(self) -> None:
         """Every way out of here ends every stream: nobody waits for an engine that is gone."""
-        last: EngineDead | None = EngineDead("the engine was closed")
+        last: EngineDead | None = EngineDead(CLOSED)
         self._round_began = self._clock()
         try:
             while True:
@@ -220,92 +261,64 @@ class Engine:
         except EngineDead:  # the interpreter is on its way out, and its model thread ended
             logger.debug("the engine ends with its model thread")
         except BaseException as failure:
-            logger.critical("steps failed; the engine stops", exc_info=failure)
-            self.failure, last = failure, EngineDead("steps failed; the engine stopped")
+            logger.critical("the engine stops", exc_info=failure)
+            self.failure, last = failure, EngineDead(STEPS_FAILED)
         finally:
-            self._end_everything(last)
+            self._end(last)
+
+    def _end(self, last: EngineDead | None) -> None:
+        """The streams come first: a dump may take its time."""
+        report = self.report("the engine died") if self.failure or self.hung else None
+        self._end_everything(last)
+        if report is not None:
+            self.dump(report)
 
     async def _turn(self) -> None:
-        """Once round: inbox, plan, step, commit. Readers are told while the model computes."""
-        self._read_inbox()
-        self._undelivered += self.scheduler.expire(self._clock())
+        """Once round: inbox, plan, step. Readers are told while the model computes."""
+        self._mail.read(self._clock())
+        self._auditor.answer()
         plan = self.scheduler.schedule(self._clock())
         if not plan.rows:
             self._deliver()
             await self._rest()
             return
-        began = self._clock()
-        step = self._thread.start(partial(self.runner.step, plan))
-        try:
-            self._deliver()
-            self.scheduler.speculator.work()
-        finally:
-            output = await self._outcome(step)  # requests must not change under it
-        now = self._clock()
-        if output is None:
-            failed = ForetokenError("the model failed at a step of this request")
-            self._undelivered += self.scheduler.fail(plan, now, failed)
-            return
-        self._undelivered += self.scheduler.commit(plan, output, now)
-        self.metrics.observe_step(output, now - began)
-        self._log.tick()
-        self._tell_speculator(plan, output)
+        output = await self._stepper.step(plan, self.runner)
+        if output is not None:
+            self._tell_speculator(plan, output)
 
-    async def _outcome(self, step: Job[StepOutput]) -> StepOutput | None:
-        """What the model thread computed; None where it failed, and not for the third time."""
-        try:
-            output = await step.result()
-        except Exception:
-            self._num_failures += 1
-            if self._num_failures == MAX_FAILURES:
-                raise
-            logger.exception("a step failed; its requests end, the others go on")
-            return None
-        self._num_failures = 0
-        return output
+    def _meanwhile(self) -> None:
+        """While the model thread computes."""
+        self._deliver()
+        self.scheduler.speculator.work()
 
     def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
         """The whole round counts, from commit to commit: the host's share is a cost as well."""
+        self._log.tick()
         now = self._clock()
+        self.metrics.observe_round(output, now - self._round_began)
         self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
         self._round_began = now
 
     async def _rest(self) -> None:
         if not self.scheduler.num_requests:
             self.scheduler.speculator.work()  # it lets go of those that ended last
-            self._idle.set()
-            self._finish_times.clear()  # a rate measured over idle time would be too low
-        self._wake.clear()
-        await self._wake.wait()
+            self._mail.rest()
+            self._auditor.idle(self._clock())
+        self._mail.wake.clear()
+        await self._mail.wake.wait()
         self._round_began = self._clock()
 
-    def _read_inbox(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        for request, arrival_time in inbox:
-            self.scheduler.add(request, arrival_time)
-        aborted, self._aborted = self._aborted, []
-        for request_id in aborted:
-            self._undelivered += self.scheduler.abort(request_id, self._clock())
-
     def _deliver(self) -> None:
-        events, self._undelivered = self._undelivered, []
-        now = self._clock()
-        for request, delta in events:
-            self._streams[request.request_id].push(delta)
-            self.metrics.observe_delta(request, delta, now)
-            if delta.terminal:
-                del self._streams[request.request_id]
-                self._finish_times.append(now)
+        self._mail.deliver(self._clock())
 
     def _end_everything(self, error: EngineDead | None) -> None:
         """Aborted without an error, or failed with one; also those that are still in the inbox."""
+        last = error or EngineDead(CLOSED)
         try:
-            self._undelivered += self.scheduler.abort_all(self._clock(), error)
+            self._mail.tell(self.scheduler.abort_all(self._clock(), error))
             self._deliver()
         except Exception:
             logger.exception("the scheduler could not let go of its requests")
-        for stream in self._streams.values():
-            stream.push(Delta(error=error or EngineDead("the engine was closed")))
-        self._streams.clear()
-        self._inbox.clear()
-        self._idle.set()
+        self._mail.end(last)
+        self._auditor.close(last)
+        self._watchdog.close()

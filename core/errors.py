@@ -4,6 +4,7 @@ ForetokenError
 ├── InvalidRequest (also a ValueError)   a field of the request is wrong; ``param`` names it
 │   └── PromptTooLong                    the prompt does not fit the context or the KV pool
 ├── QueueFull                            the waiting queue is full; ``retry_after`` seconds
+├── DeadlineExceeded                     the deadline passed while it waited; ``retry_after``
 ├── EngineDead                           steps failed; the engine no longer takes requests
 └── ModelLoadError                       a checkpoint is missing something or is unsupported
 """
@@ -26,17 +27,25 @@ class InvalidRequest(ForetokenError, ValueError):  # noqa: N818 - the public con
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit the model's context or the KV pool."""
 
-    def __init__(self, num_tokens: int, limit: int) -> None:
+    def __init__(self, num_tokens: int, limit: int, *, param: str = "prompt") -> None:
         # Agent frameworks recognise an overflow by these very words.
         super().__init__(
             f"prompt is too long: {num_tokens} tokens > {limit} maximum. "
             f"This model's maximum context length is {limit} tokens.",
-            param="prompt",
+            param=param,
         )
 
 
 class QueueFull(ForetokenError):  # noqa: N818
     """No room to wait; try again after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(ForetokenError):  # noqa: N818
+    """Nothing was served before the deadline; try again after ``retry_after`` seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)

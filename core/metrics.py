@@ -2,179 +2,126 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from typing import TypeVar
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    generate_latest,
-)
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from .errors import DeadlineExceeded
+from .exposition import PREFIX, Histogram, Histograms, counters
+from .levels import Build, Counted, Faults, Pool, Queue, Served
 from .report import Tally
-from .request import Delta, Request
+from .request import Delta, FinishReason, Request
 from .scheduler import Scheduler
-from .step import StepOutput
+from .step import StepOutput, StepPlan
+from .tracing import NO_TRACER, Tracer
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
-
-
-class _Levels(Collector):
-    """What the scheduler and the cache know by themselves, read when scraped."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def collect(self) -> Iterable[Metric]:
-        """Gauges and counters as they stand now; called by the registry."""
-        scheduler, cache = self._scheduler, self._scheduler.cache
-        yield from _gauge("num_requests_running", "Requests that take part in steps",
-                          len(scheduler.running))  # fmt: skip
-        yield from _gauge("num_requests_waiting", "Requests in the queue", len(scheduler.waiting))
-        yield from _gauge("kv_cache_usage_perc", "Share of KV pages that are held", cache.usage)
-        yield from _gauge(
-            "kv_cache_pinned_pages", "KV pages that pins keep", cache.num_pinned_pages
-        )
-        yield from _counter("prefix_cache_queries", "Prompt tokens looked up", cache.num_queries)
-        yield from _counter("prefix_cache_hits", "Prompt tokens found", cache.num_hits)
-        yield from _counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PARTS = ("draft", "forward", "verify", "host")
+DEADLINE = "deadline"
+C = TypeVar("C", bound=Collector)
 
 
-def _gauge(name: str, text: str, value: float) -> Iterator[Metric]:
-    yield GaugeMetricFamily(f"foretoken:{name}", text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Iterator[Metric]:
-    yield CounterMetricFamily(f"foretoken:{name}", text, value=value)
-
-
-class _Served(Collector):
-    """The tally of tokens and speculation in Prometheus' words when scraped: steps stay cheap."""
+class _Steps(Collector):
+    """What the steps were made of."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
+        self.num_prefill = self.num_decode = 0  # tokens
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Sequence[Metric]:
         """As it stands now; called by the registry."""
-        tally = self._tally
-        yield from _counter("generation_tokens", "Tokens served", tally.num_tokens)
-        for name, text, value in (
-            ("drafts", "Drafts verified", tally.num_drafts),
-            ("draft_tokens", "Draft tokens verified", tally.num_proposed),
-            ("accepted_tokens", "Draft tokens served", tally.accepted.total()),
-        ):
-            yield from _counter(f"spec_decode_num_{name}", text, value)
-        yield from self._by_label()
-        lengths = _Weighted("spec_decode_acceptance_length", "Tokens of a step with a draft",
-                            _LENGTHS)  # fmt: skip
-        for length, count in tally.lengths.items():
-            lengths.observe(length, count)
-        yield from lengths.collect()
-
-    def _by_label(self) -> Iterator[Metric]:
-        tally = self._tally
-        depth = max([*tally.path_lens, *tally.runs], default=0)
-        for name, text, label, values in (
-            ("draft_tokens_per_pos", "Leading paths that reach a position", "position",
-             _reaching(tally.path_lens, depth)),
-            ("accepted_tokens_per_pos", "Accepted by position", "position",
-             _reaching(tally.runs, depth)),
-            ("draft_tokens_per_source", "Verified by source", "source", tally.proposed),
-            ("accepted_tokens_per_source", "Served by source", "source", tally.accepted),
-        ):  # fmt: skip
-            yield _counters(f"spec_decode_num_{name}", text, label, values)
-
-
-def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
-    """How many of the runs with these lengths have a token at each position."""
-    return {
-        str(position): sum(count for length, count in lens.items() if length > position)
-        for position in range(depth)
-    }
-
-
-def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(f"foretoken:{name}", text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-class _Weighted(Collector):
-    """A histogram that takes many equal values in one call, which the library's own cannot."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        self._name, self._text, self._bounds = f"foretoken:{name}", text, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int) -> None:
-        """Add ``value`` so many times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def collect(self) -> Iterable[Metric]:
-        """As it stands now, each bucket with all that is at most its bound."""
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+        tokens = {
+            "prefill": self.num_prefill,
+            "decode": self.num_decode,
+            "draft": self._tally.num_proposed,
+        }
+        return [counters("step_tokens", "Tokens computed in steps, by kind", "kind", tokens)]
 
 
 class EngineMetrics:
     """Counters and histograms that the engine feeds; `render` is the body of ``/metrics``."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, engine: Counted | None = None) -> None:
         self.registry = CollectorRegistry()
         self.tally = Tally()
-        self.registry.register(_Levels(scheduler))
-        self.registry.register(_Served(self.tally))
+        self.tracer: Tracer = NO_TRACER  # hears what is told here
+        for collector in (Queue(scheduler), Pool(scheduler.cache), Served(self.tally), Build()):
+            self.registry.register(collector)
+        if engine is not None:
+            self.registry.register(Faults(engine))
         self._last_token_times: dict[str, float] = {}
-        self._make_token_counters()
-        self._make_histograms()
+        self._make_request_metrics()
+        self._make_step_metrics()
 
-    def _make_token_counters(self) -> None:
+    def _make_request_metrics(self) -> None:
         self._prompt_tokens = self._count("prompt_tokens", "Prompt tokens taken")
         self._success = self._count("request_success", "Finished requests", "finished_reason")
         self._failed = self._count("request_failure", "Requests that ended with an error")
-
-    def _make_histograms(self) -> None:
+        self._aborted = self._count("request_aborts", "Requests ended before their end", "cause")
+        for cause in ("caller", DEADLINE):
+            self._aborted.labels(cause)
         self._first = self._time("time_to_first_token_seconds", "Arrival to first token")
-        self._between = _Weighted("inter_token_latency_seconds", "Between two tokens", _SECONDS)
-        self.registry.register(self._between)
+        self._between = self._time("inter_token_latency_seconds", "Between two tokens")
         self._per_token = self._time("time_per_output_token_seconds", "Mean of one answer")
         self._whole = self._time("e2e_request_latency_seconds", "Arrival to the end")
         self._queued = self._time("request_queue_time_seconds", "Arrival to the first step")
+
+    def _make_step_metrics(self) -> None:
         self._steps = self._time("step_seconds", "One step of the model thread")
-        self._parts = self._time("step_part_seconds", "A part of a step", "part")
-        self._step_parts: dict[str, Histogram] = {}  # by label: looking one up is dear
+        self._parts = self._add(
+            Histograms("step_part_seconds", "A part of a round of the loop", SECONDS, ["part"])
+        )
+        for part in PARTS:
+            self._parts.of(part)  # there from the start: a rate needs a zero to begin with
+        self._tokens = self._add(_Steps(self.tally))
+        self._batch = self._add(Histogram("step_num_requests", "Requests in a step", COUNTS))
+        self._batch_tokens = self._add(
+            Histogram("step_num_tokens", "Tokens of a step, drafts not counted", COUNTS)
+        )
 
     def _count(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"foretoken:{name}", text, labels, registry=self.registry)
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
 
-    def _time(self, name: str, text: str, *labels: str) -> Histogram:
-        full_name = f"foretoken:{name}"
-        return Histogram(full_name, text, labels, buckets=_SECONDS, registry=self.registry)
+    def _time(self, name: str, text: str) -> Histogram:
+        return self._add(Histogram(name, text, SECONDS))
 
-    def observe_step(self, output: StepOutput, seconds: float) -> None:
-        """One step of the model thread."""
-        self._steps.observe(seconds)
+    def _add(self, collector: C) -> C:
+        self.registry.register(collector)
+        return collector
+
+    def observe_arrival(self, request: Request, now: float) -> None:
+        """A request was taken. Called in its caller's own context, unlike the rest."""
+        self.tracer.begin(request, now)
+
+    def observe_step(
+        self, plan: StepPlan, output: StepOutput, *, began: float, computed: float, ended: float
+    ) -> None:
+        """One step: given to the model thread, back from it, committed."""
+        self._steps.observe(computed - began)
+        self._observe_batch(plan)
         self.tally.observe_rows(output.rows)
         for part, part_seconds in output.times.items():
-            if part not in self._step_parts:
-                self._step_parts[part] = self._parts.labels(part)
-            self._step_parts[part].observe(part_seconds)
+            self._parts.of(part).observe(part_seconds)
+        self.tracer.observe_step(plan, output, began=began, ended=ended)
+
+    def _observe_batch(self, plan: StepPlan) -> None:
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        num_prefill = 0
+        if num_tokens > num_rows:  # else every row is a single token
+            lens = [row.stop - row.start for row in plan.rows]
+            num_prefill = sum(each for each in lens if each > 1)
+        self._tokens.num_prefill += num_prefill
+        self._tokens.num_decode += num_tokens - num_prefill
+        self._batch.observe(num_rows)
+        self._batch_tokens.observe(num_tokens)
+
+    def observe_round(self, output: StepOutput, seconds: float) -> None:
+        """The whole round of that step: what the model thread did not take is the host's."""
+        self._parts.of("host").observe(max(0.0, seconds - sum(output.times.values())))
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """Tokens that were served, and the end."""
@@ -184,6 +131,7 @@ class EngineMetrics:
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
+        self.tracer.observe_delta(request, delta, now)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
         last = self._last_token_times.get(request.request_id)
@@ -196,11 +144,18 @@ class EngineMetrics:
         self._between.observe((now - last) / num_tokens, num_tokens)  # they share the time
 
     def _observe_end(self, request: Request, delta: Delta) -> None:
-        if delta.finish_reason is None:
+        if isinstance(delta.error, DeadlineExceeded) or delta.stop_reason == DEADLINE:
+            self._aborted.labels(DEADLINE).inc()
+        elif delta.finish_reason is FinishReason.ABORT:
+            self._aborted.labels("caller").inc()
+        elif delta.finish_reason is None:
             self._failed.inc()
-            return
+        if delta.finish_reason is not None:
+            self._observe_answer(request, delta.finish_reason)
+
+    def _observe_answer(self, request: Request, reason: FinishReason) -> None:
         usage = request.usage
-        self._success.labels(delta.finish_reason.value).inc()
+        self._success.labels(reason.value).inc()
         self._whole.observe(usage.total_time)
         if usage.completion_tokens > 1:
             decode_time = usage.total_time - usage.time_to_first_token

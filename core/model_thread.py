@@ -27,7 +27,7 @@ class Job(Generic[T]):
     def __init__(self, work: Callable[[], T]) -> None:
         self.work = work
         self.loop = asyncio.get_running_loop()
-        self._is_over = False
+        self.is_over = False
         self._ended: asyncio.Future[None] = self.loop.create_future()
         self._result: T | None = None
         self._failure: BaseException | None = None
@@ -35,7 +35,7 @@ class Job(Generic[T]):
     async def result(self) -> T:
         """What the call returns or raises, at its end even when the caller is cancelled."""
         cancelled: asyncio.CancelledError | None = None
-        while not self._is_over:
+        while not self.is_over:
             try:
                 await self._ended
             except asyncio.CancelledError as error:
@@ -48,8 +48,10 @@ class Job(Generic[T]):
         return self._result  # type: ignore[return-value] # a T where nothing was raised
 
     def end(self, result: T | None, failure: BaseException | None) -> None:
-        """Called on the event loop."""
-        self._result, self._failure, self._is_over = result, failure, True
+        """Called on the event loop. The first time counts: a call that was given up stays so."""
+        if self.is_over:
+            return
+        self._result, self._failure, self.is_over = result, failure, True
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -66,6 +68,8 @@ class StepThread(Protocol):
 
 class _Inbox:
     """Calls for one thread, in order, and its end."""
+
+    current: Job[Any] | None = None  # the call that the thread is in
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
@@ -84,7 +88,15 @@ class _Inbox:
             self._jobs.put(None)
 
     def get(self) -> Job[Any] | None:
-        return self._jobs.get()
+        self.current = None  # while it waits it holds nothing
+        self.current = self._jobs.get()
+        return self.current
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the thread is in a call that nobody waits for any more."""
+        job = self.current
+        return job is not None and job.is_over
 
 
 class ModelThread:
@@ -123,8 +135,9 @@ def _end_all() -> None:
     running = list(_RUNNING.items())
     for _, inbox in running:
         inbox.close()
-    for thread, _ in running:
-        thread.join(EXIT_SECONDS)
+    for thread, inbox in running:
+        if not inbox.is_given_up:
+            thread.join(EXIT_SECONDS)
 
 
 def _serve(inbox: _Inbox, on_start: Callable[[], None]) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 
+from .recovery import LEAST_CHUNK, num_chunk_tokens
 from .step import StepOutput, StepPlan
 
 MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
-LEAST_TOKENS = 16  # of a chunk: a prompt gets on whatever its tokens cost
+LEAST_TOKENS = LEAST_CHUNK  # a prompt gets on whatever its tokens cost
+REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
 REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
 
 
@@ -29,9 +31,19 @@ class Pace:
         self._chunk_s = self._chunk_tokens = 0.0  # of the chunks of late, faded alike
         self._plain_s: dict[int, float] = {}  # of a step without chunks, by bits of its requests
         self._num_chunked: dict[int, int] = {}  # steps with chunks since one without, likewise
+        self._room = math.inf  # tokens of prompts that fit into memory beside the rest
 
     def limit(self, num_decodes: int, budget: int) -> int:
         """Tokens of prompts for a step in which so many requests decode; at most ``budget``."""
+        return int(min(self._room, self._limit(num_decodes, budget)))
+
+    def ease(self, plan: StepPlan) -> None:
+        """Memory ran out in this step: from now on half as much of prompts, and slowly more."""
+        num_tokens = num_chunk_tokens(plan.rows)
+        if num_tokens:
+            self._room = max(LEAST_TOKENS, num_tokens / 2)
+
+    def _limit(self, num_decodes: int, budget: int) -> int:
         if not num_decodes or self._slowdown == math.inf:
             return budget
         if self._is_plain_due(num_decodes.bit_length()):
@@ -46,6 +58,8 @@ class Pace:
         """A step was computed; runners that tell no times teach nothing."""
         chunks = [row.stop - row.start for row in plan.rows if row.stop - row.start > 1]
         num_decodes = len(plan.rows) - len(chunks)
+        if sum(chunks) + 1 > self._room:  # so much does fit
+            self._room *= 1 + REGROWTH
         size, seconds = num_decodes.bit_length(), sum(output.times.values())
         is_stale = not chunks and self._num_chunked.pop(size, 0) > 0
         if not 0.0 < seconds < math.inf:

@@ -141,6 +141,7 @@ class SamplingParams:
         salt = self.cache_salt
         _require(salt is None or isinstance(salt, str), "cache_salt", "must be a string")
         _require(salt is None or 0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
+        _require(salt is None or _is_unicode(salt), "cache_salt", "must be valid Unicode")
 
     def _check_prediction(self) -> None:
         prediction = self.prediction
@@ -180,6 +181,14 @@ class SamplingParams:
 def _require(holds: bool, param: str, message: str) -> None:
     if not holds:
         raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which cannot be written anywhere
+        return False
+    return True
 
 
 def _grammar_text(param: str, text: object) -> None:

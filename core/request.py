@@ -14,6 +14,7 @@ from ..radix_cache import KVLease, Loss
 from .caching import DEFAULT_CACHE, CacheOptions
 from .errors import ForetokenError
 from .step import RowSampling, TokenLogprob
+from .tenants import Tenant
 
 OnToken = Callable[[int], str | None]
 """Told of every served token in order; answers with the stop string that the token completes."""
@@ -103,6 +104,7 @@ class Request:
     depth: int | Literal["auto"] | None = None  # draft tokens a step; None: as the engine is set
     prediction: array[int] | None = None  # the caller's own guess at the answer
     namespace: str | None = None  # cache_salt: shares KV and drafts with its like alone
+    tenant: Tenant = None  # who is charged for it
     cache: CacheOptions = DEFAULT_CACHE
     priority: int = 0  # lower runs first
     deadline: float | None = None  # seconds after arrival
@@ -110,6 +112,7 @@ class Request:
 
     arrival_time: float = 0.0  # set by the engine's clock
     serial: int = 0  # order of arrival
+    urgency: float = 0.0  # arrival, a priority being so many seconds; lower goes first
     max_len: int = 0  # tokens at which the answer ends by length
     status: RequestStatus = RequestStatus.WAITING
     num_computed: int = 0  # tokens whose KV is in the lease's pages
@@ -140,6 +143,11 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: priority, then arrival."""
-        return self.priority, self.serial
+    def order(self) -> tuple[float, int]:
+        """Who goes first: by priority and time of arrival; the same from then to the end."""
+        return self.urgency, self.serial
+
+
+def by_order(request: Request) -> tuple[float, int]:
+    """A key to sort by."""
+    return request.order

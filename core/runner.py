@@ -228,10 +228,10 @@ class ModelRunner:
 def _unsound_chunks(rows: Sequence[PlanRow], batch: RaggedBatch, hidden: torch.Tensor) -> list[int]:
     """Prefill chunks with a row of ``hidden`` [num_rows, hidden] that is not finite.
 
-    The last row alone decides a token and is checked by the verifier, but the KV of all of them
-    is about to be published: it must reach nobody.
+    The last row of a prompt alone decides a token and is checked by the verifier, but the KV of
+    all of them is about to be published: it must reach nobody.
     """
-    chunks = [index for index, row in enumerate(rows) if row.stop - row.start > 1]
+    chunks = [i for i, row in enumerate(rows) if row.stop - row.start > 1 or not row.samples]
     if not chunks:
         return []
     finite = torch.isfinite(hidden).all(dim=-1)

@@ -37,10 +37,10 @@ from .sampling import (
     scaled,
     survivors,
 )
-from .step import RowSampling, TokenLogprob
+from .step import Refusal, RowSampling, TokenLogprob
 
 NOT_FINITE = "the model's logits are not finite"
-ALL_BANNED = "the request's parameters ban every token"
+ALL_BANNED = Refusal("the request's parameters ban every token")
 _CPU_BLOCK = 2**17  # logits handled at once: more would leave the core's cache
 _DEVICE_BLOCK = 2**25
 

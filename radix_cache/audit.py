@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from .eviction import EvictionIndex
 from .node import Lock, Node, PageCounts
+from .owned import OwnedPages
 
 
 def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> None:
@@ -19,6 +20,15 @@ def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> No
     assert counts == found, f"{found} are counted as {counts}"
     assert num_nodes == below_roots, f"{below_roots} nodes are counted as {num_nodes}"
     assert len(set(owned)) == len(owned), "two nodes own the same page"
+
+
+def check_owned(nodes: Sequence[Node], owned: OwnedPages) -> None:
+    """Every namespace is known to own the pages of its nodes. O(nodes)."""
+    found: Counter[str | None] = Counter()
+    for node in nodes:
+        found[node.namespace] += len(node.page_ids)
+    assert owned.num_pages == +found, f"{found} pages are owned, not {owned.num_pages}"
+    owned.check()
 
 
 def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> None:

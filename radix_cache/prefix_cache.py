@@ -12,6 +12,7 @@ from .pins import PinBoard
 from .tree import RadixTree
 
 PIN_QUOTA = 0.25  # of the pool
+NO_QUOTA = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +38,8 @@ class PrefixCache:
     `publish` gives finished ones to the tree, `release` ends the lease. `pin` keeps cached pages
     past pressure for a while, `tick` is told the time. ``policy`` orders eviction: "lru", "lfu" or
     "priority". ``pin_quota`` is the share of the pool that one namespace may pin; all together may
-    pin twice as much. Raises ValueError for bad sizes or an unknown policy.
+    pin twice as much. What a namespace left in the cache beyond ``cache_quota`` of the pool makes
+    room before anything else does. Raises ValueError for bad sizes or an unknown policy.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PrefixCache:
         *,
         policy: str = "lru",
         pin_quota: float = PIN_QUOTA,
+        cache_quota: float = NO_QUOTA,
     ) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
@@ -56,7 +59,8 @@ class PrefixCache:
         self.num_hits = 0  # tokens of those that were cached
         self.losses = LossLog(page_size)
         # The tree owns the cached pages; others only look.
-        self.tree = RadixTree(page_size, policy, on_loss=self.losses.note)
+        quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
+        self.tree = RadixTree(page_size, policy, quota=quota, on_loss=self.losses.note)
         self.pins = PinBoard(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
         self._fresh = array("q")  # handed out since take_fresh_pages; owned by their leases

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from .audit import check_leaves, check_links, check_locks, check_pages
+from .audit import check_leaves, check_links, check_locks, check_owned, check_pages
 from .eviction import EvictionIndex
 from .node import Cause, Lock, Match, Node, OnLoss, PageCounts
+from .owned import OwnedPages
 
 ITEM_SIZE = array("q").itemsize
 
@@ -29,18 +30,27 @@ class RadixTree:
 
     `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
     its recency. `insert_below` grows what a receipt holds. `evict` takes unlocked leaves in the
-    order of ``policy`` ("lru", "lfu" or "priority"). Raises ValueError for an unknown policy or a
-    page size below one token.
+    order of ``policy`` ("lru", "lfu" or "priority"); those of namespaces that own more than
+    ``quota`` pages first, unless there is only one namespace. Raises ValueError for an unknown
+    policy or a page size below one token.
     """
 
     def __init__(
-        self, page_size: int, policy: str = "lru", *, on_loss: OnLoss | None = None
+        self,
+        page_size: int,
+        policy: str = "lru",
+        *,
+        quota: int | None = None,
+        on_loss: OnLoss | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
         self.page_size = page_size  # tokens
         self.counts = PageCounts()
+        self.owned = OwnedPages(quota)
         self.num_nodes = 0  # roots not counted
+        self.num_evicted = 0  # pages, ever
+        self.num_evicted_by_quota = 0  # those of them whose namespace had too many
         self._page_bytes = page_size * ITEM_SIZE
         self._on_loss = on_loss
         self._roots: dict[str | None, Node] = {}  # those with a child or a receipt
@@ -142,15 +152,30 @@ class RadixTree:
     def evict(self, num_pages: int) -> array[int]:
         """Drops unlocked pages and returns their ids, exactly ``num_pages`` if there are so many.
 
-        Leaves go in the policy's order; of the last one only the tail that is needed goes, for
-        the front of a prefix is worth more than its end. O(log n) per leaf, O(1) per page.
+        Leaves go in the policy's order, at first those of namespaces beyond their quota until they
+        keep to it; of the last one only the tail that is needed goes, for the front of a prefix is
+        worth more than its end. O(log n) per leaf, O(1) per page, O(namespaces beyond) for both.
         """
         freed = array("q")
-        while len(freed) < num_pages and (leaf := self._index.first()) is not None:
+        while len(freed) < num_pages:
             missing = num_pages - len(freed)
-            fits = len(leaf.page_ids) <= missing
-            freed += self._drop(leaf, "evicted") if fits else self._trim(leaf, missing)
+            leaf, most, is_beyond = self._next_leaf(missing)
+            if leaf is None:
+                break
+            fits = len(leaf.page_ids) <= most
+            gone = self._drop(leaf, "evicted") if fits else self._trim(leaf, most)
+            self.num_evicted += len(gone)
+            self.num_evicted_by_quota += len(gone) if is_beyond else 0
+            freed += gone
         return freed
+
+    def _next_leaf(self, missing: int) -> tuple[Node | None, int, bool]:
+        """Who gives pages next, how many of those ``missing`` at most, and if by its quota."""
+        beyond = self.owned.beyond()
+        leaf = self._index.first_of(beyond) if beyond else None
+        if leaf is None:
+            return self._index.first(), missing, False
+        return leaf, min(missing, self.owned.excess(leaf.namespace)), True
 
     def flush(self, *namespaces: str | None) -> array[int]:
         """Drops every unlocked node of these namespaces (of all by default); returns its pages.
@@ -182,6 +207,7 @@ class RadixTree:
         """Asserts every invariant of the tree. O(pages), for tests and for idle moments."""
         nodes = list(self.nodes())
         check_pages(nodes, self.counts, self.num_nodes)
+        check_owned(nodes, self.owned)
         check_links(nodes, self._roots, self.page_size)
         check_locks(nodes, self._locks)
         check_leaves(nodes, self._index, self._clock)
@@ -221,6 +247,7 @@ class RadixTree:
             node.key += tokens
             node.page_ids += page_ids
         self.counts.add(lock.node)
+        self.owned.add(node.namespace, len(page_ids))
 
     def _split(self, lower: Node, num_pages: int) -> Node:
         """Cuts a node after ``num_pages``: a new one above it takes the front.
@@ -279,6 +306,7 @@ class RadixTree:
             return
         if node.parent is None:
             del self._roots[node.namespace]
+            self._index.forget(node.namespace)
         else:
             self._index.add(node)
 
@@ -297,6 +325,7 @@ class RadixTree:
         del leaf.parent.children[self._first_page(leaf)]
         self.num_nodes -= 1
         self.counts.add(leaf, -1)
+        self.owned.add(leaf.namespace, -len(leaf.page_ids))
         self.epoch += 1
         self._settle(leaf.parent)
         return leaf.page_ids
@@ -307,6 +336,7 @@ class RadixTree:
         self.counts.add(leaf, -1)
         del leaf.page_ids[-num_pages:], leaf.key[-num_pages * self.page_size :]
         self.counts.add(leaf)
+        self.owned.add(leaf.namespace, -num_pages)
         self.epoch += 1
         return tail
 

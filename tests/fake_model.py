@@ -111,16 +111,20 @@ def make_scheduler(
     depth: int = 0,
     speculator: Speculator | None = None,
     max_slowdown: float = math.inf,
+    aging_seconds: float = 10.0,
+    cache_quota: float = 1.0,
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_queued=max_queued,
         max_slowdown=max_slowdown,
+        aging_seconds=aging_seconds,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
     )
-    return Scheduler(PrefixCache(num_pages, page_size), limits, speculator or FixedDepth(depth))
+    cache = PrefixCache(num_pages, page_size, cache_quota=cache_quota)
+    return Scheduler(cache, limits, speculator or FixedDepth(depth))
 
 
 def make_request(
@@ -129,6 +133,7 @@ def make_request(
     *,
     on_token: OnToken | None = None,
     namespace: str | None = None,
+    tenant: str | None = None,
     priority: int = 0,
     deadline: float | None = None,
     depth: int | None = None,
@@ -148,6 +153,7 @@ def make_request(
         stop_ids=frozenset(stop_ids),
         on_token=on_token,
         namespace=namespace,
+        tenant=tenant,
         priority=priority,
         deadline=deadline,
         depth=depth,

@@ -3,6 +3,7 @@
 ForetokenError
 ├── InvalidRequest, PromptTooLong   400, 404, 405, 413: as the engine raises them
 ├── QueueFull                       429
+├── DeadlineExceeded                503: nothing was served before the request's deadline
 ├── EngineDead                      503: the server ends, or its engine has
 ├── KeyRefused                      401, 403
 ├── ServerFailed                    any other status, and an error in the middle of a stream
@@ -19,7 +20,14 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
-from ...core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong, QueueFull
+from ...core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+)
 from ..wire import ErrorBody, ErrorParts
 
 DEFAULT_WAIT = 1.0  # seconds, where a full queue names none
@@ -65,6 +73,8 @@ def _error(parts: ErrorParts, status: int | None, wait: float | None) -> Foretok
     message = parts.message
     if status == 429 or parts.code == "queue_full":
         return QueueFull(message, retry_after=DEFAULT_WAIT if wait is None else wait)
+    if parts.code == "deadline_exceeded":
+        return DeadlineExceeded(message, retry_after=DEFAULT_WAIT if wait is None else wait)
     if status == 503 or parts.code == "unavailable":
         return EngineDead(message)
     if status in (401, 403):

@@ -7,6 +7,7 @@ from starlette.types import Scope
 
 from ..errors import ApiError, JsonResponse
 from ..shapes import Body
+from ..visits import note_error
 
 PATH = "/v1/messages"
 KINDS = {
@@ -35,6 +36,7 @@ def error_body(error: ApiError, request_id: str | None) -> Body:
 
 def error_response(scope: Scope, error: ApiError) -> Response:
     """The whole answer, in the dialect of the path that was asked for."""
+    note_error(error)
     if not is_messages(scope["path"]):
         return error.response()
     return JsonResponse(error_body(error, request_id(scope)), error.status, headers=error.headers)

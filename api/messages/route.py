@@ -43,7 +43,9 @@ class MessagesRoute:
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
         with _anthropic_names():
-            marks, ask = read_marks(body), read_ask(body)
+            marks, ask = await self.service.apart(
+                request, lambda: (read_marks(body), read_ask(body))
+            )
             prompt_ids = await self.service.turns.render(ask)
             ask, breakpoints = await self._placed(marks, ask, prompt_ids)
             writer = self._writer(body, breakpoints)
@@ -88,7 +90,7 @@ class MessagesRoute:
         return EventStream(
             events,
             close=close,
-            ping_seconds=self.service.settings.ping_seconds,
+            ping_seconds=self.service.settings.limits.ping_seconds,
             ping=PING,
             on_error=partial(_tell, request_id(request.scope)),
         )
@@ -98,7 +100,8 @@ class MessagesRoute:
         body = await self.service.read(request, decode_count)
         self.service.check_model(body.model)
         with _anthropic_names():
-            ids = await self.service.turns.render(conversation_ask(body))
+            ask = await self.service.apart(request, partial(conversation_ask, body))
+            ids = await self.service.turns.render(ask)
         return JsonResponse({"input_tokens": len(ids)})
 
     async def _placed(

@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ...core.params import MAX_STOP_STRINGS
-from ..forms import MAX_TOOLS
-from ..schema import MAX_MESSAGES, Prediction, Sampling
+from ..schema import Prediction, Sampling
 
 NumTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -138,9 +136,9 @@ class Diagnostics(Struct, kw_only=True):
 class CountRequest(Sampling, kw_only=True):
     """Body of /v1/messages/count_tokens, and what both bodies have in common."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: list[ToolSpec] | None = None
     tool_choice: AnyChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -160,6 +158,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     """Body of /v1/messages."""
 
     max_tokens: NumTokens
-    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_sequences: list[str] | None = None
     diagnostics: Diagnostics | None = None
     prediction: Prediction | str | None = None  # an extension

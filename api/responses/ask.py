@@ -18,7 +18,7 @@ from ..forms import (
     ResponseFormat,
     ToolSpec,
 )
-from ..schema import HARMLESS, MAX_MESSAGES, ChatRequest, Message, Prediction, Sampling
+from ..schema import HARMLESS, ChatRequest, Message, Prediction, Sampling
 from ..talk import Ask
 from .inputs import to_messages
 from .schema import LOGPROBS, Choice, FlatTool, Item, ResponsesRequest, TextFormat
@@ -75,8 +75,6 @@ def _messages(
         told.insert(0, Message(role="system", content=body.instructions))
     if not told:
         raise InvalidRequest("input must not be empty", param="input")
-    if len(told) > MAX_MESSAGES:
-        raise InvalidRequest(f"takes at most {MAX_MESSAGES} messages", param="input")
     return told
 
 

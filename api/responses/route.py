@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from starlette.requests import Request
@@ -51,7 +52,7 @@ class ResponsesRoute:
         """Answer the input, whole or as a stream."""
         body = await self._read(request)
         with renaming(body):
-            question = self._question(body)
+            question = await self._question(request, body)
             head = ResponseHead(body, question.ask.params, self.service.model)
             writer = ResponseWriter(self.service, head)
             if is_prewarm(body):
@@ -63,7 +64,7 @@ class ResponsesRoute:
         keep = self._keeper(body, question)
         if body.stream:
             events = ResponseEvents(writer, keep).stream(turn)
-            seconds = self.service.settings.ping_seconds
+            seconds = self.service.settings.limits.ping_seconds
             return EventStream(events, close=turn.close, ping_seconds=seconds)
         response = await unless_gone(request.receive, writer.collect(turn))
         keep(response)
@@ -73,7 +74,8 @@ class ResponsesRoute:
         """How many tokens the input comes to."""
         body = await self._read(request)
         with renaming(body):
-            token_ids = await self.service.turns.render(self._question(body).ask)
+            question = await self._question(request, body)
+            token_ids = await self.service.turns.render(question.ask)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def retrieve(self, request: Request) -> Response:
@@ -109,13 +111,16 @@ class ResponsesRoute:
         refuse_unsupported(body)
         return body
 
-    def _question(self, body: ResponsesRequest) -> Question:
+    async def _question(self, request: Request, body: ResponsesRequest) -> Question:
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
             history = self.store.history(owner, body.previous_response_id)
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
-        return Question(owner=owner, items=items, ask=make_ask(body, history, items))
+        limits = self.service.settings.limits
+        limits.check("input", len(history) + len(items), "max_messages")
+        ask = await self.service.apart(request, partial(make_ask, body, history, items))
+        return Question(owner=owner, items=items, ask=ask)
 
     def _keeper(self, body: ResponsesRequest, question: Question) -> Callable[[Body], None]:
         """Keeps the response where that was asked for."""

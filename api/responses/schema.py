@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..forms import MAX_TOOLS
-from ..schema import MAX_MESSAGES, NumTop, Positive, Prediction, Sampling
+from ..schema import NumTop, Positive, Prediction, Sampling
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
@@ -92,11 +91,11 @@ class Reasoning(Struct, kw_only=True):
 class ResponsesRequest(Sampling, kw_only=True):
     """Body of /v1/responses, and of /v1/responses/input_tokens."""
 
-    input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
+    input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

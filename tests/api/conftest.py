@@ -8,6 +8,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).parent))  # for fake_engine
 from fake_engine import FakeEngine, make_built
 
 from foretoken import LLM, AsyncLLM
+from foretoken.api.limits import Limits
 from foretoken.api.server import Listen, uvicorn_config
 from foretoken.api.service import Settings
 from foretoken.api.tokenizer import Tokenizer
@@ -204,11 +206,14 @@ class RunningServer:
 
 @pytest.fixture
 def serve(built) -> Iterator[Callable[..., RunningServer]]:
-    """Start a server with these settings; it is stopped after the test."""
+    """Start a server with these settings and limits; it is stopped after the test."""
     running: list[RunningServer] = []
 
     def start(**settings: Any) -> RunningServer:
-        running.append(RunningServer(AsyncLLM.from_built(built), Settings(**settings)))
+        names = {each.name for each in fields(Limits)} & set(settings)
+        limits = Limits(**{name: settings.pop(name) for name in names})
+        llm = AsyncLLM.from_built(built)
+        running.append(RunningServer(llm, Settings(**settings, limits=limits)))
         return running[-1]
 
     yield start

@@ -49,10 +49,13 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.submitted = threading.Semaphore(0)
         self.was_aborted = threading.Semaphore(0)
+        self.dumped: list[dict[str, object]] = []
         self.flushed: list[tuple[str | None, bool]] = []
         self.failure: BaseException | None = None
         self.draining = False
         self.alive = False
+        self.hung = False
+        self.readiness: str | None = None
         self.metrics = SimpleNamespace(render=lambda: (b"foretoken:x 1\n", "text/plain"))
         limits = SimpleNamespace(max_running=8, max_queued=32)
         self.scheduler = SimpleNamespace(limits=limits, cache=SimpleNamespace(page_size=1))
@@ -126,6 +129,15 @@ class FakeEngine:
             live.stream.push(Delta(finish_reason=FinishReason.ABORT))
             self.aborted.append(request_id)
             self.was_aborted.release()
+
+    async def audit(self) -> dict[str, object]:
+        return {"ok": True, "pages": {"total": 10}, "requests": {"running": len(self._live)}}
+
+    def report(self, reason: str) -> dict[str, object]:
+        return {"reason": reason}
+
+    def dump(self, report: dict[str, object]) -> None:
+        self.dumped.append(report)
 
     def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
         self.flushed.append((namespace, everything))

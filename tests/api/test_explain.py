@@ -103,6 +103,14 @@ def test_a_conversation_that_grew_is_a_hit_though_its_end_is_new() -> None:
     assert found.first_difference.before is None
 
 
+def test_a_prompt_is_not_compared_with_one_that_came_after_it() -> None:
+    scene = Scene()
+    scene.say("a", "You help.", "What is new?")
+    scene.say("b", "You help.", "What is new?")
+    found = scene.explain("a")
+    assert (found.cause, found.compared_with) == ("first_seen", None)
+
+
 def test_a_changed_message_is_named_with_the_text_around_the_change() -> None:
     scene = Scene()
     long = "word " * 40

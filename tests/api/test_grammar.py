@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import foretoken.api.grammar as grammar_module
+import foretoken.api.matcher as matcher_module
 from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.grammar import Grammars
 from foretoken.api.grammar_text import json_rule, lark_text
@@ -196,8 +197,9 @@ def test_a_complete_answer_ends_with_any_stop_id_and_with_nothing_else(bench: Be
     assert follow(matcher, [digit]) == sorted([bench.eos, other])
 
 
-def test_padding_and_special_tokens_are_never_allowed(bench: Bench) -> None:
-    matcher = bench.matcher(regex=r"(.|\n)*")
+@pytest.mark.parametrize("form", [{"regex": r"(.|\n)*"}, {"grammar": "start: T\nT: ~/ab/"}])
+def test_padding_and_special_tokens_are_never_allowed(bench: Bench, form: dict[str, str]) -> None:
+    matcher = bench.matcher(**form)
     allowed = set(follow(matcher, []) or [])
     assert not allowed & (bench.tokenizer.special_ids - {bench.eos})
     assert max(allowed) < len(bench.tokenizer.vocab)
@@ -427,6 +429,18 @@ def with_grammars(bench: Bench, body: Callable) -> None:
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():  # noqa: ASYNC110 - a thread is waited for
         await asyncio.sleep(0)
+
+
+def test_an_answer_may_spend_so_much_time_on_its_grammar_and_no_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 0.9, 1.0, 1.2])  # before and after each call
+    monkeypatch.setattr(matcher_module, "perf_counter", lambda: next(seconds))
+    matcher = bench.matcher(regex="a*")
+    assert follow(matcher, [])
+    assert follow(matcher, [])
+    with pytest.raises(ConstraintFailed, match="too much time"):
+        follow(matcher, [])
 
 
 def test_without_a_form_nothing_is_compiled(bench: Bench) -> None:

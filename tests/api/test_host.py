@@ -174,7 +174,7 @@ def test_closing_while_a_long_prompt_is_tokenised_is_engine_dead(built, kind):
             return
         tasks = [asyncio.create_task(llm.generate("x" * 20_000)) for _ in range(2)]
         await asyncio.to_thread(working.wait, 10)
-        await until(lambda: llm.tokenizer._thread._work_queue.qsize() == 1)
+        await until(lambda: llm.tokenizer._long._jobs.qsize() == 1)
         if kind == "cancelled":
             tasks[1].cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -209,6 +209,11 @@ def test_model_defaults_are_not_taken_from_anywhere_but_the_request(client, engi
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
 
 
+def test_of_the_two_limits_of_a_chat_the_newer_one_counts(client, engine):
+    chat(client, max_tokens=2, max_completion_tokens=3)
+    assert engine.requests[0].sampling.params.max_tokens == 3
+
+
 # -- completions --------------------------------------------------------------------------------
 
 
@@ -401,6 +406,25 @@ def test_a_bad_field_is_a_400_that_names_it(client, engine, options, param, stre
     assert info.value.param == param
     assert info.value.type == "invalid_request_error"
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((f"guided_{form}", "x") for form in ("json", "regex", "grammar", "choice")),
+        ("prompt_logprobs", 1),
+        ("truncate_prompt_tokens", 5),
+        ("include_stop_str_in_output", True),
+        ("functions", [{}]),
+        ("function_call", "auto"),
+        ("chat_template", "x"),
+        ("audio", {"voice": "x"}),
+    ],
+)
+def test_what_would_be_ignored_although_it_asks_for_something_is_refused(client, name, value):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, extra_body={name: value})
+    assert caught.value.param == name
 
 
 @pytest.mark.parametrize(

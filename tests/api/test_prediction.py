@@ -109,10 +109,9 @@ def test_a_prediction_may_be_longer_than_the_context_and_is_tokenised_off_the_lo
     llm, engine, monkeypatch
 ):
     jobs = []
-    submit = llm._llm.tokenizer._thread.submit
-    monkeypatch.setattr(
-        llm._llm.tokenizer._thread, "submit", lambda *a: jobs.append(a) or submit(*a)
-    )
+    worker = llm._llm.tokenizer._long
+    submit = worker.submit
+    monkeypatch.setattr(worker, "submit", lambda *a: jobs.append(a) or submit(*a))
     text = "hello " * INLINE_CHARS
     llm.generate([1], SamplingParams(prediction=text, max_tokens=1))
     assert len(jobs) == 1

@@ -59,6 +59,15 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(llm, say, e
     assert (out.finish_reason, out.stop_reason) == ("stop", "Stop here")
 
 
+def test_a_stop_token_that_the_caller_named_is_counted_and_has_no_text(llm, say, tokenizer):
+    say("hello world")
+    *said, stop = tokenizer.encode_word("hello world")
+    out = llm.generate("x", SamplingParams(stop_token_ids=[stop]))
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert out.token_ids == [*said, stop]
+    assert out.text == tokenizer.decode(said) != "hello world"
+
+
 def test_streamed_texts_add_up_to_the_whole_and_each_step_is_one_delta(run, say, engine):
     say("zażółć, 東京 and 😀. The end.")
     engine.tokens_per_step = 2
@@ -131,6 +140,12 @@ def test_usage_of_siblings_counts_the_prompt_once_and_sums_the_rest():
         verify_steps=3, accepted_by_source={"lm": 3, "ngram": 1}, queue_time=0.1,
         time_to_first_token=0.4, total_time=3.0,
     )  # fmt: skip
+
+
+def test_siblings_write_no_more_of_their_prompt_than_was_missing():
+    one = Usage(prompt_tokens=9, cached_tokens=4, cache_write_tokens=5)
+    two = Usage(prompt_tokens=9, cached_tokens=4, cache_write_tokens=3)  # what was evicted between
+    assert total_usage([one, two]).cache_write_tokens == 5
 
 
 def test_without_a_seed_each_request_draws_its_own(llm, engine):

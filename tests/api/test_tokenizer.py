@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from jinja2 import TemplateError, UndefinedError
 
-from foretoken import InvalidRequest
+from foretoken import InvalidRequest, PromptTooLong
 from foretoken.api.template import INLINE_CHARS
 from foretoken.api.text import BYTE_OF_CHAR, ByteDetokenizer
 from foretoken.api.tokenizer import Tokenizer
@@ -133,3 +133,54 @@ def test_a_byte_level_decoder_alone_in_a_sequence_is_byte_level():
     assert "".join(map(detokenizer.push, text.encode())) == text
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     assert not Tokenizer(SimpleNamespace(backend_tokenizer=backend), max_model_len=9).is_byte_level
+
+
+# -- templates are programs ----------------------------------------------------------------------
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("body", ["", "{{ messages[0].content }}"], ids=["silent", "endless text"])
+@pytest.mark.parametrize("text", ["hi", "hi" * INLINE_CHARS], ids=["short", "long"])
+def test_a_template_that_never_ends_fails_its_request_and_stalls_nobody(
+    own, monkeypatch, body, text
+):
+    monkeypatch.setattr("foretoken.api.tokenizer.TEMPLATE_SECONDS", 0.2)
+    loop = NESTED.replace("BODY", body)
+    own._hf.chat_template = "{% if messages[0].role == 'x' %}" + loop + "{% endif %}fine"
+
+    async def chat(role):
+        return await own.encode_chat([{"role": role, "content": text}], {})
+
+    async def both():
+        evil = asyncio.create_task(chat("x"))
+        await asyncio.sleep(0)
+        turns = 0
+        while not evil.done():  # the loop turns all the while
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert turns > 5
+        with pytest.raises(InvalidRequest, match="the chat template took longer than") as info:
+            await evil
+        assert info.value.param == "messages"
+        assert await chat("user") == own.encode_word("fine")
+
+    asyncio.run(asyncio.wait_for(both(), 20))
+
+
+def test_a_template_that_writes_far_too_much_is_a_prompt_that_is_too_long(own):
+    own.max_model_len = 1000
+    own._hf.chat_template = "{{ 'x' * 9999999 }}"
+    with pytest.raises(PromptTooLong):
+        asyncio.run(own.encode_chat(TALK, {}))
+
+
+def test_a_template_cannot_reach_beyond_its_sandbox(own):
+    for text in (
+        "{{ messages.__class__ }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.mro() }}",
+    ):
+        own._hf.chat_template = text + "{{ range(10 ** 9) | length }}"
+        with pytest.raises(InvalidRequest, match="the chat template"):
+            asyncio.run(own.encode_chat(TALK, {}))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from foretoken.api.worker import Worker
+from foretoken.api.worker import Interrupted, Worker
 
 STACK = 2**20
 
@@ -50,3 +52,52 @@ def test_the_interpreter_does_not_wait_for_a_job() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "bye\n")
+
+
+# -- deadlines ----------------------------------------------------------------------------------
+
+
+def for_ever() -> None:
+    while True:
+        with contextlib.suppress(Exception):  # as careless code does
+            sum(range(100))
+
+
+def test_a_job_beyond_its_time_is_ended_and_the_next_one_runs() -> None:
+    async def body() -> None:
+        worker = Worker("w", stack_bytes=STACK)
+        late = asyncio.create_task(worker.run(for_ever, seconds=0.05))
+        behind = asyncio.create_task(worker.run(lambda: 3, seconds=0.05))  # its wait is not its own
+        with pytest.raises(TimeoutError):
+            await late
+        assert await behind == 3
+        worker.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_a_job_that_nobody_waits_for_any_more_is_ended() -> None:
+    begun = threading.Event()
+
+    async def body() -> None:
+        worker = Worker("w", stack_bytes=STACK)
+        gone = asyncio.create_task(worker.run(lambda: begun.set() or for_ever(), seconds=1000))
+        await asyncio.to_thread(begun.wait, 10)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert await worker.run(lambda: 3, seconds=10) == 3
+        worker.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_an_interrupt_at_any_time_hits_its_job_or_nobody() -> None:
+    worker = Worker("w", stack_bytes=STACK)
+    for _ in range(2000):
+        future = worker.submit(lambda: 1)
+        worker.interrupt(future)  # before it, in it, behind it
+        with contextlib.suppress(Interrupted):
+            assert future.result(10) == 1
+    assert worker.submit(lambda: 3).result(10) == 3
+    worker.close()

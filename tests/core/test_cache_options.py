@@ -146,6 +146,13 @@ def test_a_prompt_is_pinned_once_it_is_computed() -> None:
     driver.scheduler.audit()
 
 
+def test_an_answer_that_was_cached_before_is_not_pinned_with_its_prompt() -> None:
+    driver = drive(page_size=4)
+    serve(driver, ask("a", prompt_of(15)))
+    serve(driver, ask("b", prompt_of(15), CacheOptions(pins=(Pin(1000, 60.0),))))
+    assert driver.scheduler.cache.num_pinned_pages == 3
+
+
 def test_a_request_that_ends_with_its_first_token_is_pinned_too() -> None:
     driver = drive()
     serve(driver, ask("a", prompt_of(16), CacheOptions(pins=(Pin(16, 5.0),)), max_tokens=1))

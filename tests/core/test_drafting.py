@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
-from foretoken.core.drafting import fit_pages
+from foretoken.core.drafting import draft_limits, fit_pages
 from foretoken.core.request import Request
 from foretoken.core.speculation import (
     MAX_FAILURES,
@@ -161,6 +161,17 @@ class Greedy(FixedDepth):
     def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
         self.offers.append((limits, budget, num_prefill))
         return [NOTHING] * len(requests)
+
+
+def test_the_last_token_of_an_answer_is_never_a_draft() -> None:
+    request = make_request("a", [1, 2])
+    request.max_len = 8
+    limits = []
+    for token_id in (3, 4, 5, 6, 7):
+        limits += draft_limits([request], 3)
+        request.tokens.append(token_id)
+    assert limits == [0, 3, 3, 2, 1], "nor is any before the first token"
+    assert draft_limits([request], 3) == [0]
 
 
 def test_half_of_the_budget_is_kept_for_prompts_that_wait() -> None:

@@ -11,7 +11,13 @@ import pytest
 
 from fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from foretoken.core.engine import Engine
-from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, QueueFull
+from foretoken.core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    QueueFull,
+)
 from foretoken.core.request import Delta, FinishReason
 from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import RowOutput, StepOutput, StepPlan
@@ -167,37 +173,6 @@ def test_aborting_an_unknown_or_finished_request_is_harmless() -> None:
     run(scenario())
 
 
-def test_a_failed_step_fails_its_requests_alone() -> None:
-    class FailsOnce(FakeRunner):
-        """At the step in which "a" has company for the first time."""
-
-        def step(self, plan: StepPlan) -> StepOutput:
-            output = super().step(plan)
-            if {row.request_id for row in plan.rows} == {"a", "b"} and not failures:
-                failures.append(plan)
-                raise RuntimeError("the forward pass failed")
-            return output
-
-    failures: list[StepPlan] = []
-
-    async def scenario() -> None:
-        engine = make_engine(FailsOnce(page_size=4), max_running=2)
-        await engine.start()
-        streams = [engine.submit(make_request(name, [1, 2, 3])) for name in "abc"]
-        for stream in streams[:2]:
-            with pytest.raises(ForetokenError) as caught:
-                await collect(stream)
-            assert not isinstance(caught.value, EngineDead)
-        right = answer([1, 2, 3], 8)
-        assert (await collect(streams[2]))[0] == right
-        assert (await collect(engine.submit(make_request("a", [1, 2, 3]))))[0] == right
-        engine.scheduler.audit()
-        assert engine.alive
-        await engine.close()
-
-    run(scenario())
-
-
 def test_three_failed_steps_in_a_row_end_every_stream_and_the_engine() -> None:
     async def scenario() -> None:
         engine = make_engine(BrokenRunner(fails_at=2), max_running=1)
@@ -289,6 +264,20 @@ def test_close_lets_running_requests_finish_and_refuses_new_ones() -> None:
         assert (await collect(stream))[0] == answer([1, 2], 5)
         await closing
         assert not engine.alive
+
+    run(scenario())
+
+
+def test_an_engine_takes_nothing_from_the_moment_it_is_told_to_close() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        closing = asyncio.create_task(engine.close(drain_seconds=20))
+        await asyncio.sleep(0)
+        assert engine.alive
+        with pytest.raises(EngineDead):
+            engine.submit(make_request("late", [1]))
+        await closing
 
     run(scenario())
 
@@ -486,5 +475,151 @@ def test_the_engine_is_warm_before_it_serves() -> None:
         assert len(seen) == 1
         assert seen[0].startswith("foretoken-model")
         await engine.close()
+
+    run(scenario())
+
+
+def test_an_audit_runs_between_two_steps_and_says_whose_every_page_is() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner)
+        await engine.start()
+        stream = engine.submit(make_request("a", [1, 2, 3, 4, 5], max_tokens=3))
+        await entered(runner)
+        audit = asyncio.create_task(engine.audit())
+        given_up = asyncio.create_task(engine.audit())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not audit.done(), "the model thread computes"
+        given_up.cancel()
+        check, num_checks = engine.scheduler.audit, 0
+
+        def counted() -> None:
+            nonlocal num_checks
+            num_checks += 1
+            check()
+
+        engine.scheduler.audit = counted  # type: ignore[method-assign]
+        others = [asyncio.create_task(engine.audit()) for _ in range(5)]
+        await asyncio.sleep(0)
+        runner.gate.release(10)
+        assert (await others[4])["ok"]
+        assert num_checks == 1, "one audit answers all who asked"
+        assert await audit == {
+            "ok": True,
+            "pages": {
+                "total": 64,
+                "free": 62,
+                "tree": 1,
+                "private": 1,
+                "evictable": 0,
+                "pinned": 0,
+            },
+            "requests": {"running": 1, "waiting": 0},
+        }
+        await collect(stream)
+        assert (await engine.audit())["ok"], "an idle engine answers, too"
+        assert engine.num_audit_failures == 0
+        await engine.close()
+        with pytest.raises(EngineDead):
+            await engine.audit()
+
+    run(scenario())
+
+
+def test_an_audit_that_fails_is_told_and_counted_and_ends_nothing(caplog) -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        await engine.start()
+        lost = engine.scheduler.cache._free.pop()
+        verdict = await engine.audit()
+        assert verdict == {"ok": False, "violation": "63 pages are owned, of 64"}
+        assert engine.num_audit_failures >= 1
+        assert "63 pages are owned" in caplog.text
+        assert (await collect(engine.submit(make_request("a", [1, 2]))))[0] == answer([1, 2], 8)
+        engine.scheduler.cache._free.append(lost)
+        assert (await engine.audit())["ok"]
+        await engine.close()
+
+    run(scenario())
+
+
+def test_an_idle_engine_audits_itself_once_a_minute_at_most(monkeypatch) -> None:
+    async def scenario() -> None:
+        now, audits = 0.0, []
+        engine = Engine(make_scheduler(), FakeRunner(4), clock=lambda: now)
+        monkeypatch.setattr(engine.scheduler, "audit", lambda: audits.append(now))
+        await engine.start()
+        for now in (1.0, 30.0, 59.0, 61.0, 62.0, 130.0):  # noqa: B007
+            await collect(engine.submit(make_request("a", [1, 2])))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert audits == [1.0, 61.0, 130.0]
+        await engine.close()
+
+    run(scenario())
+
+
+def test_audits_that_nobody_can_answer_any_more_fail() -> None:
+    async def scenario() -> None:
+        runner = GatedRunner()
+        engine = make_engine(runner)
+        await engine.start()
+        engine.submit(make_request("a", [1, 2]))
+        await entered(runner)
+        audit = asyncio.create_task(engine.audit())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        runner.gate.release(9)
+        with pytest.raises(EngineDead):
+            await audit
+        await closing
+
+    run(scenario())
+
+
+def test_a_deadline_that_passes_in_the_queue_is_an_error_that_says_when_to_come_back() -> None:
+    async def scenario() -> None:
+        now = 0.0
+        runner = GatedRunner()
+        engine = Engine(make_scheduler(max_running=1), runner, clock=lambda: now)
+        await engine.start()
+        engine._mail._rate.seconds_for = lambda num_requests: 7.0  # type: ignore[method-assign]
+        running = engine.submit(make_request("running", [1, 2], deadline=5.0))
+        await entered(runner)
+        waiting = engine.submit(make_request("waiting", [2, 2], deadline=4.0))
+        runner.gate.release()
+        await entered(runner)
+        now = 7.0
+        runner.gate.release(9)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await collect(waiting)
+        assert caught.value.retry_after == 7.0
+        tokens, last = await collect(running)
+        assert tokens == answer([1, 2], 2)
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.ABORT, "deadline")
+        assert (await engine.audit())["requests"] == {"running": 0, "waiting": 0}
+        await engine.close()
+
+    run(scenario())
+
+
+def test_an_engine_that_closes_or_is_dead_is_not_ready() -> None:
+    async def scenario() -> None:
+        engine = make_engine()
+        assert engine.readiness is not None
+        await engine.start()
+        assert engine.readiness is None
+        await engine.close()
+        assert engine.readiness == "the engine is shutting down"
+        broken = make_engine(BrokenRunner(fails_at=0), max_running=1)
+        await broken.start()
+        streams = [broken.submit(make_request(str(i), [1])) for i in range(3)]
+        for stream in streams:
+            with pytest.raises(ForetokenError):
+                await collect(stream)
+        assert broken.readiness == "steps failed; the engine stopped"
+        await broken.close()
 
     run(scenario())

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import logging
+import re
 from array import array
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from foretoken.core.admission import SchedulerLimits
+from foretoken.core.errors import DeadlineExceeded, ForetokenError
 from foretoken.core.metrics import EngineMetrics
 from foretoken.core.params import SamplingParams
 from foretoken.core.report import SpeculationLog, Tally
 from foretoken.core.request import Delta, FinishReason, Request
-from foretoken.core.step import RowOutput, RowSampling, StepOutput
+from foretoken.core.scheduler import Scheduler
+from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.radix_cache import PrefixCache
+
+LIMITS = SchedulerLimits(
+    max_batch_tokens=64, max_running=4, max_queued=9, max_model_len=64, vocab_size=100
+)
+
+
+class Troubled:
+    """What an engine counts of its misfortunes."""
+
+    alive = True
+    num_failed_steps, num_bisections, num_audit_failures, num_crash_dumps = 5, 4, 3, 2
 
 
 class Engine:
-    """Metrics over a scheduler that has nothing to tell, fed as the engine feeds them."""
+    """Metrics over a scheduler of ten pages of two tokens, fed as the engine feeds them."""
 
     def __init__(self) -> None:
-        cache = SimpleNamespace(usage=0.0, num_queries=0, num_hits=0, num_pinned_pages=0)
-        scheduler: Any = SimpleNamespace(running={}, waiting=[], num_preemptions=0, cache=cache)
-        self.metrics = EngineMetrics(scheduler)
+        self.cache = PrefixCache(10, 2)
+        self.metrics = EngineMetrics(Scheduler(self.cache, LIMITS), Troubled())
         sampling = RowSampling(params=SamplingParams(), seed=1, prompt_len=1)
         self.request = Request(request_id="a", tokens=array("q", [1]), sampling=sampling)
 
@@ -46,8 +59,21 @@ class Engine:
             accepted_sources=names[:accepted],
             token_sources=[*names[:accepted], ""],
         )
-        self.metrics.observe_step(StepOutput(rows=[row]), 0.01)
+        plan = StepPlan(rows=[self.row(1)], fresh_pages=array("q"))
+        output = StepOutput(rows=[row])
+        self.metrics.observe_step(plan, output, began=0.0, computed=0.01, ended=0.02)
         self.metrics.observe_delta(self.request, delta, now)
+
+    def row(self, num_tokens: int) -> PlanRow:
+        """A share of a step: a chunk of so many tokens, or one to decode."""
+        return PlanRow(
+            request_id="a",
+            tokens=array("q", range(100)),
+            start=10,
+            stop=10 + num_tokens,
+            page_ids=array("q"),
+            sampling=self.request.sampling,
+        )
 
     def samples(self) -> dict[str, float]:
         """Every sample by name and label values, read as Prometheus reads it."""
@@ -132,6 +158,87 @@ def test_a_draft_is_counted_though_nothing_of_it_was_accepted_or_the_answer_ende
     assert found["spec_decode_num_accepted_tokens_total"] == 1
     assert found["spec_decode_acceptance_length_sum"] == 2
     assert found["request_success_total stop"] == 1
+
+
+# -- pools, steps and faults ----------------------------------------------------------------------
+
+
+def test_a_page_is_free_evictable_or_held_and_the_held_share_is_the_occupancy(
+    engine: Engine,
+) -> None:
+    tokens = array("q", range(9))
+    lease = engine.cache.acquire(tokens)
+    assert engine.cache.extend(lease, 9)
+    assert pages(engine) == {"total": 10, "free": 5, "evictable": 0, "held": 5, "pinned": 0}
+    assert engine.samples()["kv_cache_occupancy"] == 0.5
+    engine.cache.release(lease, tokens, 8)
+    assert pages(engine) == {"total": 10, "free": 6, "evictable": 4, "held": 0, "pinned": 0}
+    assert engine.samples()["kv_cache_occupancy"] == 0.0
+    engine.cache.pin(tokens, 4, ttl=60.0)
+    assert pages(engine) == {"total": 10, "free": 6, "evictable": 2, "held": 2, "pinned": 2}
+    assert engine.samples()["kv_cache_occupancy"] == 0.2
+    assert engine.samples()["kv_cache_usage_perc"] == 0.0  # pins yield: nobody live holds them
+
+
+def pages(engine: Engine) -> dict[str, float]:
+    found = engine.samples()
+    names = ("total", "free", "evictable", "held", "pinned")
+    return {name: found[f"kv_cache_{name}_pages"] for name in names}
+
+
+def test_evicted_pages_are_counted_by_whether_a_quota_made_them_go(engine: Engine) -> None:
+    cache = PrefixCache(10, 2, cache_quota=0.5)
+    metrics = EngineMetrics(Scheduler(cache, LIMITS))
+    for salt, num_pages in (("rich", 7), ("poor", 3)):
+        tokens = array("q", range(2 * num_pages + 1))
+        lease = cache.acquire(tokens, namespace=salt)
+        cache.extend(lease, 2 * num_pages)
+        cache.release(lease, tokens, 2 * num_pages)
+    cache.extend(cache.acquire(array("q", [1]), namespace="third"), 6)
+    text = metrics.render()[0].decode()
+    evicted = dict(re.findall(r'evicted_pages_total\{cause="(\w+)"\} (\S+)', text))
+    assert evicted == {"quota": "2.0", "pressure": "1.0"}
+
+
+def test_a_step_counts_its_requests_and_its_tokens_by_kind(engine: Engine) -> None:
+    plan = StepPlan(rows=[engine.row(1), engine.row(7), engine.row(1)], fresh_pages=array("q"))
+    output = StepOutput(rows=[], times={"draft": 0.25, "forward": 2.0, "verify": 0.5})
+    engine.metrics.observe_step(plan, output, began=1.0, computed=4.0, ended=4.5)
+    engine.metrics.observe_round(output, 5.0)
+    engine.step("nnn", 2)  # its tokens are served, and its row decodes
+    found = engine.samples()
+    assert found["step_tokens_total prefill"] == 7
+    assert found["step_tokens_total decode"] == 3
+    assert found["step_tokens_total draft"] == 3
+    assert found["step_num_requests_sum"] == 4
+    assert found["step_num_tokens_sum"] == 10
+    assert found["step_seconds_sum"] == pytest.approx(3.01)
+    parts = [found[f"step_part_seconds_sum {p}"] for p in ("draft", "forward", "verify", "host")]
+    assert parts == [0.25, 2.0, 0.5, 2.25]
+
+
+def test_what_goes_wrong_is_told_from_the_start(engine: Engine) -> None:
+    found = engine.samples()
+    faults = ("failed_steps", "bisections", "audit_failures", "crash_dumps")
+    assert [found[f"{name}_total"] for name in faults] == [5, 4, 3, 2]
+    assert found["engine_alive"] == 1
+    assert found["request_aborts_total caller"] == found["request_aborts_total deadline"] == 0
+    assert found["max_requests_running"] == 4
+    assert found["max_requests_waiting"] == 9
+
+
+def test_an_abort_is_the_callers_or_the_deadlines(engine: Engine) -> None:
+    ended = Delta(finish_reason=FinishReason.ABORT)
+    late = Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
+    never_ran = Delta(error=DeadlineExceeded("too late"))
+    failed = Delta(error=ForetokenError("the model failed"))
+    for delta in (ended, late, late, never_ran, failed):
+        engine.metrics.observe_delta(engine.request, delta, 1.0)
+    found = engine.samples()
+    assert found["request_aborts_total caller"] == 1
+    assert found["request_aborts_total deadline"] == 3
+    assert found["request_success_total abort"] == 3
+    assert found["request_failure_total"] == 1
 
 
 # -- the log --------------------------------------------------------------------------------------

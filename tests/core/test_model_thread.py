@@ -198,3 +198,38 @@ begun.wait()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_exit_does_not_wait_for_a_call_that_was_given_up() -> None:
+    script = """
+import asyncio, threading
+from foretoken.core.model_thread import ModelThread
+begun = threading.Event()
+def work():
+    begun.set()
+    threading.Event().wait()
+async def main():
+    job = ModelThread("stuck", lambda: None).start(work)
+    begun.wait()
+    job.end(None, TimeoutError())
+    try:
+        await job.result()
+    except TimeoutError:
+        print("given up", flush=True)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=8)
+    assert (done.returncode, done.stdout) == (0, b"given up\n")
+
+
+def test_what_a_call_brings_after_it_was_given_up_is_ignored(thread) -> None:
+    async def scenario() -> None:
+        gate = threading.Event()
+        job = thread.start(gate.wait)
+        job.end(None, TimeoutError())
+        gate.set()
+        assert await thread.start(lambda: 7).result() == 7, "the one before has come back"
+        with pytest.raises(TimeoutError):
+            await job.result()
+
+    asyncio.run(scenario())

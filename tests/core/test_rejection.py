@@ -238,6 +238,15 @@ def test_a_row_does_not_depend_on_what_rides_beside_it() -> None:
     assert {result.num_accepted for result in together} == {0, 1, 2}
 
 
+def test_a_guess_is_accepted_by_its_probability_and_never_recovered_when_refused() -> None:
+    rows = [VerifyRow(array("q", PROMPT), (2,), make_sampling(seed)) for seed in range(1000)]
+    logits = torch.tensor([0.2, 0.3, 0.3, 0.2]).log().expand(2 * len(rows), -1)
+    results = verify_by_rejection(logits, rows, [None] * len(rows))
+    refused = [result for result in results if not result.num_accepted]
+    assert 0.26 < 1 - len(refused) / len(rows) < 0.34
+    assert {result.token_ids for result in refused} == {(0,), (1,), (3,)}
+
+
 def test_the_block_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, probs = random_rows()
     at_once = step(rows, probs)

@@ -276,6 +276,14 @@ def test_token_ids_outside_the_vocabulary_name_their_field(
     assert out_of_vocabulary(good.sampling, 4) is None
 
 
+def test_what_is_known_of_a_request_is_known_of_one_width_of_logits() -> None:
+    """A draft model's may have another width than the target's."""
+    row = make_row(logit_bias={5: 1.0})
+    for width in (8, 4, 8):
+        [error] = edit_rows(torch.zeros(1, width), [row])
+        assert (error is None) == (width == 8)
+
+
 def test_history_outside_the_vocabulary_is_ignored_by_penalties() -> None:
     row = make_row([900, 0], [901, 1], repetition_penalty=2.0, frequency_penalty=1.0)
     assert edited([2, 2, 2], row) == [1.0, 0.0, 2.0]

@@ -504,6 +504,22 @@ def test_sampling_all_rows_at_once_equals_sampling_depth_by_depth(
     assert verify(logits, rows) == by_depth
 
 
+@pytest.mark.parametrize("num_logits", [1, 3 * VOCAB, 10**6])
+def test_the_block_size_changes_nothing(num_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [greedy_row([first, second]) for first in range(5) for second in range(5)]
+    logits = one_hot(*(token for row in rows for token in (*row.draft, 3)))
+    monkeypatch.setattr(verify_module, "_CPU_BLOCK", num_logits)
+    for row, result in zip(rows, verify(logits, rows), strict=True):
+        assert result.token_ids == (*row.draft, 3)
+
+
+def test_every_output_position_has_noise_of_its_own() -> None:
+    sampling = make_sampling(seed=5)
+    outputs = [array("q", (*PROMPT, *[1] * length)) for length in range(20)]
+    choices = sample(torch.zeros(20, 1000), [SampleRow(each, sampling) for each in outputs])
+    assert len({choice.token_id for choice in choices}) > 15
+
+
 # ---- log-probabilities -------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 from foretoken.draft.allocation import Search
 from foretoken.draft.controller import Allocation, Candidates, Controller
 from foretoken.draft.costs import CostModel, StepProfile
+from foretoken.draft.watch import BASE_MARGIN, PATIENCE, Guard
 
 CHEAP = StepProfile({n: 0.010 + 0.0001 * n for n in (1, 2, 4, 8, 16, 64)}, {1: 0.001, 64: 0.0016})
 DEAR = StepProfile({n: 0.001 * n for n in (1, 2, 4, 8, 16, 64)}, {1: 0.001, 64: 0.0016})
@@ -226,6 +227,15 @@ def test_the_guard_ends_drafting_that_does_not_pay_whatever_is_predicted() -> No
     assert kinds[0] == "draft"
     assert kinds[-100:].count("draft") < 10
     assert controller.describe()["guard_alarms"] >= 1
+
+
+def test_the_guard_forgives_by_halves() -> None:
+    guard = Guard()
+    while not guard.num_alarms:
+        guard.observe(worth=0.5, spent=1.0, expected=1.0)
+    above = guard.margin - BASE_MARGIN
+    guard.relax(2 * PATIENCE)  # one alarm doubles the patience that it takes
+    assert guard.margin - BASE_MARGIN == pytest.approx(above / 2)
 
 
 def test_luck_and_stalls_do_not_alarm_the_guard() -> None:

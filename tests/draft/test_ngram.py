@@ -53,8 +53,11 @@ def test_the_cached_part_of_the_prompt_is_looked_up_too(make_request, index_all)
     assert drafted(ngram, request) == [8, 9, 10, 11]
 
 
-def test_no_request_sees_another_even_of_the_same_namespace(make_request, index_all) -> None:
-    ngram = NgramSource(num_slots=2)
+@pytest.mark.parametrize("num_slots", [2, 2**12], ids=["all collide", "none collide"])
+def test_no_request_sees_another_even_of_the_same_namespace(
+    make_request, index_all, num_slots: int
+) -> None:
+    ngram = NgramSource(num_slots=num_slots)
     other = make_request([1, 2, 3], [4, 5])
     index_all(ngram, other)
     assert drafted(ngram, make_request([1, 2, 3])) == []

@@ -1,12 +1,14 @@
 """Random verbs in random order, against a cache too naive to be wrong.
 
 The oracle knows no nodes: it keeps one entry per cached page, under the whole token prefix, and
-evicts page by page. Whatever the tree splits, grows, trims or indexes must not show.
+evicts page by page, by quota and recency. Whatever the tree splits, grows, trims, counts or
+indexes must not show.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -40,6 +42,7 @@ class NaiveCache:
 
     page_size: int
     free: set[int]
+    quota: int | None  # pages of one namespace beyond which they go first
     pages: dict[Prefix, int] = field(default_factory=dict)
     used: dict[Prefix, int] = field(default_factory=dict)
     live: list[Borrower] = field(default_factory=list)
@@ -65,7 +68,15 @@ class NaiveCache:
     def evict(self, num_pages: int) -> None:
         for _ in range(num_pages):
             last = [p for p in self.evictable() if self.is_last(p)]
-            self.drop(min(last, key=self.used.__getitem__))
+            beyond = self.beyond()
+            first = [p for p in last if p[0] in beyond] or last
+            self.drop(min(first, key=self.used.__getitem__))
+
+    def beyond(self) -> set[str | None]:
+        owned = Counter(namespace for namespace, _ in self.pages)
+        if self.quota is None or len(owned) == 1:
+            return set()
+        return {name for name, count in owned.items() if count > self.quota}
 
     def drop(self, prefix: Prefix) -> None:
         self.free.add(self.pages.pop(prefix))
@@ -89,7 +100,7 @@ class NaiveCache:
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
-NAMESPACES = st.sampled_from([None, "a"])
+NAMESPACES = st.sampled_from([None, "a", "b"])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -97,10 +108,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     borrowers: Bundle[Borrower] = Bundle("borrowers")
 
-    @initialize(num_pages=st.integers(12, 40), page_size=st.integers(1, 4))
-    def start(self, num_pages: int, page_size: int) -> None:
-        self.cache = PrefixCache(num_pages, page_size)
-        self.oracle = NaiveCache(page_size, set(range(num_pages)))
+    @initialize(
+        num_pages=st.integers(12, 40),
+        page_size=st.integers(1, 4),
+        quota=st.sampled_from([1.0, 0.5, 0.25, 0.01]),
+    )
+    def start(self, num_pages: int, page_size: int, quota: float) -> None:
+        self.cache = PrefixCache(num_pages, page_size, cache_quota=quota)
+        most = None if quota == 1.0 else max(1, int(num_pages * quota))
+        self.oracle = NaiveCache(page_size, set(range(num_pages)), most)
 
     @rule(
         target=borrowers,
@@ -186,6 +202,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.num_free_pages == len(oracle.free)
         assert cache.num_evictable_pages == len(oracle.evictable())
         assert cache.tree.num_pages == len(oracle.pages)
+        assert cache.tree.owned.num_pages == Counter(name for name, _ in oracle.pages)
+        assert cache.tree.owned.beyond() == oracle.beyond()
         for borrower in oracle.live:
             table = [oracle.pages[prefix] for prefix in borrower.shared] + borrower.private
             assert borrower.lease.page_ids.tolist() == table

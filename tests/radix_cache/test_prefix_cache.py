@@ -64,6 +64,14 @@ def test_acquire_counts_queries_and_hits_in_tokens() -> None:
     assert (cache.num_queries, cache.num_hits) == (16, 6)
 
 
+def test_a_preempted_request_that_comes_back_counts_no_second_time() -> None:
+    cache = PrefixCache(4, 2)
+    serve(cache, seq(8))
+    lease = cache.acquire(seq(8), is_first=False)
+    assert lease.num_cached_tokens == 6
+    assert (cache.num_queries, cache.num_hits) == (8, 0)
+
+
 def test_match_len_has_no_side_effects() -> None:
     cache = PrefixCache(2, 1)
     serve(cache, ids(1))
@@ -168,6 +176,19 @@ def test_extend_never_evicts_what_a_lease_borrows() -> None:
     cache.release(reader, seq(4), 3)
     assert cache.extend(writer, 2)
     cache.check([writer])
+
+
+def test_shrink_gives_back_private_pages_and_never_what_the_tree_lent() -> None:
+    cache = PrefixCache(8, 2)
+    serve(cache, seq(6))
+    lease = cache.acquire(seq(7))
+    assert cache.extend(lease, 12)
+    table = lease.page_ids[:]
+    cache.shrink(lease, 9)
+    assert (lease.page_ids, cache.num_free_pages) == (table[:5], 3)
+    cache.shrink(lease, 1)
+    assert (lease.page_ids, cache.num_free_pages) == (table[:3], 5)
+    cache.check([lease])
 
 
 def test_publish_shares_whole_pages_with_requests_that_still_run() -> None:

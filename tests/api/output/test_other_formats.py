@@ -66,6 +66,11 @@ def test_pythonic_values_become_json(written, value):
     assert is_done
 
 
+@pytest.mark.parametrize("number", ["inf", "-Infinity", "nan"])
+def test_a_number_that_json_does_not_have_breaks_the_call_off(number):
+    assert pythonic(f"[f(x={number})]").calls == [("f", '{"x": ', False)]
+
+
 def test_pythonic_arguments_stream():
     parser = syntax("pythonic").parser(tools=TOOLS)
     assert parser.feed('[f(a="x') == [CallBegin("f"), CallArguments('{"a": "x')]

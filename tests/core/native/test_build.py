@@ -51,6 +51,16 @@ def test_other_sources_flags_and_cpus_have_other_names(monkeypatch):
     assert len(keys) == 4
 
 
+def test_a_source_that_changes_is_another_library(monkeypatch, tmp_path):
+    command, source = building._find_compiler(), tmp_path / "kernel.c"
+    monkeypatch.setattr(building, "_sources", lambda: [source])
+    keys = set()
+    for text in ("int a;\n", "int b;\n"):
+        source.write_text(text)
+        keys.add(building._key(command, ("-O3",)))
+    assert len(keys) == 2
+
+
 def test_without_a_compiler_one_log_line_says_so(monkeypatch, caplog):
     monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.WARNING):

@@ -392,6 +392,15 @@ def test_ids_outside_the_vocabulary_fail_their_own_request_only(sampler: NativeS
     assert sampler.sample(logits, rows)[0] == Choice(-1, NOT_FINITE)
 
 
+def test_what_is_known_of_a_request_is_known_of_one_width_of_logits(
+    sampler: NativeSampler,
+) -> None:
+    row = row_of(logit_bias={5: 1.0})
+    for width in (8, 4, 8):
+        [choice] = sampler.sample(logits_of(1, width), [row])
+        assert (choice.error is None) == (width == 8)
+
+
 def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite(
     sampler: NativeSampler,
 ) -> None:

@@ -1,0 +1,34 @@
+# foretoken on the CPU. docs/operations.md tells how to run it.
+#   docker build --build-arg TORCH_INDEX=URL -t foretoken .
+# TORCH_INDEX: a package index with CPU builds of torch; without it torch comes with CUDA, gigabytes of it.
+
+FROM python:3.11-slim AS build
+ARG TORCH_INDEX=
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
+RUN python -m venv /opt/foretoken
+WORKDIR /src
+COPY constraints.txt ./
+RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
+COPY . .
+RUN pip install -c constraints.txt ".[otel]"
+
+FROM python:3.11-slim
+# The kernels are compiled for the CPU that they run on, at the first start.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --system --uid 10001 --home-dir /var/lib/foretoken --create-home \
+        --shell /usr/sbin/nologin foretoken \
+    && install -d -o foretoken -g foretoken /var/cache/foretoken /var/lib/foretoken/dumps
+COPY --from=build /opt/foretoken /opt/foretoken
+ENV PATH=/opt/foretoken/bin:$PATH \
+    FORETOKEN_CACHE=/var/cache/foretoken \
+    PYTHONUNBUFFERED=1
+USER 10001
+WORKDIR /var/lib/foretoken
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+# Not through a shell: SIGTERM must reach the server, which then drains.
+ENTRYPOINT ["foretoken", "serve", "--host", "0.0.0.0", "--port", "8000", "--log-format", "json", "--dump-dir", "/var/lib/foretoken/dumps"]

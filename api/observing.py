@@ -1,0 +1,68 @@
+"""What a server tells of itself: metrics always, request lines and traces if asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
+
+from ..core.errors import InvalidRequest
+from .host import Host
+from .logs import log_visit
+from .server_metrics import ServerMetrics
+from .service import Service
+from .visits import Visits, no_span
+
+if TYPE_CHECKING:
+    from .telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observing:
+    """Who is told."""
+
+    metrics: ServerMetrics = field(default_factory=ServerMetrics)
+    access_log: bool = False
+    telemetry: Telemetry | None = None
+
+    def around(self, app: ASGIApp, service: Service) -> ASGIApp:
+        """The application, observed."""
+        self.metrics.is_ready = lambda: service.unready is None
+        self.metrics.is_draining = lambda: service.draining
+        return Visits(
+            app,
+            self.metrics,
+            log=log_visit if self.access_log else None,
+            span=no_span if self.telemetry is None else self.telemetry.span,
+        )
+
+    @asynccontextmanager
+    async def serving(self, llm: Host, model: str) -> AsyncIterator[None]:
+        """Observe this engine and the running loop inside the block."""
+        if self.telemetry is not None:
+            self.telemetry.watch(llm.engine, model)
+        try:
+            with self.metrics.lag.measured():
+                yield
+        finally:
+            if self.telemetry is not None:
+                await asyncio.to_thread(self.telemetry.close)
+
+
+def make_telemetry(endpoint: str | None, *, step_rate: float) -> Telemetry:
+    """Traces over OTLP, to ``endpoint`` or to where OpenTelemetry's own variables say.
+
+    Raises `InvalidRequest` where the extra is not installed.
+    """
+    try:
+        telemetry = importlib.import_module(".telemetry", __package__)
+    except ModuleNotFoundError as error:
+        message = f"tracing needs the extra otel: pip install 'foretoken[otel]' ({error})"
+        raise InvalidRequest(message, param="tracing") from None
+    made: Telemetry = telemetry.Telemetry(telemetry.otlp_provider(endpoint), step_rate=step_rate)
+    return made

@@ -1,0 +1,155 @@
+"""Visit: one HTTP request under way, for the logs, the metrics and the traces.
+
+Routes and the engine know nothing of it. What they do within a request notes itself here by way of
+a context variable, as the caller is known (`owners.CALLER`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from .answer import Answer
+    from .errors import ApiError
+
+CLIENT_CLOSED = 499  # as proxies log it: nobody was left to be answered
+SERVER_ERROR = 500
+UNKNOWN_ROUTE = "unknown"
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """What is known of it so far. Holds no text of anybody's."""
+
+    scope: Scope
+    request_id: str = ""  # the gate's
+    trace_id: str = ""  # where it is traced
+    status: int = 0  # 0: no answer began
+    streams: bool = False  # the answer is an event stream
+    error: ApiError | None = None  # that it was answered with, maybe inside a stream
+    answers: list[Answer] = field(default_factory=list)  # of the engine
+    answered_ns: int = 0  # time of day when the engine was done with the last of them; if traced
+
+    @property
+    def method(self) -> str:
+        """One of a few: it becomes a label."""
+        method: str = self.scope["method"]
+        return method if method in METHODS else "other"
+
+    @property
+    def route(self) -> str:
+        """The template that matched; never the path, which may say anything."""
+        route = self.scope.get("route")
+        return UNKNOWN_ROUTE if route is None else str(route.path)
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether a machine asks, again and again."""
+        return self.scope["path"] in PROBES
+
+
+VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
+
+def note_request_id(request_id: str) -> None:
+    """What the gate calls the request."""
+    visit = VISIT.get()
+    if visit is not None:
+        visit.request_id = request_id
+
+
+def note_error(error: ApiError) -> None:
+    """What the client is told instead of an answer."""
+    visit = VISIT.get()
+    if visit is not None:
+        visit.error = error
+
+
+def note_answer(answer: Answer) -> None:
+    """What the engine was asked."""
+    visit = VISIT.get()
+    if visit is not None:
+        visit.answers.append(answer)
+
+
+class Counts(Protocol):
+    """Who counts visits."""
+
+    def began(self) -> None:
+        """One more is under way."""
+
+    def responded(self, visit: Visit) -> None:
+        """The header of its answer goes out."""
+
+    def ended(self, visit: Visit, seconds: float) -> None:
+        """All is sent, or nobody listens any more."""
+
+
+def no_span(_visit: Visit) -> AbstractContextManager[None]:
+    """Of a server that traces nothing."""
+    return contextlib.nullcontext()
+
+
+class Visits:
+    """The outermost layer: makes the visit and tells those who count, log and trace it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        counts: Counts,
+        *,
+        log: Callable[[Visit, float], None] | None = None,  # with the seconds that it took
+        span: Callable[[Visit], AbstractContextManager[None]] = no_span,
+    ) -> None:
+        self.app = app
+        self._counts, self._log, self._span = counts, log, span
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        visit = Visit(scope)
+        token = VISIT.set(visit)
+        began = time.perf_counter()
+        self._counts.began()
+        try:
+            with self._span(visit):
+                await self._pass_on(visit, receive, send)
+        finally:
+            seconds = time.perf_counter() - began
+            self._counts.ended(visit, seconds)
+            if self._log is not None:
+                self._log(visit, seconds)  # within the visit, so that the line has its id
+            VISIT.reset(token)
+
+    async def _pass_on(self, visit: Visit, receive: Receive, send: Send) -> None:
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                visit.streams = _is_event_stream(message)
+                self._counts.responded(visit)
+            await send(message)
+
+        try:
+            await self.app(visit.scope, receive, watched)
+        except Exception:
+            visit.status = visit.status or SERVER_ERROR
+            raise
+        finally:
+            visit.status = visit.status or CLIENT_CLOSED
+
+
+def _is_event_stream(message: Message) -> bool:
+    headers = dict(message["headers"])
+    return bytes(headers.get(b"content-type", b"")).startswith(b"text/event-stream")

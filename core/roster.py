@@ -1,0 +1,159 @@
+"""The roster: every request there is, waiting or running, from its admission to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from sortedcontainers import SortedDict
+
+from ..radix_cache import PrefixCache
+from .admission import SchedulerLimits, check_fits, check_token_ids, shares_prefill, would_fit
+from .errors import InvalidRequest, QueueFull
+from .queue import WaitingQueue
+from .request import Request, RequestStatus
+from .tenants import Crowd
+
+MAX_PASSED = 16  # waiting requests that a round passes over because their prefix is on its way
+
+
+class Roster:
+    """Who waits and who runs; a request is in exactly one of both.
+
+    Only its methods change ``running``, ``waiting`` and `Request.status`. ``capacity``: tokens
+    that one request may reach.
+    """
+
+    def __init__(self, limits: SchedulerLimits, capacity: int) -> None:
+        self.capacity = capacity
+        self.running: dict[str, Request] = {}
+        self.waiting = WaitingQueue(limits.aging_seconds)
+        self._limits = limits
+        self._by_id: dict[str, Request] = {}
+        self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # by deadline
+        self._crowd = Crowd()
+        self._num_arrived = 0
+        self._now = 0.0  # of the latest arrival or round
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def ids(self) -> Collection[str]:
+        """Of all of them, in the order of their arrival."""
+        return self._by_id.keys()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that lack their KV and are no mere decode. O(running)."""
+        pending = (request.num_pending for request in self.running.values())
+        return sum(each for each in pending if each > 1) + self.waiting.num_tokens
+
+    def get(self, request_id: str) -> Request | None:
+        """The request of that id, if there is one."""
+        return self._by_id.get(request_id)
+
+    def check(self, request: Request, ahead: Collection[Request] = ()) -> None:
+        """Refuse what cannot be served; those ``ahead`` are about to be added.
+
+        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
+        does not have and for a request id that is in use.
+        """
+        if request.request_id in self._by_id:
+            raise InvalidRequest("request_id is in use", param="request_id")
+        check_fits(request, self.capacity)
+        check_token_ids(request, self._limits.vocab_size)
+        self._check_room(request, ahead)
+
+    def _check_room(self, request: Request, ahead: Collection[Request]) -> None:
+        """While several tenants are here, none may hold more places to wait than it leaves free.
+
+        So one who floods the queue gets half of it, two get a third each, and so on: a newcomer
+        finds a place. A tenant that is alone may have all.
+        """
+        most = self._limits.max_queued + self._limits.max_running
+        num_free = most - len(self._by_id) - len(ahead)
+        shares = self._crowd.meet(request.tenant, self._now)
+        if num_free <= 0:
+            raise QueueFull(f"{len(self.waiting) + len(ahead)} requests are waiting already")
+        if not shares:
+            return
+        num_own = self.waiting.num_of(request.tenant)
+        num_own += sum(each.tenant == request.tenant for each in ahead)
+        num_soon = self._limits.max_running - len(self.running)  # need not wait
+        if num_own - num_soon >= min(num_free, self._limits.max_queued):
+            raise QueueFull(f"{num_own} requests of yours are waiting already")
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that `check` let through."""
+        params = request.sampling.params
+        asked = self.capacity
+        if params.max_tokens is not None:
+            asked = min(asked, request.prompt_len + params.max_tokens)
+        request.max_len = asked
+        request.arrival_time, request.serial = now, self._num_arrived
+        request.urgency = now + request.priority * self._limits.aging_seconds
+        request.usage.prompt_tokens = request.prompt_len
+        self._num_arrived += 1
+        self._now = now
+        self.waiting.add(request)
+        self._by_id[request.request_id] = request
+        if request.deadline is not None:
+            self._due[now + request.deadline, request.serial] = request
+
+    def begin_round(self, now: float) -> None:
+        """Tell the time before requests are let in."""
+        self._now = now
+        self.waiting.begin_round(now)
+
+    def candidates(self, cache: PrefixCache) -> Iterator[Request]:
+        """Who may run from now on, one by one; each is to be let in before the next is asked for.
+
+        A request whose prefix is being computed waits for that, and others go first.
+        """
+        num_passed = 0
+        while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
+            if len(self.running) >= self._limits.max_running:
+                return
+            if shares_prefill(cache, request, self.running.values()):
+                self.waiting.pass_over(request)
+                num_passed += 1
+                continue
+            if not would_fit(cache, request, len(self.running)):
+                return  # those behind it must not take the pages that it waits for
+            yield request
+
+    def let_in(self, request: Request) -> None:
+        """A waiting request runs."""
+        self.waiting.remove(request)
+        self.running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+
+    def send_back(self, request: Request) -> None:
+        """A running request waits again."""
+        del self.running[request.request_id]
+        request.status = RequestStatus.WAITING
+        self.waiting.add(request)
+
+    def discard(self, request: Request) -> None:
+        """A request ended."""
+        if request.status is RequestStatus.RUNNING:
+            del self.running[request.request_id]
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._by_id[request.request_id]
+        if request.deadline is not None:
+            del self._due[request.arrival_time + request.deadline, request.serial]
+
+    def late(self, now: float) -> list[Request]:
+        """Those whose deadline has passed. O(1), and O(log n) for each of them."""
+        count = self._due.bisect_right((now, self._num_arrived))
+        return list(self._due.values()[:count])
+
+    def check_all(self) -> None:
+        """Asserts that the queue and the deadlines are those of the requests. O(n)."""
+        self.waiting.check()
+        ids = [*self.running, *(request.request_id for request in self.waiting.requests)]
+        assert len(ids) == len(self._by_id), "a request is in exactly one state"
+        timed = {request for request in self._by_id.values() if request.deadline is not None}
+        assert set(self._due.values()) == timed, "a deadline is not awaited, or in vain"

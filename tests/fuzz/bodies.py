@@ -1,0 +1,217 @@
+"""Bodies that are served, and how to put something else into one place of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+Place = tuple[str | int, ...]
+"""Where a value stands in a body."""
+
+MARK = "@@here@@"
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SAMPLED = {
+    "max_tokens": 3,
+    "n": 1,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "stop": ["zzz"],
+    "stop_token_ids": [7],
+    "seed": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {"7": 1.0},
+    "allowed_token_ids": None,
+    "bad_words": ["zzz"],
+    "ignore_eos": False,
+    "speculation": 2,
+    "cache_salt": "s",
+    "priority": 0,
+    "deadline_ms": 60000,
+    "cache": {"read": True, "write": True},
+    "stream": False,
+    "explain_cache": False,
+    "model": None,
+    "stream_options": {"include_usage": True},
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m", "prewarm": False},
+}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "s"}]},
+                {"role": "user", "content": "hi", "name": "n"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c", "content": "1"},
+            ],
+            **SAMPLED,
+            "logprobs": True,
+            "top_logprobs": 1,
+            "prediction": {"type": "content", "content": "x"},
+        },
+        {
+            "messages": HI,
+            "max_tokens": 3,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": SCHEMA},
+            },
+        },
+        {
+            "messages": HI,
+            "max_tokens": 3,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+        },
+        {
+            "messages": HI,
+            "max_completion_tokens": 3,
+            "structured_outputs": {"json": SCHEMA},
+            "chat_template_kwargs": {"enable_thinking": True},
+            "reasoning_effort": "low",
+        },
+    ],
+    "/v1/completions": [
+        {"prompt": "hi", **SAMPLED, "echo": False, "logprobs": 1, "best_of": 1, "prediction": "x"},
+        {"prompt": ["a", "b"], "max_tokens": 2},
+        {"prompt": [[5, 6], [7]], "max_tokens": 2},
+        {"prompt": "hi", "max_tokens": 3, "regex": "a+"},
+        {"prompt": "hi", "max_tokens": 3, "json_schema": SCHEMA},
+        {"prompt": "hi", "max_tokens": 3, "grammar": 'start: "a"'},
+        {"prompt": "hi", "max_tokens": 3, "choice": ["a", "b"]},
+    ],
+    "/v1/branches": [
+        {
+            "prompt": "hi",
+            "max_tokens": 2,
+            "branches": [
+                {"prompt": "a", "seed": 1, "temperature": 0.5},
+                {"prompt": "b", "stop": ["zzz"], "max_tokens": 2},
+            ],
+        },
+        {"messages": HI, "max_tokens": 2, "branches": [{"messages": HI}, {}]},
+    ],
+    "/v1/responses": [
+        {
+            "input": [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "hi"}],
+                },
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+            ],
+            "instructions": "i",
+            "max_output_tokens": 3,
+            "metadata": {"a": "b"},
+            "store": True,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 1,
+            "reasoning": {"effort": "low"},
+        },
+        {
+            "input": "hi",
+            **SAMPLED,
+            "max_tokens": None,
+            "max_output_tokens": 3,
+            "truncation": "auto",
+        },
+        {
+            "input": "hi",
+            "max_output_tokens": 3,
+            "tool_choice": {"type": "function", "name": "f"},
+            "tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+        },
+        {
+            "input": "hi",
+            "max_output_tokens": 3,
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        },
+    ],
+    "/v1/responses/input_tokens": [{"input": "hi", "instructions": "i"}],
+    "/v1/messages": [
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "text",
+                            "text": "hi",
+                            "cache_control": {"type": "ephemeral", "ttl": "5m"},
+                        }
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "t", "content": "1"}],
+                },
+            ],
+            **SAMPLED,
+            "system": [{"type": "text", "text": "s"}],
+            "stop_sequences": ["zzz"],
+        },
+        {
+            "messages": HI,
+            "max_tokens": 3,
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "thinking": {"type": "disabled"},
+        },
+        {
+            "messages": HI,
+            "max_tokens": 3,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": HI, "system": "s"}],
+    "/tokenize": [
+        {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True},
+        {"messages": HI},
+    ],
+    "/detokenize": [{"tokens": [5, 6]}],
+    "/cache/flush": [{"cache_salt": "s", "prefix": list(range(16))}, {"prefix": HI * 4}],
+}
+"""By path, with a value in as many places as can be."""
+
+
+def places(value: Any, at: Place = ()) -> Iterator[Place]:
+    """Every place in a body, the body itself first."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else _numbered(value)
+    for key, each in inner:
+        yield from places(each, (*at, key))
+
+
+def replaced(body: Any, place: Place, text: str) -> bytes:
+    """The body as JSON, with this text in one place, well-formed or not."""
+    marked = json.dumps(_marked(body, place))
+    return marked.replace(f'"{MARK}"', text).encode("utf-8", "surrogatepass")
+
+
+def _marked(body: Any, place: Place) -> Any:
+    if not place:
+        return MARK
+    key, rest = place[0], place[1:]
+    if isinstance(body, list):
+        return [_marked(each, rest) if at == key else each for at, each in enumerate(body)]
+    return {**body, key: _marked(body.get(key), rest)}
+
+
+def _numbered(value: Any) -> Iterator[tuple[int, Any]]:
+    return iter(enumerate(value if isinstance(value, list) else ()))

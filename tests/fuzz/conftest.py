@@ -1,0 +1,39 @@
+"""``pytest tests/fuzz --fuzz-examples N --fuzz-seed S``: how long, and from where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from fuzz.inprocess import App
+
+EXAMPLES, SEED = 8, 1
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How many inputs each generator makes, and the seed that they follow from."""
+
+    examples: int
+    seed: int
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fuzz")
+    group.addoption("--fuzz-examples", type=int, default=EXAMPLES, help="inputs per generator")
+    group.addoption("--fuzz-seed", type=int, default=SEED, help="the same seed, the same inputs")
+
+
+@pytest.fixture(scope="session")
+def effort(request: pytest.FixtureRequest) -> Effort:
+    """As the command line says; the defaults where tests/fuzz is not on it."""
+    option = request.config.getoption
+    return Effort(option("--fuzz-examples", EXAMPLES), option("--fuzz-seed", SEED))
+
+
+@pytest.fixture(scope="session")
+def app() -> Iterator[App]:
+    app = App()
+    yield app
+    app.close()

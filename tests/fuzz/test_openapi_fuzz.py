@@ -1,0 +1,166 @@
+"""Every operation of /openapi.json, with data that its schemas allow, and with other data.
+
+The answers must be what the document says, and nothing else: statuses, headers, content types,
+bodies, events. Data that the document forbids must be refused, in the words of the API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from fuzz.conftest import Effort
+from fuzz.inprocess import App
+from fuzz.shapes import check_refusal
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from schemathesis import GenerationMode, checks
+
+from foretoken.api.openapi import EVENTS, OPERATIONS
+from foretoken.core.params import FORMS
+
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+]
+ENOUGH = 40  # inputs, of which some are accepted
+ASTRAY = ("cache_salt", "previous_id", "after")  # lead a known id to nowhere
+WITHOUT_DATA = [
+    (method, path)
+    for (method, path), known in OPERATIONS.items()
+    if known.body is None and not known.query and "{" not in path
+]
+WITH_DATA = [each for each in OPERATIONS if each not in WITHOUT_DATA]
+
+
+@pytest.fixture(scope="session")
+def document(app: App) -> dict[str, Any]:
+    return dict(app.ask("GET", "/openapi.json").json())
+
+
+@pytest.fixture(scope="session")
+def schema(document: dict[str, Any]) -> Any:
+    return schemathesis.openapi.from_dict(document)
+
+
+@pytest.fixture
+def known(app: App) -> dict[str, str]:
+    """Values of parameters that lead somewhere."""
+    kept = app.post("/v1/responses", {"input": "hi", "store": True, "max_output_tokens": 2})
+    response_id = kept.json()["id"]
+    return {"id": response_id, "response_id": response_id, "name": "foretoken-builtin"}
+
+
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), WITH_DATA)
+def test_what_the_document_says_is_so(method, path, mode, app, schema, document, known, effort):
+    operation = schema[path][method]
+    answered = [0]
+
+    def one(case: schemathesis.Case, is_known: bool) -> None:
+        note(f"--fuzz-seed {effort.seed}")
+        _steer(case, known if is_known else {})
+        response = _send(app, case)
+        answered[0] += response.status_code == 200
+        _check(case, response, document)
+
+    cases = operation.as_strategy(generation_mode=mode)
+    _explore(effort, one, cases, st.sampled_from((True, True, False)))
+    is_shallow = mode is GenerationMode.NEGATIVE or effort.examples < ENOUGH
+    assert is_shallow or answered[0], "nothing was accepted"
+
+
+@pytest.mark.parametrize(("method", "path"), WITHOUT_DATA)
+def test_what_takes_nothing_answers_as_it_is_written(method, path, app, schema, document):
+    case = schema[path][method].Case()
+    _check(case, _send(app, case), document)
+
+
+def _explore(effort: Effort, check: Callable[..., None], *inputs: st.SearchStrategy[Any]) -> None:
+    """Run the check on inputs that follow from the seed alone."""
+    bounded = settings(
+        max_examples=effort.examples,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    bounded(seeded(effort.seed)(given(*inputs)(check)))()
+
+
+def _steer(case: schemathesis.Case, known: dict[str, str]) -> None:
+    """Past what would hide everything else: models and ids that are not here, forms at odds."""
+    body = case.body
+    if isinstance(body, dict):
+        if isinstance(body.get("model"), str):
+            body["model"] = None
+        for name in [form for form in FORMS if body.get(form) is not None][1:]:
+            del body[name]
+        if "/responses" in case.path and known:
+            body.pop("previous_response_id", None)
+            body.setdefault("input", "hi")
+        case.body = _whole(body)
+    for place in (case.path_parameters, case.query):
+        for name in [*place]:
+            if name in known:
+                place[name] = known[name]
+            elif known and name in ASTRAY:
+                del place[name]
+
+
+def _whole(value: Any) -> Any:
+    """JSON schema calls 2.0 an integer; the routes do not, and no schema can tell."""
+    if isinstance(value, dict):
+        return {name: _whole(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _send(app: App, case: schemathesis.Case) -> httpx.Response:
+    given = case.as_transport_kwargs(base_url="http://testserver")
+    names = ("method", "url", "headers", "params", "data", "json", "cookies")
+    made = requests.Request(**{name: given[name] for name in names if name in given}).prepare()
+    content = made.body.encode() if isinstance(made.body, str) else made.body
+    headers = {name: value for name, value in made.headers.items() if name != "Content-Length"}
+    return app.ask(str(made.method), str(made.url), content, headers)
+
+
+def _check(case: schemathesis.Case, response: httpx.Response, document: dict[str, Any]) -> None:
+    case.validate_response(response, checks=CHECKS)
+    _check_status(response)
+    if response.headers["content-type"].startswith(EVENTS):
+        content = document["paths"][case.path]["post"]["responses"]["200"]["content"]
+        _check_events(
+            response.text, content[EVENTS]["schema"] | {"components": document["components"]}
+        )
+
+
+def _check_status(response: httpx.Response) -> None:
+    is_late = response.status_code == 503 and "deadline" in response.json()["error"]["message"]
+    assert is_late or response.status_code < 500, response.text
+    if response.status_code >= 400:
+        check_refusal(response)
+
+
+def _check_events(text: str, schema: dict[str, Any]) -> None:
+    """Every event is of its schema, and none is an error."""
+    validator = Draft202012Validator(schema)
+    events = [
+        line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")
+    ]
+    assert events
+    for event in events:
+        if event != "[DONE]":
+            validator.validate(json.loads(event))
+            assert "error" not in json.loads(event) or event.startswith('{"type":"response')

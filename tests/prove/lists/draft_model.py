@@ -1,0 +1,95 @@
+"""Mistakes in drafting by a language model."""
+
+from __future__ import annotations
+
+from ..mutation import Mutation
+
+LM = "tests/draft/test_lm.py"
+LM_OPTIONS = "tests/draft/test_lm_options.py"
+TAU = "tests/draft/test_tau.py"
+
+MUTATIONS = (
+    Mutation(
+        "tau-judges-the-token-before",
+        "draft/tau.py",
+        "token_id == row.tokens[at] for token_id in drawn",
+        "token_id == row.tokens[at - 1] for token_id in drawn",
+        (f"{TAU}::test_each_tau_is_judged_by_what_it_would_have_drawn",),
+        "each tau is judged by what it would have drawn",
+    ),
+    Mutation(
+        "tau-keeps-logits-that-change",
+        "draft/tau.py",
+        "len(row.tokens), logits.clone()",
+        "len(row.tokens), logits",
+        (f"{TAU}::test_logits_that_change_later_do_not_matter",),
+        "logits are lent for the call",
+    ),
+    Mutation(
+        "tau-wins-and-losses-swapped",
+        "draft/tau.py",
+        "np.outer(right, ~right)",
+        "np.outer(~right, right)",
+        (f"{TAU}::test_an_under_confident_draft_is_sharpened_and_accepted_more_often",),
+        "an under-confident draft is sharpened",
+    ),
+    Mutation(
+        "tau-remembers-who-left",
+        "draft/tau.py",
+        "            self._kept.pop(request_id, None)\n\n    def judge",
+        "            self._kept.get(request_id, None)\n\n    def judge",
+        (f"{TAU}::test_nothing_is_kept_of_requests_that_left_or_have_no_answer",),
+        "nothing is kept of requests that left",
+    ),
+    Mutation(
+        "lm-trusts-pages-that-changed-hands",
+        "draft/lm.py",
+        "            self._ready[page_id] = 0\n",
+        "            pass\n",
+        (f"{LM}::test_pages_that_change_hands_lose_the_drafts_kv",),
+        "law 3: a fresh page has no draft KV",
+    ),
+    Mutation(
+        "lm-counts-kv-it-never-wrote",
+        "draft/lm.py",
+        "track.num_computed += min(agreed, len(chain.token_ids) - 1)",
+        "track.num_computed += agreed",
+        (f"{LM}::test_a_model_that_drafts_for_itself_is_always_right",),
+        "the last draft token has no KV",
+    ),
+    Mutation(
+        "lm-keeps-kv-of-rejected-drafts",
+        "draft/lm.py",
+        "track.num_computed += min(agreed, len(chain.token_ids) - 1)",
+        "track.num_computed += min(len(committed), len(chain.token_ids)) - 1",
+        (f"{LM}::test_kv_of_rejected_drafts_is_computed_anew",),
+        "KV of rejected drafts is computed anew",
+    ),
+    Mutation(
+        "lm-catches-up-at-once",
+        "draft/lm.py",
+        "room, stops = self._window + len(rows), {}",
+        "room, stops = 1 << 30, {}",
+        (f"{LM}::test_missing_draft_kv_is_caught_up_a_window_at_a_time",),
+        "catching up stays within a window",
+    ),
+    Mutation(
+        "lm-drafts-beyond-its-context",
+        "draft/lm.py",
+        "return len(row.tokens) + row.max_draft <= self._decoder",
+        "return len(row.tokens) <= self._decoder",
+        (
+            f"{LM}::test_a_draft_model_with_a_shorter_context_stops_drafting_there",
+            f"{LM_OPTIONS}::test_where_the_context_ends_there_is_no_backlog",
+        ),
+        "a shorter context stops drafting there",
+    ),
+    Mutation(
+        "confidence-learns-behind-a-refusal",
+        "draft/confidence.py",
+        "in enumerate(probs[: num_accepted + 1]):",
+        "in enumerate(probs):",
+        (f"{LM_OPTIONS}::test_a_level_follows_its_own_outcomes",),
+        "what follows a refused token says nothing",
+    ),
+)

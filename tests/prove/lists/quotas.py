@@ -1,0 +1,34 @@
+"""Mistakes in the share of the cache that one tenant may keep."""
+
+from __future__ import annotations
+
+from ..mutation import Mutation
+
+QUOTA = "tests/radix_cache/test_quota.py"
+
+MUTATIONS = (
+    Mutation(
+        "quota-evicts-the-modest",
+        "radix_cache/tree.py",
+        "leaf = self._index.first_of(beyond) if beyond else None",
+        "leaf = None",
+        (QUOTA,),
+        "what a tenant has beyond its quota goes first",
+    ),
+    Mutation(
+        "quota-takes-more-than-the-excess",
+        "radix_cache/tree.py",
+        "return leaf, min(missing, self.owned.excess(leaf.namespace)), True",
+        "return leaf, missing, True",
+        (QUOTA,),
+        "a tenant that keeps to its quota is one of many",
+    ),
+    Mutation(
+        "quota-forgets-what-was-dropped",
+        "radix_cache/tree.py",
+        "        self.owned.add(leaf.namespace, -len(leaf.page_ids))\n",
+        "",
+        (QUOTA,),
+        "what a tenant owns is what it has in the tree",
+    ),
+)

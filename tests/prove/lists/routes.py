@@ -1,0 +1,176 @@
+"""Mistakes in the HTTP routes: fields, errors, streams."""
+
+from __future__ import annotations
+
+from ..mutation import Mutation
+
+OPENAI = "tests/api/test_openai.py"
+HTTP = "tests/api/test_http.py"
+TOOL_CALLS = "tests/api/test_tool_calls.py"
+BRANCHES = "tests/api/test_branches_route.py"
+
+MUTATIONS = (
+    Mutation(
+        "sse-has-no-end",
+        "api/writer.py",
+        "        yield DONE\n",
+        "        yield b''\n",
+        (f"{HTTP}::test_an_event_stream_says_what_it_is",),
+        "I4: a stream ends with its terminal event",
+    ),
+    Mutation(
+        "sse-usage-unasked",
+        "api/writer.py",
+        "        if self._include_usage:\n            yield self._event([], self._usage(usage))",
+        "        yield self._event([], self._usage(usage))",
+        (f"{OPENAI}::test_without_include_usage_there_is_no_usage_chunk",),
+        "usage is streamed only when asked for",
+    ),
+    Mutation(
+        "sse-swallows-an-error",
+        "api/sse.py",
+        "            await _write(send, self._on_error(answer))\n",
+        "            pass\n",
+        (f"{OPENAI}::test_an_error_inside_a_stream_is_raised_by_the_client",),
+        "I4: an error in a stream is an event",
+    ),
+    Mutation(
+        "sse-forgets-to-close",
+        "api/sse.py",
+        "            await self._events.aclose()\n            self._close()\n",
+        "            await self._events.aclose()\n",
+        (f"{HTTP}::test_a_client_that_leaves_before_the_first_byte_aborts_its_request",),
+        "a client that leaves ends its answer",
+    ),
+    Mutation(
+        "sse-does-not-watch-the-client",
+        "api/sse.py",
+        'while (await receive())["type"] != "http.disconnect":',
+        "while await receive():",
+        (f"{HTTP}::test_a_client_that_leaves_before_the_first_byte_aborts_its_request",),
+        "an idle disconnect is noticed",
+    ),
+    Mutation(
+        "chat-prefers-the-old-limit",
+        "api/chat.py",
+        "max_tokens=body.max_tokens if asked is None else asked,",
+        "max_tokens=asked if body.max_tokens is None else body.max_tokens,",
+        (f"{OPENAI}::test_of_the_two_limits_of_a_chat_the_newer_one_counts",),
+        "max_completion_tokens bounds a chat",
+    ),
+    Mutation(
+        "chat-sends-empty-lists-of-calls",
+        "api/chat.py",
+        "    if delta.calls:  # never",
+        "    if delta.calls is not None:  # never",
+        (
+            f"{OPENAI}::test_streamed_chunks_follow_the_rules_of_the_clients",
+            f"{TOOL_CALLS}::test_a_call_arrives_whole_and_as_a_stream",
+        ),
+        "clients count on it that there is no empty list",
+    ),
+    Mutation(
+        "aborted-answers-look-whole",
+        "api/writer.py",
+        "    if num_tokens == 0:\n",
+        "    if num_tokens < 0:\n",
+        (f"{HTTP}::test_a_request_given_up_before_it_began_is_a_503",),
+        "a deadline that passed while waiting is a 503",
+    ),
+    Mutation(
+        "schema-loses-the-seed",
+        "api/schema.py",
+        '"ignore_eos", "seed", "presence_penalty"',
+        '"ignore_eos", "presence_penalty"',
+        (f"{OPENAI}::test_fields_reach_the_engine",),
+        "same seed, same tokens",
+    ),
+    Mutation(
+        "schema-deadline-in-seconds",
+        "api/schema.py",
+        "body.deadline_ms / 1000",
+        "body.deadline_ms",
+        (f"{OPENAI}::test_fields_reach_the_engine",),
+        "a deadline is in milliseconds",
+    ),
+    Mutation(
+        "schema-ignores-a-refused-field",
+        "api/schema.py",
+        '"prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",',
+        '"truncate_prompt_tokens", "include_stop_str_in_output",',
+        (f"{OPENAI}::test_what_would_be_ignored_although_it_asks_for_something_is_refused",),
+        "a field that cannot be honoured is refused",
+    ),
+    Mutation(
+        "schema-takes-broken-utf8",
+        "api/schema.py",
+        "            data.decode()  # msgspec",
+        "            bytes(data)  # msgspec",
+        (f"{HTTP}::test_a_malformed_body_is_a_400_with_openais_error",),
+        "bad UTF-8 is a 400",
+    ),
+    Mutation(
+        "errors-do-not-name-the-field",
+        "api/errors.py",
+        "return ApiError(400, str(error), param=error.param)",
+        "return ApiError(400, str(error))",
+        (f"{OPENAI}::test_a_bad_field_is_a_400_that_names_it",),
+        "a 400 names its field",
+    ),
+    Mutation(
+        "errors-without-retry-after",
+        "api/errors.py",
+        'code="queue_full", headers=headers',
+        'code="queue_full"',
+        (f"{OPENAI}::test_each_exception_has_its_status_before_any_stream",),
+        "429 with a computed Retry-After",
+    ),
+    Mutation(
+        "errors-round-retry-after-down",
+        "api/errors.py",
+        "math.ceil(seconds)",
+        "math.floor(seconds)",
+        (f"{OPENAI}::test_each_exception_has_its_status_before_any_stream",),
+        "who comes back after Retry-After finds room",
+    ),
+    Mutation(
+        "errors-tell-what-failed-inside",
+        "api/errors.py",
+        "return ApiError(500, INTERNAL, kind",
+        "return ApiError(500, str(error), kind",
+        (f"{HTTP}::test_an_unexpected_exception_tells_nothing",),
+        "text of unexpected exceptions never reaches a client",
+    ),
+    Mutation(
+        "branches-leave-the-others-running",
+        "api/branches.py",
+        "        except BaseException:\n            _close(turns)\n            raise",
+        "        except BaseException:\n            raise",
+        (f"{BRANCHES}::test_when_one_branch_is_refused_none_runs_on",),
+        "when one branch is refused none runs on",
+    ),
+    Mutation(
+        "branches-name-the-wrong-place",
+        "api/branches.py",
+        'index = int(found["index"]) - self.num_shared',
+        'index = int(found["index"])',
+        (f"{BRANCHES}::test_an_error_names_the_place_in_the_branch",),
+        "an error names its place in the body",
+    ),
+    Mutation(
+        "usage-forgets-prompts-in-the-total",
+        "api/shapes.py",
+        '"total_tokens": usage.prompt_tokens + usage.completion_tokens,',
+        '"total_tokens": usage.completion_tokens,',
+        (f"{OPENAI}::test_a_chat_answer_has_openais_shape",),
+        "usage adds up",
+    ),
+    Mutation(
+        "logprobs-that-json-cannot-carry",
+        "api/shapes.py",
+        "return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB",
+        "return max(logprob, LOWEST_LOGPROB)",
+        (f"{OPENAI}::test_a_logprob_is_always_a_number_that_json_has",),
+        "JSON has neither infinity nor NaN",
+    ),
+)

@@ -1,0 +1,165 @@
+"""Mistakes in the radix tree: locks, splits, eviction."""
+
+from __future__ import annotations
+
+from ..mutation import Mutation
+
+TREE = "tests/radix_cache/test_tree.py"
+CACHE = "tests/radix_cache/test_prefix_cache.py"
+ACTORS = "tests/radix_cache/test_cache_actors.py"
+EVICTION = "tests/radix_cache/test_eviction.py"
+
+MUTATIONS = (
+    Mutation(
+        "tree-unlock-skips-the-path",
+        "radix_cache/tree.py",
+        "        for node in lock.node.path():\n            self._let_go(node, lock)",
+        "        for node in [lock.node]:\n            self._let_go(node, lock)",
+        (TREE,),
+        "I2: locks equal the live handles at or below",
+    ),
+    Mutation(
+        "tree-unlock-files-no-leaf",
+        "radix_cache/tree.py",
+        "            self._let_go(node, lock)\n        self._settle(lock.node)",
+        "            self._let_go(node, lock)",
+        (TREE,),
+        "an unlocked leaf can be evicted",
+    ),
+    Mutation(
+        "tree-locks-the-last-node-alone",
+        "radix_cache/tree.py",
+        "        for held in node.path():\n            self._hold(held, lock)",
+        "        for held in [node]:\n            self._hold(held, lock)",
+        (TREE,),
+        "I2: a parent's locks are at least its children's",
+    ),
+    Mutation(
+        "tree-locks-a-stale-match",
+        "radix_cache/tree.py",
+        "if match.epoch != self.epoch:",
+        "if match.epoch > self.epoch:",
+        (TREE,),
+        "a match is void once a node was cut or dropped",
+    ),
+    Mutation(
+        "tree-lock-holds-more-than-the-match",
+        "radix_cache/tree.py",
+        "if match.num_node_pages < len(node.page_ids):",
+        "if match.num_node_pages < len(node.page_ids) - 1:",
+        (TREE,),
+        "a receipt holds exactly what it matched",
+    ),
+    Mutation(
+        "tree-splits-one-page-late",
+        "radix_cache/tree.py",
+        "lower.key[:cut], lower.page_ids[:num_pages])",
+        "lower.key[:cut], lower.page_ids[: num_pages + 1])",
+        (TREE,),
+        "I7: a node's pages are those of its tokens",
+    ),
+    Mutation(
+        "tree-split-forgets-locks",
+        "radix_cache/tree.py",
+        "        upper.locks, upper.pins = lower.locks, lower.pins\n",
+        "",
+        (TREE,),
+        "I2: the upper half of a split is held, too",
+    ),
+    Mutation(
+        "tree-split-keeps-matches-alive",
+        "radix_cache/tree.py",
+        "        self.num_nodes += 1\n        self.epoch += 1\n        return upper",
+        "        self.num_nodes += 1\n        return upper",
+        (TREE,),
+        "a match is void once a node was cut",
+    ),
+    Mutation(
+        "tree-drop-keeps-matches-alive",
+        "radix_cache/tree.py",
+        "        self.epoch += 1\n        self._settle(leaf.parent)",
+        "        self._settle(leaf.parent)",
+        (TREE, ACTORS),
+        "a match is void once a node was dropped",
+    ),
+    Mutation(
+        "tree-grows-a-shared-leaf-in-place",
+        "radix_cache/tree.py",
+        "if node.locks > 1 or node.children or node.parent is None:",
+        "if node.children or node.parent is None:",
+        (TREE,),
+        "another's receipt does not grow",
+    ),
+    Mutation(
+        "tree-namespaces-share-a-root",
+        "radix_cache/tree.py",
+        "return self._roots.setdefault(namespace, Node(namespace))",
+        "return self._roots.setdefault(None, Node(None))",
+        (TREE,),
+        "cache_salt separates tenants in KV",
+    ),
+    Mutation(
+        "tree-matches-any-namespace",
+        "radix_cache/tree.py",
+        "self._roots.get(namespace), 0, 0",
+        "self._roots.get(namespace) or self._roots.get(None), 0, 0",
+        (TREE, CACHE),
+        "cache_salt separates tenants in KV",
+    ),
+    Mutation(
+        "tree-evicts-one-page-too-many",
+        "radix_cache/tree.py",
+        "missing = num_pages - len(freed)\n",
+        "missing = num_pages - len(freed) + 1\n",
+        (TREE,),
+        "exactly as many pages as were asked for",
+    ),
+    Mutation(
+        "tree-trims-the-front",
+        "radix_cache/tree.py",
+        "tail = leaf.page_ids[-num_pages:]",
+        "tail = leaf.page_ids[:num_pages]",
+        (TREE,),
+        "law 2: the pages that go are those that left the node",
+    ),
+    Mutation(
+        "tree-flush-takes-what-is-borrowed",
+        "radix_cache/tree.py",
+        "while node.parent is not None and not node.locks and not node.children:",
+        "while node.parent is not None and not node.children:",
+        (TREE, CACHE),
+        "law 2: what a request borrows is not dropped",
+    ),
+    Mutation(
+        "tree-flush-forgets-its-namespace",
+        "radix_cache/tree.py",
+        "if not namespaces or leaf.namespace in namespaces:",
+        "if leaf:",
+        (TREE,),
+        "one tenant's flush leaves the others",
+    ),
+    Mutation(
+        "node-common-pages-one-too-many",
+        "radix_cache/node.py",
+        "middle = (same + bound + 1) // 2\n            piece = self.key[same * page_size : middle",
+        "middle = (same + bound + 1) // 2\n            piece = self.key[same * page_size : same",
+        (TREE,),
+        "I7: only equal pages are shared",
+    ),
+    Mutation(
+        "eviction-most-recent-first",
+        "radix_cache/eviction.py",
+        '    """Least recently used first."""\n    return node.last_used',
+        '    """Least recently used first."""\n    return -node.last_used',
+        (EVICTION,),
+        "least recently used goes first",
+    ),
+    Mutation(
+        "eviction-important-first",
+        "radix_cache/eviction.py",
+        "return -node.priority, node.last_used",
+        "return node.priority, node.last_used",
+        (EVICTION,),
+        "the least important goes first",
+    ),
+)

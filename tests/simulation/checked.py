@@ -1,0 +1,61 @@
+"""The scheduler with its invariants checked at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken.core.request import Request, RequestStatus
+from foretoken.core.scheduler import Scheduler
+from foretoken.core.step import PlanRow, StepOutput, StepPlan
+
+
+class CheckedScheduler(Scheduler):
+    """Raises AssertionError where a plan or the ledger is not as it must be."""
+
+    def schedule(self, now: float) -> StepPlan:
+        plan = super().schedule(now)
+        self.audit()
+        self._check_plan(plan)
+        for request in (*self.running.values(), *self.waiting.requests):
+            due = request.arrival_time + (request.deadline or 0.0)
+            assert request.deadline is None or due > now, "a deadline has passed unnoticed"
+        return plan
+
+    def commit(self, plan: StepPlan, output: StepOutput, now: float) -> Any:
+        before = {row.request_id: self.running[row.request_id] for row in plan.rows}
+        events = super().commit(plan, output, now)
+        self.audit()
+        for request in before.values():
+            _check_request(request)
+        return events
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        ids = [row.request_id for row in plan.rows]
+        assert len(set(ids)) == len(ids), "a request is in a plan twice"
+        assert plan.rows or not self.running, "a plan is empty while a request runs"
+        assert len(self.running) <= self.limits.max_running, "more run than may"
+        num_rows = plan.num_tokens
+        for row in plan.rows:
+            num_rows += max(row.max_draft, len(row.draft.token_ids))
+            num_rows += sum(1 + len(branch.draft.token_ids) for branch in row.branches)
+            self._check_row(row)
+        assert num_rows <= self.limits.max_batch_tokens, "a step is larger than its budget"
+
+    def _check_row(self, row: PlanRow) -> None:
+        request = self.running[row.request_id]
+        assert request.lease is not None
+        assert row.start == request.num_computed < row.stop <= len(request.tokens)
+        size, shared = self.cache.page_size, request.lease.num_shared_pages
+        assert row.start >= shared * size, "a step writes a page that the tree owns"
+        depth = max(row.max_draft, len(row.draft.token_ids))
+        assert len(row.page_ids) * size >= row.stop + depth, "a row lacks pages"
+        assert len(request.tokens) + depth < request.max_len or not depth, (
+            "a draft cannot be served"
+        )
+
+
+def _check_request(request: Request) -> None:
+    """I3 and I8 of one request that was in a step."""
+    assert len(request.tokens) <= request.max_len, "more tokens than were asked for"
+    if request.status is RequestStatus.FINISHED:
+        assert request.lease is None, "a finished request owns pages"

@@ -1,0 +1,217 @@
+"""A decoder without weights, under the real `ModelRunner`: KV and logits are hashes of prefixes.
+
+The KV of a position is a function of the tenant and of all tokens up to it, computed from the KV
+before it as that lies in the pages. So a page with foreign content is noticed when it is read,
+changes the answer as it would in earnest, and every right answer is known in advance. The next
+token depends now on the last two tokens, now on all: texts repeat themselves, and drafts come
+true sometimes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from foretoken.core.batch import Segment
+from foretoken.core.proposer import Proposer
+from foretoken.core.runner import ModelRunner
+from foretoken.core.step import PlanRow, RowSampling, StepOutput, StepPlan
+from foretoken.core.verify import NOT_FINITE, Verified, VerifyRow
+
+VOCAB_SIZE = 6
+State = tuple[int, int, int]  # KV of a position: hash of the prefix, the last two tokens
+BROKEN: State = (0, -1, -1)  # not a number
+Violation = Callable[[str], None]
+
+
+def root(salt: int) -> State:
+    """What stands before the first token."""
+    return (hash((7, salt)), 0, 0)
+
+
+def advance(state: State, token: int) -> State:
+    """The KV of a token behind a prefix."""
+    return BROKEN if state == BROKEN else (hash((state[0], token)), state[2], token)
+
+
+def choose(state: State) -> int:
+    """The token that follows."""
+    digest, before, last = state
+    return hash((before, last, 3) if digest % 4 else (digest,)) % VOCAB_SIZE
+
+
+@lru_cache(maxsize=4096)
+def solo(prompt: tuple[int, ...], salt: int, num_tokens: int) -> tuple[int, ...]:
+    """What a request gets that is served alone, without drafts and stops."""
+    state = root(salt)
+    for token in prompt:
+        state = advance(state, token)
+    said = []
+    for _ in range(num_tokens):
+        said.append(choose(state))
+        state = advance(state, said[-1])
+    return tuple(said)
+
+
+class Pages:
+    """KV by page and slot, with the face of a `KVPool`. Fresh pages hold what was there before."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.data: list[list[State | None]] = [[None] * page_size for _ in range(num_pages)]
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.data[target] = self.data[source][:]
+
+    def at(self, page_ids: Sequence[int], position: int) -> State | None:
+        return self.data[page_ids[position // self.page_size]][position % self.page_size]
+
+    def put(self, page_ids: Sequence[int], position: int, state: State) -> None:
+        self.data[page_ids[position // self.page_size]][position % self.page_size] = state
+
+
+class Chains:
+    """The right KV of every position of the requests that are there."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[RowSampling, list[State]] = WeakKeyDictionary()
+
+    def of(self, row: PlanRow) -> list[State]:
+        """One for each token; tokens only grow."""
+        chain = self._known.setdefault(row.sampling, [])
+        for token in row.tokens[len(chain) :]:
+            chain.append(advance(chain[-1] if chain else root(row.sampling.seed), token))
+        return chain
+
+
+@dataclass
+class Laid:
+    """What `RaggedBatch` tells of its segments."""
+
+    segments: Sequence[Segment]
+    lens: np.ndarray = field(init=False)
+    first_rows: np.ndarray = field(init=False)
+    states: list[list[State]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lens = np.array([len(segment.token_ids) for segment in self.segments])
+        self.first_rows = np.cumsum(self.lens) - self.lens
+
+
+class HashDecoder:
+    """A `Decoder` as far as the runner needs one; also its own sampler, greedy."""
+
+    def __init__(self, violation: Violation) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCAB_SIZE)
+        self.sampler = self
+        self.rows: Sequence[PlanRow] = ()  # of the step under way
+        self.broken: set[str] = set()  # requests whose rows come out as not a number
+        self._chains = Chains()
+        self._violation = violation
+
+    def batch(self, segments: Sequence[Segment], *, page_size: int) -> Laid:
+        return Laid(segments)
+
+    def hidden_states(self, batch: Laid, pool: Pages) -> torch.Tensor:
+        """[num_rows, 1]; writes the KV of every row."""
+        owners = [row for row in self.rows for _ in range(1 + len(row.branches))]
+        written: set[int] = set()
+        for row, segment in zip(owners, batch.segments, strict=True):
+            self._check_context(row, segment, pool)
+            self._check_writes(row, segment, pool, written)
+            state = pool.at(segment.page_ids, segment.start - 1) if segment.start else None
+            state = state or root(row.sampling.seed)
+            states = []
+            for position, token in enumerate(segment.token_ids, segment.start):
+                state = BROKEN if row.request_id in self.broken else advance(state, token)
+                states.append(state)
+                pool.put(segment.page_ids, position, state)
+            batch.states.append(states)
+        values = [math.nan if s == BROKEN else 0.0 for states in batch.states for s in states]
+        return torch.tensor(values)[:, None]
+
+    def _check_context(self, row: PlanRow, segment: Segment, pool: Pages) -> None:
+        """I7: the pages before a segment hold the KV of exactly the tokens on its path."""
+        size, chain = pool.page_size, self._chains.of(row)
+        held = [
+            each for i in segment.page_ids[: -(-segment.start // size)] for each in pool.data[i]
+        ]
+        if held[: segment.start] != chain[: segment.start]:
+            self._violation(f"foreign KV on the path of {row.request_id}")
+
+    def _check_writes(self, row: PlanRow, segment: Segment, pool: Pages, written: set[int]) -> None:
+        """No page is written by two, and drafts have pages for every token."""
+        size = pool.page_size
+        if len(segment.page_ids) * size < segment.stop:
+            self._violation(f"a page table of {row.request_id} is too short for its step")
+        pages = set(segment.page_ids[segment.start // size : -(-segment.stop // size)])
+        if pages & written:
+            self._violation(f"{row.request_id} writes a page that another path writes")
+        written |= pages
+
+    def logits(self, hidden: torch.Tensor, batch: Laid) -> torch.Tensor:
+        """[num_logits, vocab], 1 at the token that follows."""
+        wanted = [
+            state
+            for segment, states in zip(batch.segments, batch.states, strict=True)
+            for state in states[len(states) - segment.num_logits :]
+        ]
+        values = np.zeros((len(wanted), VOCAB_SIZE), dtype=np.float32)
+        values[np.arange(len(wanted)), [choose(state) for state in wanted]] = 1.0
+        values[[state == BROKEN for state in wanted]] = math.nan
+        return torch.from_numpy(values)
+
+    def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+        """What `core.verify` does at temperature 0."""
+        finite = logits.isfinite().all(dim=-1).tolist()
+        chosen = iter(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
+        return [
+            _verified(row.draft, [next(chosen) for _ in range(len(row.draft) + 1)]) for row in rows
+        ]
+
+
+def _verified(draft: Sequence[int], chosen: Sequence[tuple[int, bool]]) -> Verified:
+    token_ids: list[int] = []
+    for position, (token_id, is_finite) in enumerate(chosen):
+        if not is_finite:
+            return Verified(tuple(token_ids), len(token_ids), error=NOT_FINITE)
+        token_ids.append(token_id)
+        if position < len(draft) and draft[position] != token_id:
+            return Verified(tuple(token_ids), position)
+    return Verified(tuple(token_ids), len(draft))
+
+
+class SimulatedRunner(ModelRunner):
+    """The real runner over pages of hashes; faults come from ``before`` and ``after`` each step.
+
+    Times are told by ``seconds``, not by a clock: what is measured decides what is drafted.
+    """
+
+    def __init__(
+        self,
+        decoder: HashDecoder,
+        pool: Pages,
+        proposer: Proposer | None,
+        *,
+        before: Callable[[StepPlan], None],
+        after: Callable[[StepPlan], None],
+        seconds: Callable[[], float],
+    ) -> None:
+        super().__init__(decoder, pool, proposer)  # type: ignore[arg-type]
+        self._before, self._after, self._part_seconds = before, after, seconds
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        self.decoder.rows = plan.rows
+        self._before(plan)
+        output = super().step(plan)
+        self._after(plan)
+        times = {name: self._part_seconds() for name in ("draft", "forward", "verify")}
+        return replace(output, times=times)

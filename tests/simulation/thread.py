@@ -1,0 +1,78 @@
+"""The model thread of a simulation: a step runs inline and ends a random virtual time later."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from foretoken.core.errors import EngineDead
+from foretoken.core.model_thread import Job
+from foretoken.core.step import StepPlan
+
+from .loop import SimulatedLoop
+
+T = TypeVar("T")
+HANGS = -1.0  # seconds
+
+
+class SimulatedThread:
+    """A `StepThread` that owns no thread.
+
+    ``seconds`` tells how long each call takes, or `HANGS`. A call computes at its beginning or at
+    its end, by lot: either way, what it was lent must not change until then.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        seconds: Callable[[], float],
+        on_change: Callable[[str], None],
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.num_calls = 0
+        self.is_closed = False
+        self.under_way = 0
+        self._rng = rng
+        self._seconds = seconds
+        self._on_change = on_change
+        on_thread_start()
+
+    def start(self, work: Callable[[], T]) -> Job[T]:
+        """Begin a call. Raises `EngineDead` once closed."""
+        if self.is_closed:
+            raise EngineDead("the engine was closed")
+        if self.under_way:
+            self._on_change("two calls are under way in the one model thread")
+        self.num_calls += 1
+        self.under_way += 1
+        job, seconds = Job(work), self._seconds()
+        outcome = _outcome(work) if self._rng.random() < 0.5 else None
+        if seconds != HANGS:
+            loop = job.loop
+            assert isinstance(loop, SimulatedLoop)
+            loop.call_later(seconds, self._end, job, outcome, _lent(work))
+        return job
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self.is_closed = True
+
+    def _end(self, job: Job[Any], outcome: tuple[Any, Any] | None, lent: list[Any]) -> None:
+        self.under_way -= 1
+        if _lent(job.work) != lent:
+            self._on_change("what a step was lent changed while it ran")
+        job.end(*(outcome or _outcome(job.work)))
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as failure:  # raised where it is waited for
+        return None, failure
+
+
+def _lent(work: Callable[[], Any]) -> list[Any]:
+    """A copy of the arrays that a plan lends to the thread."""
+    plans = [arg for arg in getattr(work, "args", ()) if isinstance(arg, StepPlan)]
+    return [(row.tokens[:], row.page_ids[:]) for plan in plans for row in plan.rows]
