@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from .answer import Answer
     from .errors import ApiError
 

@@ -8,11 +8,13 @@ failed: no answer depends on them.
 from __future__ import annotations
 
 import traceback
+from array import array
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from .step import NO_DRAFT, PlanRow, StepPlan
+from .params import SamplingParams
+from .step import NO_DRAFT, PlanRow, RowSampling, StepPlan
 
 LEAST_CHUNK = 16  # tokens: where these do not fit into memory either, their request fails
 _OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc")  # in what torch and C++ say
@@ -72,6 +74,23 @@ class Retrial:
         if self._failures_left <= 0:
             self.culprits += [row for rows in self._parts for row in rows]
             self._parts.clear()
+
+    def probe(self, page_size: int) -> StepPlan:
+        """One token of nobody's, to see whether the model computes at all.
+
+        It is written where a culprit computed last: into a page of its own, that nobody will read.
+        """
+        last = self.culprits[-1]
+        page = last.page_ids[(last.stop - 1) // page_size]
+        row = PlanRow(
+            request_id="",
+            tokens=array("q", [0, 0]),  # two, so that nothing is sampled after the first
+            start=0,
+            stop=1,
+            page_ids=array("q", [page]),
+            sampling=RowSampling(params=SamplingParams(), seed=0, prompt_len=2),
+        )
+        return replace(self._plan, rows=[row], is_plain=True)
 
     def blamed(self) -> StepPlan:
         """The plan with the culprits alone."""

@@ -59,7 +59,7 @@ class Stepper:
         """Compute and commit a plan; None where that took several runs.
 
         Raises `StepHung`, and what the step raised where nothing came through for the third time
-        in a row.
+        in a row, and nothing else does either.
         """
         output = await self._run(plan, runner)
         if isinstance(output, Exception):
@@ -70,6 +70,16 @@ class Stepper:
 
     async def _run(self, plan: StepPlan, runner: StepRunner) -> StepOutput | Exception:
         began = self._clock()
+        output = await self._compute(plan, runner, began)
+        if not isinstance(output, Exception):
+            now = self._clock()
+            self._tell(self._scheduler.commit(plan, output, now))
+            self._metrics.observe_step(plan, output, began=began, computed=now, ended=self._clock())
+        return output
+
+    async def _compute(
+        self, plan: StepPlan, runner: StepRunner, began: float
+    ) -> StepOutput | Exception:
         job = self._thread.start(partial(runner.step, plan))
         self.log.begin(began)
         self._watchdog.watch(job)
@@ -77,10 +87,6 @@ class Stepper:
             self._meanwhile()
         finally:
             output = await self._outcome(job, plan)  # requests must not change under it
-        if not isinstance(output, Exception):
-            now = self._clock()
-            self._tell(self._scheduler.commit(plan, output, now))
-            self._metrics.observe_step(plan, output, began=began, computed=now, ended=self._clock())
         return output
 
     async def _outcome(self, job: Job[StepOutput], plan: StepPlan) -> StepOutput | Exception:
@@ -114,8 +120,19 @@ class Stepper:
                 retrial.passed()
         self._num_failures = 0 if retrial.num_passed else self._num_failures + 1
         if self._num_failures == MAX_FAILURES:
-            raise retrial.failure
+            await self._probe(retrial, runner)
         self._blame(retrial)
+
+    async def _probe(self, retrial: Retrial, runner: StepRunner) -> None:
+        """Raise the failure, unless a step of nobody's comes through.
+
+        Then the model is well: each of these steps was of requests that fail by themselves, as one
+        that is asked again and again.
+        """
+        plan = retrial.probe(self._scheduler.cache.page_size)
+        if isinstance(await self._compute(plan, runner, self._clock()), Exception):
+            raise retrial.failure
+        self._num_failures = 0
 
     def _blame(self, retrial: Retrial) -> None:
         culprits = [row.request_id for row in retrial.culprits]

@@ -126,7 +126,7 @@ def test_when_one_branch_is_refused_none_runs_on(http, engine):
     ("fields", "param"),
     [
         ({"branches": []}, "branches"),
-        ({"branches": [{"seeed": 1}]}, "branches[0]"),
+        ({"branches": [{"seeed": 1}]}, "branches[0].seeed"),
         ({"branches": [{"prompt": "x"}]}, "branches[0].prompt"),
         ({"branches": [{"max_tokens": 0}]}, "branches[0].max_tokens"),
         ({"branches": [{}], "n": 2}, "n"),

@@ -166,7 +166,15 @@ def test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told() ->
     assert [type(one) for one in told] == [ForetokenError] * 8 + [EngineDead] * 8
     assert not was_alive
     assert isinstance(engine.failure, RuntimeError)
-    assert len(runner.plans) == 3 * (2 + 2 * math.log2(4)), "and no run more"
+    assert len(runner.plans) == 3 * (2 + 2 * math.log2(4)) + 1, "and one of nobody's, no run more"
+
+
+def test_requests_that_fail_one_after_the_other_do_not_end_an_engine_that_computes() -> None:
+    runner = Faulty(holds(*map(str, range(7))))
+    told, engine, was_alive = serve(runner, PROMPTS[:8], max_running=1)
+    check_neighbours(told, set(map(str, range(7))))
+    assert was_alive
+    assert engine.scheduler.cache.num_free_pages + engine.scheduler.cache.num_evictable_pages == 64
 
 
 @pytest.mark.parametrize("max_running", [1, 4])

@@ -35,9 +35,7 @@ def _check_failure(world: World) -> None:
     failure, happened = world.engine.failure, world.faults.happened
     if failure is None:
         return
-    # Three in a row of which nothing came through: each may have been alone with its fault.
-    is_explained = any(happened.get(kind) for kind in FATAL_FAULTS) or happened.get("poison", 0) > 2
-    if not is_explained:
+    if not any(happened.get(kind) for kind in FATAL_FAULTS):
         world.violation(f"the engine failed without a reason: {failure!r}")
     if not isinstance(failure, Fault | OutOfMemory) and not happened.get("model hangs"):
         world.violation(f"the engine failed by itself: {failure!r}")
