@@ -23,6 +23,9 @@ NUM_SPARE = 64  # connections beyond the limit that are told so; the others are 
 SPARE_SECONDS = 1.0  # for one of those to say what it wants
 DRAIN_BYTES = 64 * 2**20  # of a body that nobody reads
 LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
+# What is no HTTP is the client's trouble: a line for each would let anybody flood the log.
+_http_logger = logging.getLogger("uvicorn.error.connection")
+_http_logger.setLevel(logging.ERROR)
 
 
 class Connection(H11Protocol):
@@ -43,6 +46,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first header is due."""
         super().connection_made(transport)
+        self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
         # Else up to 64 KiB that nobody reads would pass for written, and keep a closing socket.
         transport.set_write_buffer_limits(0)

@@ -236,7 +236,9 @@ class Tokenizer:
             logger.warning("the chat template failed: %s are nested too deeply", param)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
         except Exception as error:
-            logger.warning("the chat template failed", exc_info=error)
+            # Its tracebacks are long, and whoever can send messages could fill the log with them.
+            logger.warning("the chat template failed: %s", type(error).__name__)
+            logger.debug("the chat template failed", exc_info=error)
             raise InvalidRequest(template_error(error), param="messages") from error
 
     @cached_property
