@@ -19,8 +19,9 @@ HANGS = -1.0  # seconds
 class SimulatedThread:
     """A `StepThread` that owns no thread.
 
-    ``seconds`` tells how long each call takes, or `HANGS`. A call computes at its beginning or at
-    its end, by lot: either way, what it was lent must not change until then.
+    ``seconds`` tells how long each call takes, or `HANGS`, which only steps do: nobody watches the
+    warm-up. A call computes at its beginning or at its end, by lot: either way, what it was lent
+    must not change until then.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class SimulatedThread:
         self.under_way += 1
         job, seconds = Job(work), self._seconds()
         outcome = _outcome(work) if self._rng.random() < 0.5 else None
-        if seconds != HANGS:
+        if seconds != HANGS or not _plans(work):
             loop = job.loop
             assert isinstance(loop, SimulatedLoop)
-            loop.call_later(seconds, self._end, job, outcome, _lent(work))
+            loop.call_later(max(0.0, seconds), self._end, job, outcome, _lent(work))
         return job
 
     def close(self) -> None:
@@ -74,5 +75,8 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 def _lent(work: Callable[[], Any]) -> list[Any]:
     """A copy of the arrays that a plan lends to the thread."""
-    plans = [arg for arg in getattr(work, "args", ()) if isinstance(arg, StepPlan)]
-    return [(row.tokens[:], row.page_ids[:]) for plan in plans for row in plan.rows]
+    return [(row.tokens[:], row.page_ids[:]) for plan in _plans(work) for row in plan.rows]
+
+
+def _plans(work: Callable[[], Any]) -> list[StepPlan]:
+    return [arg for arg in getattr(work, "args", ()) if isinstance(arg, StepPlan)]

@@ -124,14 +124,6 @@ MUTATIONS = (
         "no piece of a job is lost",
     ),
     Mutation(
-        "kernel-job-ends-before-its-workers",
-        "core/native/threads.c",
-        "    take_pieces();\n    close_job();\n",
-        "    take_pieces();\n    atomic_fetch_or(&pool.gate, CLOSED);\n",
-        (THREADS,),
-        "a job is over when its last worker is",
-    ),
-    Mutation(
         "kernel-top-p-cuts-its-tie",
         "core/native/cut.c",
         "(ft_kept){key, ft_ceil_div(limit, each)}",

@@ -61,7 +61,7 @@ MUTATIONS = (
         "api/answer.py",
         "token_ids = token_ids[:-1]",
         "token_ids = token_ids[:]",
-        (SDK,),
+        (f"{SDK}::test_a_stop_token_that_the_caller_named_is_counted_and_has_no_text",),
         "a token that stops the answer has no text",
     ),
     Mutation(
@@ -69,7 +69,7 @@ MUTATIONS = (
         "api/answer.py",
         "            self._logprobs += delta.logprobs\n",
         "            self._logprobs = delta.logprobs\n",
-        (SDK,),
+        (f"{SDK}::test_logprobs_come_per_token_and_prompt_logprobs_per_prompt_token",),
         "one log-probability for each token",
     ),
     Mutation(
@@ -93,7 +93,7 @@ MUTATIONS = (
         "api/results.py",
         "prompt_tokens=first.prompt_tokens,",
         "prompt_tokens=sum(usage.prompt_tokens for usage in usages),",
-        (SDK,),
+        (f"{SDK}::test_siblings_have_their_own_seeds_and_ids_and_share_the_count_of_the_prompt",),
         "usage counts the prompt of n answers once",
     ),
     Mutation(
@@ -101,7 +101,7 @@ MUTATIONS = (
         "api/results.py",
         "total.completion_tokens += usage.completion_tokens",
         "total.completion_tokens = usage.completion_tokens",
-        (SDK,),
+        (f"{SDK}::test_siblings_have_their_own_seeds_and_ids_and_share_the_count_of_the_prompt",),
         "usage counts the tokens of all answers",
     ),
     Mutation(
@@ -109,7 +109,7 @@ MUTATIONS = (
         "api/results.py",
         "return min(missing, sum(usage.cache_write_tokens for usage in usages))",
         "return sum(usage.cache_write_tokens for usage in usages)",
-        (SDK,),
+        (f"{SDK}::test_siblings_write_no_more_of_their_prompt_than_was_missing",),
         "siblings write the prompt once",
     ),
 )
