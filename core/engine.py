@@ -119,7 +119,7 @@ class Engine:
         if request.request_id in self._mail.streams:
             raise InvalidRequest("request_id is in use", param="request_id")
         try:
-            self.scheduler.check(request, ahead=self._mail.arrived)
+            self.scheduler.check(request, ahead=self._mail.ahead_of(request.tenant))
         except QueueFull as full:
             full.retry_after = self._mail.retry_after()
             raise
@@ -285,6 +285,8 @@ class Engine:
         output = await self._stepper.step(plan, self.runner)
         if output is not None:
             self._tell_speculator(plan, output)
+        else:  # what that took is no price of the next one
+            self._round_began = self._clock()
 
     def _meanwhile(self) -> None:
         """While the model thread computes."""

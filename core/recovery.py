@@ -29,7 +29,9 @@ def is_out_of_memory(failure: BaseException) -> bool:
 
 def forget_frames(failure: BaseException | None) -> None:
     """Let go of what the frames of a failure hold: the next run may need that memory."""
-    while failure is not None:
+    seen: set[int] = set()  # causes may go round in a circle
+    while failure is not None and id(failure) not in seen:
+        seen.add(id(failure))
         traceback.clear_frames(failure.__traceback__)
         failure = failure.__cause__ or failure.__context__
 
@@ -37,9 +39,10 @@ def forget_frames(failure: BaseException | None) -> None:
 class Retrial:
     """Decides what of a failed plan is run next: halves of halves, until single rows remain.
 
-    One culprit among n rows is found in 2 log2 n runs. When more than that have failed, all that is
-    left is to blame. Where memory ran out over chunks of prompts, half as many of their tokens are
-    run; the rest of them waits for a later step.
+    One culprit among n rows is found in 2 log2 n runs. Those that come through earn as many more;
+    when these are used up, parts are run once as they are, and are to blame as a whole. Where
+    memory ran out over chunks of prompts, half as many of their tokens are run; the rest of them
+    waits for a later step.
     """
 
     def __init__(self, plan: StepPlan, failure: Exception) -> None:
@@ -59,8 +62,9 @@ class Retrial:
         return replace(self._plan, rows=self._parts.pop()) if self._parts else None
 
     def passed(self) -> None:
-        """It came through."""
+        """It came through: to look on is worth a run."""
         self.num_passed += 1
+        self._failures_left += 1
 
     def failed(self, part: StepPlan, failure: Exception) -> None:
         """It raised: smaller parts come next, or its rows are to blame."""
@@ -71,12 +75,9 @@ class Retrial:
             self._parts += parts
             return
         self.culprits += part.rows
-        if self._failures_left <= 0:
-            self.culprits += [row for rows in self._parts for row in rows]
-            self._parts.clear()
 
     def probe(self, page_size: int) -> StepPlan:
-        """One token of nobody's, to see whether the model computes at all.
+        """One token of nobody's, to see whether the model computes and chooses at all.
 
         It is written where a culprit computed last: into a page of its own, that nobody will read.
         """
@@ -84,11 +85,11 @@ class Retrial:
         page = last.page_ids[(last.stop - 1) // page_size]
         row = PlanRow(
             request_id="",
-            tokens=array("q", [0, 0]),  # two, so that nothing is sampled after the first
+            tokens=array("q", [0]),
             start=0,
             stop=1,
             page_ids=array("q", [page]),
-            sampling=RowSampling(params=SamplingParams(), seed=0, prompt_len=2),
+            sampling=RowSampling(params=SamplingParams(), seed=0, prompt_len=1),
         )
         return replace(self._plan, rows=[row], is_plain=True)
 
@@ -126,7 +127,12 @@ def _cut(rows: Sequence[PlanRow], num_tokens: int) -> list[PlanRow]:
     return kept
 
 
+def drafts(row: PlanRow) -> bool:
+    """Whether anything is guessed in this row."""
+    return bool(row.max_draft or row.branches or row.draft.token_ids)
+
+
 def _without_drafts(row: PlanRow) -> PlanRow:
-    if not (row.max_draft or row.branches or row.draft.token_ids):
+    if not drafts(row):
         return row
     return replace(row, draft=NO_DRAFT, max_draft=0, branches=())

@@ -217,6 +217,10 @@ class Careful:
         """Passed on."""
         return self.inner.describe()
 
+    def broke_step(self) -> None:
+        """A step failed that came through without its drafts; steps must not go on like that."""
+        self._count("drafts made a step fail")
+
     def _try(self, tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             tell(*args, **kwargs)
@@ -225,10 +229,13 @@ class Careful:
 
     def _failed(self) -> None:
         """To be called while the failure is handled."""
-        self._failures += 1
         logger.exception("the speculator failed; this step goes on without drafts")
+        self._count("the speculator fails")
+
+    def _count(self, what: str) -> None:
+        self._failures += 1
         if self._failures >= MAX_FAILURES:
-            logger.error("the speculator fails again and again: drafting is off")
+            logger.error("%s again and again: drafting is off", what)
             self.inner = NO_SPECULATION
 
 

@@ -11,7 +11,7 @@ from .dump import StepLog
 from .errors import ForetokenError
 from .metrics import EngineMetrics
 from .model_thread import Job, StepThread
-from .recovery import Retrial, forget_frames, is_out_of_memory
+from .recovery import Retrial, drafts, forget_frames, is_out_of_memory
 from .scheduler import Event, Scheduler
 from .step import StepOutput, StepPlan
 from .watchdog import StepHung, Watchdog
@@ -121,6 +121,8 @@ class Stepper:
         self._num_failures = 0 if retrial.num_passed else self._num_failures + 1
         if self._num_failures == MAX_FAILURES:
             await self._probe(retrial, runner)
+        if any(map(drafts, plan.rows)) and not retrial.culprits:
+            self._scheduler.speculator.broke_step()
         self._blame(retrial)
 
     async def _probe(self, retrial: Retrial, runner: StepRunner) -> None:

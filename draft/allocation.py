@@ -37,6 +37,7 @@ class Candidates:
     ``draft_context_s``: the same of each pass of the draft model. ``levels``: what
     `CostModel.levels` knows that steps take beyond that. ``decide_s``: host seconds of deciding on
     a step, which those that draft pay; after a verdict against drafts the next ones rest.
+    ``is_mixed``: others draft in the step whatever is chosen here.
     """
 
     free: FloatArray
@@ -49,6 +50,7 @@ class Candidates:
     levels: FloatArray = field(default_factory=lambda: NO_LEVELS)
     draft_context_s: float = 0.0
     decide_s: float = 0.0
+    is_mixed: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -94,6 +96,8 @@ class Search:
         near = min(far, 2 * num_requests + 2)
         rows = np.array([num_requests, num_rows, num_rows + near, num_rows + far])
         alone, start, at_near, at_far = costs.forward(rows).tolist()
+        # Prompts make steps differ by so much that drafts may seem to make one shorter.
+        self._least = alone if candidates.num_prefill else LEAST * alone
         self._overhead = costs.per_token * num_requests + candidates.context_s
         self._draft_host = costs.per_draft_step + candidates.decide_s
         self._shared = start - alone
@@ -135,6 +139,7 @@ class Search:
         passes: FloatArray = self._costs.forward(counts + candidates.num_rows)
         sizes = SIZE_OF[np.minimum(counts, len(SIZE_OF) - 1)]
         passes = np.maximum(LEAST * passes, passes + candidates.levels[sizes])
+        passes = np.maximum(passes, self._shared + self._least)
         passes += self._overhead + np.where(counts > 0, self._draft_host, self._costs.per_step)
         return passes
 

@@ -60,6 +60,8 @@ class Meter:
             self.flush()
             return False
         self._rest -= 1
+        if self._step.is_allocated:  # that one failed
+            self._step = _Step()
         self._step.is_resting = True
         return True
 
@@ -83,13 +85,16 @@ class Meter:
             self._rest_s = 2.0 * self._rest * self._step_s  # if steps grow it ends sooner
 
     def shorten_rest(self, num_steps: int) -> None:
-        """Something is new: look again after ``num_steps`` at most."""
-        self._rest = min(self._rest, num_steps)
+        """Something is new: look again after ``num_steps`` at most.
+
+        A brief rest goes on: cut short, it would be wanted again in the next step, and the next.
+        """
+        if not self._num_wanted:
+            self._rest = min(self._rest, num_steps)
 
     def decided(self, seconds: float) -> None:
         """The controller allocated this step; that took so long."""
-        self._step.is_allocated = True
-        self._step.decide_s = seconds
+        self._step = _Step(is_allocated=True, decide_s=seconds)  # the last one may have failed
 
     # -- after it -------------------------------------------------------------------------------
 

@@ -104,7 +104,14 @@ class DraftSpeculator:
         if not auto or self.meter.rests():
             return plans
         began = self.meter.clock()
-        chosen = self._plan_auto(tracks, [limits[index] for index in auto], budget, num_prefill)
+        candidates = self._candidates(
+            tracks,
+            [limits[index] for index in auto],
+            budget,
+            num_prefill,
+            is_mixed=any(plan is not NOTHING for plan in plans),
+        )
+        chosen = self._plan_auto(tracks, candidates)
         for index, plan in zip(auto, chosen, strict=True):
             plans[index] = plan
         self.meter.decided(self.meter.clock() - began)
@@ -156,13 +163,8 @@ class DraftSpeculator:
         request = track.request
         return self._grammar is not None and self._grammar.propose(request, FREE_LEN) is not None
 
-    def _plan_auto(
-        self, tracks: Sequence[Track], limits: Sequence[int], budget: int, num_prefill: int
-    ) -> list[DraftPlan]:
+    def _plan_auto(self, tracks: Sequence[Track], candidates: Candidates) -> list[DraftPlan]:
         """The controller's choice; a verdict for plain decoding holds for a while."""
-        for track, limit in zip(tracks, limits, strict=True):
-            track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
-        candidates = self._candidates(tracks, limits, budget, num_prefill)
         allocation = self.controller.allocate(candidates)
         if not allocation.is_draft:
             self._uses_lm = False
@@ -170,7 +172,7 @@ class DraftSpeculator:
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         self._uses_lm = any(lm_depth)
-        room = budget - sum(num_free) - sum(lm_depth)
+        room = candidates.budget - sum(num_free) - sum(lm_depth)
         plans = []
         for track, free, lm in zip(tracks, num_free, lm_depth, strict=True):
             plans.append(plan := self._choose(track, free, lm, room))
@@ -178,8 +180,16 @@ class DraftSpeculator:
         return plans
 
     def _candidates(
-        self, tracks: Sequence[Track], limits: Sequence[int], budget: int, num_prefill: int
+        self,
+        tracks: Sequence[Track],
+        limits: Sequence[int],
+        budget: int,
+        num_prefill: int,
+        *,
+        is_mixed: bool,
     ) -> Candidates:
+        for track, limit in zip(tracks, limits, strict=True):
+            track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
         lens = [len(track.request.tokens) for track in tracks]
         context, costs = (len(lens), max(lens), sum(lens)), self.controller.costs
         return Candidates(
@@ -198,6 +208,7 @@ class DraftSpeculator:
             levels=costs.levels(len(lens), with_prompts=num_prefill > 0),
             draft_context_s=costs.draft_look_back(*context),
             decide_s=self.meter.decide_s,
+            is_mixed=is_mixed,
         )
 
     def _lm_survival(self, track: Track, limit: int, *, is_busy: bool) -> Survival:

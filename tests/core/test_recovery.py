@@ -21,8 +21,9 @@ from fake_model import (
 from foretoken.core.engine import Engine
 from foretoken.core.errors import EngineDead, ForetokenError
 from foretoken.core.pace import REGROWTH
-from foretoken.core.recovery import LEAST_CHUNK, Retrial, is_out_of_memory
+from foretoken.core.recovery import LEAST_CHUNK, Retrial, forget_frames, is_out_of_memory
 from foretoken.core.request import Delta, FinishReason
+from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 
@@ -156,7 +157,7 @@ def test_when_too_much_fails_the_rest_of_the_step_fails_together() -> None:
 
     told, _, was_alive = serve(Faulty(fault), PROMPTS, max_running=16)
     assert all(type(one) is ForetokenError for one in told)
-    assert len(plans) == 2 + 2 * math.log2(16)
+    assert len(plans) == 3 + 2 * math.log2(16)
     assert was_alive, "one step of which nothing came through"
 
 
@@ -166,7 +167,77 @@ def test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told() ->
     assert [type(one) for one in told] == [ForetokenError] * 8 + [EngineDead] * 8
     assert not was_alive
     assert isinstance(engine.failure, RuntimeError)
-    assert len(runner.plans) == 3 * (2 + 2 * math.log2(4)) + 1, "and one of nobody's, no run more"
+    assert len(runner.plans) == 3 * (3 + 2 * math.log2(4)) + 1, "and one of nobody's, no run more"
+
+
+def test_an_engine_that_can_choose_no_token_ends_although_its_model_computes() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        return RuntimeError("no sampler") if any(row.samples for row in plan.rows) else None
+
+    told, _, was_alive = serve(Faulty(fault), PROMPTS, max_running=4)
+    assert {type(one) for one in told} == {ForetokenError, EngineDead}
+    assert not was_alive
+
+
+def test_five_culprits_among_sixty_four_take_no_innocent_with_them() -> None:
+    driver = Driver(make_scheduler(num_pages=256, max_batch_tokens=256, max_running=64),
+                    FakeRunner(4))  # fmt: skip
+    driver.add(*(make_request(str(i), [1 + i % 6, 2, 3]) for i in range(64)))
+    plan = driver.scheduler.schedule(0.0)
+    bad = {"3", "4", "20", "41", "63"}
+    retrial = Retrial(plan, RuntimeError("x"))
+    while (part := retrial.next()) is not None:
+        if bad & {row.request_id for row in part.rows}:
+            retrial.failed(part, RuntimeError("x"))
+        else:
+            retrial.passed()
+    assert {row.request_id for row in retrial.culprits} == bad
+    driver.scheduler.abort_all(0.0)
+
+
+def test_drafts_that_make_every_step_fail_are_given_up() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        drafts = any(row.max_draft for row in plan.rows)
+        return RuntimeError("no kernel for so many rows") if drafts else None
+
+    told, engine, _ = serve(Faulty(fault), PROMPTS[:1], max_tokens=100)
+    assert told == [answer(PROMPTS[0], 100)]
+    assert engine.num_failed_steps < 30
+    assert engine.scheduler.speculator.rests()
+
+
+def test_causes_that_go_round_in_a_circle_hold_nobody_up() -> None:
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    forget_frames(first)
+
+
+def test_what_a_failed_step_took_is_no_price_of_the_next() -> None:
+    told: list[float] = []
+    now = [0.0]
+
+    class Watching(FixedDepth):
+        def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+            told.append(seconds)
+
+    class Slow(FakeRunner):
+        def step(self, plan: StepPlan) -> StepOutput:
+            now[0] += 1.0
+            if len(self.plans) == 3:
+                self.plans.append(plan)
+                now[0] += 50.0
+                raise RuntimeError("slow, and then nothing")
+            return super().step(plan)
+
+    async def scenario() -> None:
+        scheduler = make_scheduler(speculator=Watching(0))
+        engine = Engine(scheduler, Slow(4), clock=lambda: now[0])
+        await engine.start()
+        assert await read(engine.submit(make_request("a", [1, 2], max_tokens=8))) is not None
+        await engine.close()
+
+    asyncio.run(scenario())
+    assert set(told[1:]) == {1.0}
 
 
 def test_requests_that_fail_one_after_the_other_do_not_end_an_engine_that_computes() -> None:

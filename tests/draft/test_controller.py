@@ -215,6 +215,31 @@ def test_long_drafting_refreshes_the_price_of_a_plain_step() -> None:
     assert 2 <= kinds.count("plain: measuring its cost") <= 5
 
 
+def test_no_plain_step_is_waited_for_where_others_draft_whatever_is_chosen() -> None:
+    """It would not come, and nothing would be drafted until they end."""
+    controller = Controller(costs := CostModel(CHEAP))
+    alone = candidates([[0.9, 0.8]], np.zeros((1, 0)))
+    mixed = replace(alone, is_mixed=True)
+    for _ in range(300):
+        costs.observe(num_rows=3, forward_s=0.01, verify_s=0.0, num_tokens=3, num_drafts=2)
+        assert controller.allocate(mixed).kind == "draft"
+        controller.observe(3, 0.01)
+    assert controller.allocate(alone).measures
+
+
+def test_measurements_that_contradict_each_other_promise_no_wonders() -> None:
+    """Steps with drafts beside prompts were faster than those without, by luck."""
+    costs = CostModel(CHEAP)
+    for _ in range(50):
+        for num_drafts, forward_s in ((0, 0.091), (2, 0.07)):
+            costs.observe(num_rows=516 + num_drafts, forward_s=forward_s, verify_s=0.0, num_tokens=4,
+                          num_requests=4, num_drafts=num_drafts, with_prompts=True)  # fmt: skip
+    c = candidates(np.full((4, 2), 0.05), np.zeros((4, 0)))
+    c = replace(c, num_prefill=512, levels=costs.levels(4, with_prompts=True))
+    search = Search(c, costs)
+    assert search.best()[0].rate <= 1.11 * search.plain.rate, "no more than its tokens say"
+
+
 def test_the_guard_ends_drafting_that_does_not_pay_whatever_is_predicted() -> None:
     controller = Controller(CostModel(CHEAP))
     c = candidates([[0.5]], np.zeros((1, 0)))

@@ -194,6 +194,15 @@ def test_a_forced_run_ends_a_rest(constrained, make_request) -> None:
     assert drafted(speculator, request)[0] == ([5, 6], {"grammar"})
 
 
+def test_a_forced_run_does_not_cut_short_what_measures_plain_decoding(constrained) -> None:
+    """Else it would be wanted again in the next step, and nothing would ever be drafted."""
+    speculator = make_speculator(GrammarSource())
+    request = constrained(Script({1: [5, 6]}), [4])
+    speculator.join(request)
+    speculator.meter.rest(briefly=True)
+    assert speculator.rests()
+
+
 def test_a_forced_run_ends_a_rest_beside_a_depth_of_its_own_too(constrained, make_request) -> None:
     speculator = make_speculator(GrammarSource(), Parrot(3, 4))
     deep, request = make_request([1], [4]), constrained(Script({1: [5, 6]}), [4])
