@@ -99,6 +99,7 @@ def add_engine_flags(parser: Parser) -> None:
         metavar="S",
         help="waiting so long makes a request one priority more urgent",
     )
+    add("--max-priority", type=int, metavar="N", help="of a request, and -N the least; 0: none")
     add("--threads", type=int, metavar="N", help="of the model on the CPU")
     add("--step-timeout", type=float, metavar="S", help="what hangs so long ends all; 0: never")
     add("--ready-step-seconds", type=float, metavar="S", help="of a step: longer is not ready")

@@ -58,7 +58,6 @@ SAMPLING: Mapping[str, Keywords] = {
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0.01, 100),
-    "priority": _integer(-(2**31), 2**31 - 1),
     "seed": _integer(-(2**63), 2**64 - 1),
     "stop": {"string": STOP, **_texts(MAX_STOP_STRINGS, STOP)},
     "stop_sequences": _texts(MAX_STOP_STRINGS, STOP),

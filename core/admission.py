@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..radix_cache import PrefixCache
 from .errors import InvalidRequest, PromptTooLong
@@ -20,6 +21,7 @@ class SchedulerLimits:
     ``depth_cap``: draft tokens that one request may have in a step, at most. ``max_slowdown``:
     how many times longer a step may take because prompts are computed beside those who decode.
     ``aging_seconds``: waiting so long makes a request as urgent as one priority does.
+    ``max_priority``: a request's own is at most so far from 0.
     """
 
     max_batch_tokens: int
@@ -30,6 +32,17 @@ class SchedulerLimits:
     depth_cap: int = 64
     max_slowdown: float = math.inf
     aging_seconds: float = 10.0
+    max_priority: float = math.inf
+
+
+class Ahead(NamedTuple):
+    """Requests that were let through and that the queue does not know yet."""
+
+    num_all: int = 0
+    num_own: int = 0  # of the tenant that asks
+
+
+NOBODY = Ahead()
 
 
 def check_fits(request: Request, capacity: int) -> None:
@@ -54,6 +67,16 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             message = f"{param} holds a token id outside 0..{vocab_size - 1}"
             raise InvalidRequest(message, param=param)
+
+
+def check_priority(request: Request, most: float) -> None:
+    """Raises `InvalidRequest` for a priority that is more than ``most`` away from 0.
+
+    One is worth ``aging_seconds`` of waiting: without a bound the others could wait for ever.
+    """
+    if not -most <= request.priority <= most:
+        message = f"priority must be from -{most} to {most} (the server's --max-priority)"
+        raise InvalidRequest(message, param="priority")
 
 
 def cache_limit(request: Request) -> int | None:

@@ -16,6 +16,7 @@ _LOWEST = {
     "max_batch_tokens": 2,
     "max_running": 1,
     "max_queued": 0,
+    "max_priority": 0,
     "threads": 1,
 }
 _SHARES = ("pin_quota", "cache_quota")
@@ -43,6 +44,7 @@ class EngineConfig:
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
     running answers; more brings first tokens sooner and makes streams halt longer.
     ``aging_seconds``: a request that waits so long counts as one priority more urgent.
+    ``max_priority``: a request may ask for one from minus this to this, 0: for none.
     ``step_timeout``: seconds after which a step is given up and the engine with it, 0 is never; a
     step that takes more than ``ready_step_seconds`` makes it unready. ``dump_dir``: where crash
     dumps go, by default the system's folder for temporary files.
@@ -68,6 +70,7 @@ class EngineConfig:
     max_running: int = 64
     max_queued: int = 256
     aging_seconds: float = 10.0
+    max_priority: int = 10
     threads: int | None = None
     step_timeout: float = 120.0
     ready_step_seconds: float = 10.0

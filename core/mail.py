@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 
+from .admission import Ahead
 from .errors import DeadlineExceeded, EngineDead
 from .metrics import EngineMetrics
 from .rate import FinishRate
 from .request import Delta, Request
 from .scheduler import Event, Scheduler
 from .stream import TokenStream
+from .tenants import Tenant
 
 
 class Mail:
@@ -25,19 +28,20 @@ class Mail:
         self.idle = asyncio.Event()  # nothing is to be done
         self._scheduler, self._metrics = scheduler, metrics
         self._arrived: list[tuple[Request, float]] = []  # with the time of arrival
+        self._num_arrived: Counter[Tenant] = Counter()  # of each tenant
         self._aborted: list[str] = []
         self._events: list[Event] = []  # that nobody was told of yet
         self._rate = FinishRate()
 
-    @property
-    def arrived(self) -> list[Request]:
-        """Requests that the scheduler does not know yet."""
-        return [request for request, _ in self._arrived]
+    def ahead_of(self, tenant: Tenant) -> Ahead:
+        """Requests that the scheduler does not know yet. O(1)."""
+        return Ahead(len(self._arrived), self._num_arrived[tenant])
 
     def take(self, request: Request, now: float) -> TokenStream:
         """A request that may be served."""
         stream = self.streams[request.request_id] = TokenStream(request)
         self._arrived.append((request, now))
+        self._num_arrived[request.tenant] += 1
         self._metrics.observe_arrival(request, now)
         self.stir()
         return stream
@@ -60,6 +64,7 @@ class Mail:
     def read(self, now: float) -> None:
         """Pass on what came; end what is over."""
         arrived, self._arrived = self._arrived, []
+        self._num_arrived.clear()
         for request, arrival_time in arrived:
             self._scheduler.add(request, arrival_time)
         aborted, self._aborted = self._aborted, []
@@ -98,4 +103,5 @@ class Mail:
             stream.push(Delta(error=error))
         self.streams.clear()
         self._arrived.clear()
+        self._num_arrived.clear()
         self.idle.set()

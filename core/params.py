@@ -37,7 +37,8 @@ class SamplingParams:
     ``ignore_eos`` and ``min_tokens`` say.
     ``prediction``: the caller's own guess at the answer, as text or token ids; it is drafted from,
     so it can make the answer faster and never another one.
-    ``priority``: lower runs first. ``deadline``: seconds after which the request is given up.
+    ``priority``: lower runs first; the engine's ``max_priority`` bounds it. ``deadline``: seconds
+    after which the request is given up.
     """
 
     n: int = 1

@@ -41,8 +41,8 @@ class WaitingQueue:
     """Requests that own no page, new or preempted, in the order in which they are to be let in.
 
     A round begins with `begin_round`. Then `first` is to be removed, or passed over until the next
-    round. Each is O(log n + levels), where a level is a priority, or a time of waiting beyond
-    it in units of ``aging_seconds``.
+    round. Each is O(log n + levels), where the levels are those that waiting made more urgent than
+    the most urgent priority, one for each ``aging_seconds``.
     """
 
     def __init__(self, aging_seconds: float) -> None:
@@ -117,15 +117,8 @@ class WaitingQueue:
 
     def first(self) -> Request | None:
         """Who is to be let in next."""
-        if not self._levels:
-            return None
-        # Waiting makes a request as urgent as the most urgent that waits, and no more than that:
-        # so those behind a long queue and newcomers differ by what their tenants were served.
-        most = max(self._priorities[0], self._levels.keys()[0])
-        levels = takewhile(lambda level: level <= most, self._levels)
-        lines = [self._least(self._levels[level]) for level in levels]
-        foremost: Request = min(lines, key=lambda line: line.place).requests[0]
-        return foremost
+        foremost = min(self._urgent(), key=lambda line: line.place, default=None)
+        return None if foremost is None else foremost.requests[0]
 
     def pass_over(self, request: Request) -> None:
         """The next one, please; this one again in the next round."""
@@ -134,9 +127,23 @@ class WaitingQueue:
 
     # -- lines ----------------------------------------------------------------------------------
 
+    def _urgent(self) -> list[Line]:
+        """Of each level that is as urgent as the most urgent request, the line served least."""
+        if not self._levels:
+            return []
+        # Waiting makes a request as urgent as the most urgent that waits, and no more than that:
+        # so those behind a long queue and newcomers differ by what their tenants were served.
+        most = max(self._priorities[0], self._levels.keys()[0])
+        levels = takewhile(lambda level: level <= most, self._levels)
+        return [self._least(self._levels[level]) for level in levels]
+
     def _join(self, tenant: Tenant) -> None:
-        """A tenant begins to wait: it is lifted to those who wait, else to who waited last."""
-        least = [self._least(line).place[0] for line in self._levels.values()]
+        """A tenant begins to wait: it is lifted to those who are served, else to who waited last.
+
+        What others wait for with low priorities does not count: their counters stand still, and
+        a newcomer that was lifted to those alone would go before all who are served.
+        """
+        least = [line.place[0] for line in self._urgent()]
         self.counters.forget(self._lines)
         self.counters.lift(tenant, min(least, default=self.counters[self._last_tenant]))
 

@@ -7,7 +7,16 @@ from collections.abc import Collection, Iterator
 from sortedcontainers import SortedDict
 
 from ..radix_cache import PrefixCache
-from .admission import SchedulerLimits, check_fits, check_token_ids, shares_prefill, would_fit
+from .admission import (
+    NOBODY,
+    Ahead,
+    SchedulerLimits,
+    check_fits,
+    check_priority,
+    check_token_ids,
+    shares_prefill,
+    would_fit,
+)
 from .errors import InvalidRequest, QueueFull
 from .queue import WaitingQueue
 from .request import Request, RequestStatus
@@ -52,33 +61,33 @@ class Roster:
         """The request of that id, if there is one."""
         return self._by_id.get(request_id)
 
-    def check(self, request: Request, ahead: Collection[Request] = ()) -> None:
+    def check(self, request: Request, ahead: Ahead = NOBODY) -> None:
         """Refuse what cannot be served; those ``ahead`` are about to be added.
 
         Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
-        does not have and for a request id that is in use.
+        does not have, a priority beyond the bound and a request id that is in use.
         """
         if request.request_id in self._by_id:
             raise InvalidRequest("request_id is in use", param="request_id")
         check_fits(request, self.capacity)
         check_token_ids(request, self._limits.vocab_size)
+        check_priority(request, self._limits.max_priority)
         self._check_room(request, ahead)
 
-    def _check_room(self, request: Request, ahead: Collection[Request]) -> None:
+    def _check_room(self, request: Request, ahead: Ahead) -> None:
         """While several tenants are here, none may hold more places to wait than it leaves free.
 
         So one who floods the queue gets half of it, two get a third each, and so on: a newcomer
         finds a place. A tenant that is alone may have all.
         """
         most = self._limits.max_queued + self._limits.max_running
-        num_free = most - len(self._by_id) - len(ahead)
+        num_free = most - len(self._by_id) - ahead.num_all
         shares = self._crowd.meet(request.tenant, self._now)
         if num_free <= 0:
-            raise QueueFull(f"{len(self.waiting) + len(ahead)} requests are waiting already")
+            raise QueueFull(f"{len(self.waiting) + ahead.num_all} requests are waiting already")
         if not shares:
             return
-        num_own = self.waiting.num_of(request.tenant)
-        num_own += sum(each.tenant == request.tenant for each in ahead)
+        num_own = self.waiting.num_of(request.tenant) + ahead.num_own
         num_soon = self._limits.max_running - len(self.running)  # need not wait
         if num_own - num_soon >= min(num_free, self._limits.max_queued):
             raise QueueFull(f"{num_own} requests of yours are waiting already")

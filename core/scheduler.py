@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 from ..radix_cache import PrefixCache
-from .admission import SchedulerLimits
+from .admission import NOBODY, Ahead, SchedulerLimits
 from .audit import check_ledger
 from .commit import late_end, row_error, take_output
 from .drafting import draft_limits, fit_pages, make_row, share_of
@@ -56,7 +56,7 @@ class Scheduler:
 
     # -- who is there ---------------------------------------------------------------------------
 
-    def check(self, request: Request, *, ahead: Collection[Request] = ()) -> None:
+    def check(self, request: Request, *, ahead: Ahead = NOBODY) -> None:
         """Refuse what cannot be served; raises what `Roster.check` does."""
         self.roster.check(request, ahead)
 

@@ -28,7 +28,7 @@ def check_owned(nodes: Sequence[Node], owned: OwnedPages) -> None:
     for node in nodes:
         found[node.namespace] += len(node.page_ids)
     assert owned.num_pages == +found, f"{found} pages are owned, not {owned.num_pages}"
-    owned.check()
+    owned.check({node.namespace for node in nodes})
 
 
 def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> None:

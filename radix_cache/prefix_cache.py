@@ -13,6 +13,7 @@ from .tree import RadixTree
 
 PIN_QUOTA = 0.25  # of the pool
 NO_QUOTA = 1.0
+PATIENCE = 3  # times the pool, in evicted pages; see OwnedPages
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,8 @@ class PrefixCache:
     past pressure for a while, `tick` is told the time. ``policy`` orders eviction: "lru", "lfu" or
     "priority". ``pin_quota`` is the share of the pool that one namespace may pin; all together may
     pin twice as much. What a namespace left in the cache beyond ``cache_quota`` of the pool makes
-    room before anything else does. Raises ValueError for bad sizes or an unknown policy.
+    room before anything else does, but for what nobody came back to while three times the
+    pool was evicted. Raises ValueError for bad sizes or an unknown policy.
     """
 
     def __init__(
@@ -60,7 +62,13 @@ class PrefixCache:
         self.losses = LossLog(page_size)
         # The tree owns the cached pages; others only look.
         quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
-        self.tree = RadixTree(page_size, policy, quota=quota, on_loss=self.losses.note)
+        self.tree = RadixTree(
+            page_size,
+            policy,
+            quota=quota,
+            patience=PATIENCE * num_pages,
+            on_loss=self.losses.note,
+        )
         self.pins = PinBoard(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
         self._fresh = array("q")  # handed out since take_fresh_pages; owned by their leases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator
 
@@ -31,8 +32,9 @@ class RadixTree:
     `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
     its recency. `insert_below` grows what a receipt holds. `evict` takes unlocked leaves in the
     order of ``policy`` ("lru", "lfu" or "priority"); those of namespaces that own more than
-    ``quota`` pages first, unless there is only one namespace. Raises ValueError for an unknown
-    policy or a page size below one token.
+    ``quota`` pages first, unless there is only one namespace or another was not used while
+    ``patience`` pages were evicted. Raises ValueError for an unknown policy or a page size below
+    one token.
     """
 
     def __init__(
@@ -41,13 +43,14 @@ class RadixTree:
         policy: str = "lru",
         *,
         quota: int | None = None,
+        patience: float = math.inf,
         on_loss: OnLoss | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
         self.page_size = page_size  # tokens
         self.counts = PageCounts()
-        self.owned = OwnedPages(quota)
+        self.owned = OwnedPages(quota, patience)
         self.num_nodes = 0  # roots not counted
         self.num_evicted = 0  # pages, ever
         self.num_evicted_by_quota = 0  # those of them whose namespace had too many
@@ -102,6 +105,7 @@ class RadixTree:
         lock = Lock(node, len(match.page_ids), priority, is_pin)
         self._locks.add(lock)
         self._clock += 1
+        self.owned.use(node.namespace, self.num_evicted)
         for held in node.path():
             self._hold(held, lock)
         return lock
@@ -112,6 +116,7 @@ class RadixTree:
         self._locks.remove(lock)
         lock.is_live, lock.num_pages = False, 0
         self._clock += 1
+        self.owned.use(lock.node.namespace, self.num_evicted)
         for node in lock.node.path():
             self._let_go(node, lock)
         self._settle(lock.node)
@@ -152,9 +157,10 @@ class RadixTree:
     def evict(self, num_pages: int) -> array[int]:
         """Drops unlocked pages and returns their ids, exactly ``num_pages`` if there are so many.
 
-        Leaves go in the policy's order, at first those of namespaces beyond their quota until they
-        keep to it; of the last one only the tail that is needed goes, for the front of a prefix is
-        worth more than its end. O(log n) per leaf, O(1) per page, O(namespaces beyond) for both.
+        Leaves go in the policy's order. While namespaces are beyond their quota, those of idle ones
+        go first, then their own until they keep to it. Of the last leaf only the tail that is
+        needed goes, for the front of a prefix is worth more than its end. O(log n) per leaf, O(1)
+        per page, O(namespaces beyond) for both.
         """
         freed = array("q")
         while len(freed) < num_pages:
@@ -172,10 +178,20 @@ class RadixTree:
     def _next_leaf(self, missing: int) -> tuple[Node | None, int, bool]:
         """Who gives pages next, how many of those ``missing`` at most, and if by its quota."""
         beyond = self.owned.beyond()
+        if beyond and (leaf := self._idle_leaf()) is not None:
+            return leaf, missing, False
         leaf = self._index.first_of(beyond) if beyond else None
         if leaf is None:
             return self._index.first(), missing, False
         return leaf, min(missing, self.owned.excess(leaf.namespace)), True
+
+    def _idle_leaf(self) -> Node | None:
+        """A leaf of the namespace that is idle for longest. O(log n) on average."""
+        while idlest := self.owned.idlest(self.num_evicted):
+            if (leaf := self._index.first_of(idlest)) is not None:
+                return leaf
+            self.owned.use(idlest[0], self.num_evicted)  # all it has is held: then it is in use
+        return None
 
     def flush(self, *namespaces: str | None) -> array[int]:
         """Drops every unlocked node of these namespaces (of all by default); returns its pages.
@@ -307,6 +323,7 @@ class RadixTree:
         if node.parent is None:
             del self._roots[node.namespace]
             self._index.forget(node.namespace)
+            self.owned.forget(node.namespace)
         else:
             self._index.add(node)
 

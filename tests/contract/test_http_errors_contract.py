@@ -46,7 +46,7 @@ BAD_IN_BOTH = {
     "stream_options": [3],
     "speculation": ["maybe", -2],
     "cache_salt": [7],
-    "priority": ["high"],
+    "priority": ["high", 11, -11],
     "deadline_ms": [-1, "soon"],
 }
 BAD_IN_ONE = [

@@ -49,7 +49,7 @@ BAD = [
     ("prediction", [3, [-1], [10**9], ["a"], [2.5]]),
     ("speculation", ["on", -1, 1.5]),
     ("cache_salt", [3]),
-    ("priority", [1.5, "high"]),
+    ("priority", [1.5, "high", 11, -11]),
     ("deadline", ["soon", NAN]),
 ]
 BAD_FORMS = {"json_schema": {"type": "x"}, "regex": "a(", "grammar": "x", "choice": []}

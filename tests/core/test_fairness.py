@@ -20,6 +20,7 @@ from fake_model import (
     wrong,
 )
 from foretoken.core.admission import RETURN_GROWTH
+from foretoken.core.errors import InvalidRequest
 from foretoken.core.request import Request
 from foretoken.core.scheduler import Scheduler
 
@@ -159,6 +160,29 @@ def test_ageing_lets_a_low_priority_through_a_stream_of_high_ones() -> None:
     assert 4 * 5.0 <= driver.now <= 4 * 5.0 + 6
 
 
+def test_the_most_urgent_priority_delays_the_others_by_a_bounded_time() -> None:
+    driver = drive(max_running=1, max_batch_tokens=32, aging_seconds=5.0, max_priority=10)
+    usual = come(driver, "usual-0", "usual", max_tokens=2)
+    came = 0
+    while usual.num_output == 0 and driver.now < 200:
+        while driver.scheduler.waiting.num_of("urgent") < 2:
+            come(driver, f"urgent-{came}", "urgent", priority=-10, max_tokens=2)
+            came += 1
+        driver.step()
+    assert driver.now <= 10 * 5.0 + 6
+
+
+@pytest.mark.parametrize("priority", [-11, 11, -(2**31), 2**31 - 1])
+def test_a_priority_beyond_the_bound_is_refused(priority: int) -> None:
+    driver = drive(max_priority=10)
+    for within in (-10, 10):
+        come(driver, f"within-{within}", "a", priority=within)
+    with pytest.raises(InvalidRequest, match="from -10 to 10") as refused:
+        come(driver, "beyond", "a", priority=priority)
+    assert refused.value.param == "priority"
+    assert driver.scheduler.num_requests == 2
+
+
 def test_what_has_aged_is_not_preempted_by_those_who_came_later() -> None:
     driver = drive(num_pages=12, page_size=2, max_batch_tokens=32, aging_seconds=2.0)
     low = come(driver, "low-0", "low", 4, priority=3, max_tokens=14)
@@ -172,15 +196,16 @@ def test_what_has_aged_is_not_preempted_by_those_who_came_later() -> None:
 
 def test_one_tenants_namespace_keeps_its_prefix_through_anothers_flood() -> None:
     driver = drive(num_pages=40, page_size=2, max_batch_tokens=32, max_running=2, cache_quota=0.5)
-    prompt = prompt_of(20, "quiet")
-    driver.add(make_request("quiet-0", prompt, namespace="quiet", tenant="quiet", max_tokens=1))
-    driver.run()
-    for index in range(30):
-        come(driver, f"flood-{index}", "flood", 10, namespace="flood", max_tokens=4)
-    driver.run()
-    driver.add(again := make_request("quiet-1", prompt, namespace="quiet", max_tokens=1))
-    driver.run()
-    assert again.usage.cached_tokens == 18
+    prompt, cached = prompt_of(20, "quiet"), []
+    for visit in range(4):
+        name = f"quiet-{visit}"
+        driver.add(again := make_request(name, prompt, namespace="quiet", max_tokens=1))
+        driver.run()
+        cached.append(again.usage.cached_tokens)
+        for index in range(12):  # twice the pool
+            come(driver, f"flood-{visit}-{index}", "flood", 10, namespace="flood", max_tokens=4)
+        driver.run()
+    assert cached == [0, 18, 18, 18]
 
 
 # -- preemption ---------------------------------------------------------------------------------

@@ -48,6 +48,22 @@ def test_whatever_comes_wakes_the_loop() -> None:
     asyncio.run(scenario())
 
 
+def test_those_on_their_way_are_counted_by_tenant_until_they_are_there() -> None:
+    async def scenario() -> None:
+        mail = make_mail()
+        for name, tenant in (("a", "t"), ("b", None), ("c", "t")):
+            mail.take(make_request(name, [1], tenant=tenant), 0.0)
+        assert [mail.ahead_of(tenant) for tenant in ("t", None, "u")] == [(3, 2), (3, 1), (3, 0)]
+        mail.read(0.0)
+        assert mail.ahead_of("t") == (0, 0)
+        mail.take(make_request("d", [1], tenant="t"), 0.0)
+        assert mail.ahead_of("t") == (1, 1)
+        mail.end(EngineDead("it is over"))
+        assert mail.ahead_of("t") == (0, 0)
+
+    asyncio.run(scenario())
+
+
 def test_at_the_end_everybody_is_told_who_was_not() -> None:
     async def scenario() -> None:
         mail = make_mail()

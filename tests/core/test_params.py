@@ -46,7 +46,8 @@ BAD_OPTIONS: list[tuple[str, object]] = [
     ("dtype", "int3"), ("quantize", "int3"), ("kv_cache_dtype", "fp8"), ("page_size", 0),
     ("kv_tokens", 0), ("kv_tokens", 1.5), ("kv_memory", "much"), ("kv_memory", "9" * 400),
     ("kv_memory", 0), ("kv_memory", True), ("max_model_len", 1), ("max_batch_tokens", 1),
-    ("max_running", 0), ("max_queued", -1), ("threads", 0), ("load_format", "pickle"),
+    ("max_running", 0), ("max_queued", -1), ("max_priority", -1), ("threads", 0),
+    ("load_format", "pickle"),
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 from foretoken.core import tenants
+from foretoken.core.admission import Ahead
 from foretoken.core.errors import QueueFull
 from foretoken.core.queue import MAX_RIPENED, WaitingQueue
 from foretoken.core.request import Request
@@ -53,6 +54,31 @@ class Line:
 @pytest.fixture
 def line() -> Line:
     return Line()
+
+
+def test_what_waits_with_a_low_priority_gives_newcomers_no_credit(line: Line) -> None:
+    line.come("parked", tenant="parked", priority=1000)
+    for index in range(30):
+        line.come(f"a{index}", tenant="a")
+        line.come(f"b{index}", tenant="b")
+    for _ in range(30):
+        line.let_in(cost=100)
+    for index in range(30):
+        line.come(f"c{index}", tenant="c")
+    served = Counter((line.let_in(cost=100) or "")[0] for _ in range(12))
+    assert served == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_newcomer_is_compared_with_those_alone_who_are_urgent(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(50):
+        line.come(str(index), tenant=str(index), priority=index)
+    looked: list[object] = []
+    least = line.queue._least
+    monkeypatch.setattr(line.queue, "_least", lambda at: looked.append(at) or least(at))
+    line.come("new", tenant="new", priority=3)
+    assert len(looked) == 1
 
 
 def test_a_lower_priority_value_goes_first_then_who_came_first(line: Line) -> None:
@@ -376,11 +402,12 @@ def test_requests_on_their_way_to_the_queue_count() -> None:
     fill(driver, "early", 2)
     driver.step()
     scheduler = driver.scheduler
-    ahead = [make_request(str(index), [1, 2, 3], tenant="flood") for index in range(10)]
-    scheduler.check(ahead[-1], ahead=ahead[:-1])
+    scheduler.check(make_request("tenth", [1], tenant="flood"), ahead=Ahead(9, 9))
     with pytest.raises(QueueFull, match="10 requests of yours"):
-        scheduler.check(make_request("more", [1], tenant="flood"), ahead=ahead)
-    scheduler.check(make_request("other", [1], tenant="other"), ahead=ahead)
+        scheduler.check(make_request("more", [1], tenant="flood"), ahead=Ahead(10, 10))
+    scheduler.check(make_request("other", [1], tenant="other"), ahead=Ahead(10, 0))
+    with pytest.raises(QueueFull, match="20 requests are waiting"):
+        scheduler.check(make_request("other", [1], tenant="other"), ahead=Ahead(20, 0))
 
 
 # -- admission ----------------------------------------------------------------------------------

@@ -36,10 +36,19 @@ def owned(cache: PrefixCache) -> dict[str | None, int]:
     return cache.tree.owned.num_pages
 
 
+def come_back(cache: PrefixCache, namespace: str | None, tokens: array[int]) -> None:
+    """A request of the same tokens comes; what is cached of them is read."""
+    lease = cache.acquire(tokens, namespace=namespace)
+    assert cache.extend(lease, len(tokens))
+    cache.release(lease, tokens, len(tokens))
+
+
 def test_a_flood_of_one_namespace_leaves_the_others_what_they_have() -> None:
     cache = PrefixCache(20, 2, cache_quota=0.5)
     quiet = [leave(cache, "quiet", 2) for _ in range(3)]
-    for _ in range(100):
+    for index in range(100):
+        if index % 15 == 0:  # after twice the pool, and only for one of them
+            come_back(cache, "quiet", quiet[0])
         leave(cache, "flood", 3)
     assert [kept(cache, "quiet", tokens) for tokens in quiet] == [2] * 3
     assert owned(cache) == {"quiet": 6, "flood": 14}
@@ -51,6 +60,7 @@ def test_nobody_gets_beyond_its_quota_and_what_it_needs_at_a_time() -> None:
         leave(cache, "quiet", 2)
     for _ in range(100):
         leave(cache, "flood", 3)
+        leave(cache, "quiet", 0)
         assert owned(cache)["flood"] <= 10 + 3
     assert owned(cache)["quiet"] == 20 - 10 - 3
 
@@ -61,6 +71,80 @@ def test_without_a_quota_a_flood_drives_out_everybody() -> None:
     for _ in range(100):
         leave(cache, "flood", 3)
     assert kept(cache, "quiet", quiet) == 0
+
+
+def cycle(cache: PrefixCache, prompts: list[array[int]], rounds: int) -> None:
+    for _ in range(rounds):
+        for tokens in prompts:
+            come_back(cache, "here", tokens)
+
+
+@pytest.mark.parametrize("num_gone", [1, 4, 20])
+@pytest.mark.parametrize("quota", [0.1, 0.5])
+def test_tenants_that_are_gone_make_room_for_those_that_are_here(
+    num_gone: int, quota: float
+) -> None:
+    cache = PrefixCache(20, 2, cache_quota=quota)
+    for index in range(20):
+        leave(cache, f"gone-{index % num_gone}", 1)
+    here = [array("q", [-index] * 6) for index in range(1, 5)]
+    cycle(cache, here, 10)
+    assert [kept(cache, "here", tokens) for tokens in here] == [3] * 4
+    assert owned(cache)["here"] == 12
+
+
+def test_what_one_that_is_here_never_reads_again_does_not_shield_those_that_are_gone() -> None:
+    cache = PrefixCache(20, 2, cache_quota=0.5)
+    leave(cache, "gone", 1)
+    unread, read = leave(cache, "modest", 1), leave(cache, "modest", 1)
+    leave(cache, "gone", 5)
+    here = [array("q", [-index] * 6) for index in range(1, 6)]
+    for _ in range(20):
+        come_back(cache, "modest", read)
+        cycle(cache, here, 1)
+    assert [kept(cache, "here", tokens) for tokens in here] == [3] * 5
+    assert kept(cache, "modest", unread) == 1
+
+
+def test_one_that_comes_back_is_protected_anew() -> None:
+    cache = PrefixCache(20, 2, cache_quota=0.5)
+    old = leave(cache, "quiet", 4)
+    for _ in range(30):
+        leave(cache, "flood", 3)
+    assert kept(cache, "quiet", old) == 0
+    new = leave(cache, "quiet", 4)
+    for _ in range(15):
+        leave(cache, "flood", 3)
+    assert kept(cache, "quiet", new) == 4
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_one_whose_pages_are_all_held_is_here(is_pinned: bool) -> None:
+    cache = PrefixCache(20, 2, cache_quota=0.5, pin_quota=1.0)
+    held = leave(cache, "held", 4)
+    gone = leave(cache, "gone", 4)
+    lease = None if is_pinned else cache.acquire(array("q", [*held, 0]), namespace="held")
+    if is_pinned:
+        cache.pin(held, len(held), ttl=1.0, namespace="held")
+    for _ in range(40):
+        leave(cache, "flood", 3)
+    assert (kept(cache, "held", held), kept(cache, "gone", gone)) == (4, 0)
+    cache.check([] if lease is None else [lease])
+
+
+def test_those_that_left_the_cache_are_forgotten() -> None:
+    cache = PrefixCache(6, 1, cache_quota=0.5)
+    for index in range(200):
+        leave(cache, f"once-{index}", 1)
+    assert len(cache.tree.owned._used) == len(owned(cache)) == 6
+
+
+def test_a_use_that_was_not_noted_is_noticed() -> None:
+    tree = RadixTree(1, quota=2)
+    tree.insert(array("q", [1]), array("q", [0]), namespace="a")
+    tree.owned.forget("a")
+    with pytest.raises(AssertionError, match="when a namespace was used"):
+        tree.check()
 
 
 def test_within_their_quotas_the_least_recently_used_goes_whoever_left_it() -> None:

@@ -16,6 +16,22 @@ MUTATIONS = (
         "what a tenant has beyond its quota goes first",
     ),
     Mutation(
+        "quota-protects-tenants-that-are-gone",
+        "radix_cache/tree.py",
+        "if beyond and (leaf := self._idle_leaf()) is not None:",
+        "if (leaf := None) is not None:",
+        (QUOTA,),
+        "tenants that are gone make room",
+    ),
+    Mutation(
+        "quota-forgets-who-came-back",
+        "radix_cache/owned.py",
+        "            self._used[namespace] = num_evicted\n",
+        "            self._used.setdefault(namespace, num_evicted)\n",
+        (QUOTA,),
+        "who comes back is protected",
+    ),
+    Mutation(
         "quota-takes-more-than-the-excess",
         "radix_cache/tree.py",
         "return leaf, min(missing, self.owned.excess(leaf.namespace)), True",

@@ -203,6 +203,22 @@ MUTATIONS = (
         "the tenant served least goes first",
     ),
     Mutation(
+        "queue-newcomers-pass-who-is-served",
+        "core/queue.py",
+        "least = [line.place[0] for line in self._urgent()]",
+        "least = [self._least(line).place[0] for line in self._levels.values()]",
+        ("tests/core/test_queue.py",),
+        "a parked request gives newcomers no credit",
+    ),
+    Mutation(
+        "admission-takes-any-priority",
+        "core/admission.py",
+        "if not -most <= request.priority <= most:",
+        "if request.priority > most:",
+        ("tests/core/test_fairness.py",),
+        "nobody is urgent without a bound",
+    ),
+    Mutation(
         "queue-never-ages",
         "core/queue.py",
         "return request.priority - int(waited / self._aging_seconds)",

@@ -29,6 +29,14 @@ MUTATIONS = (
         "I4: an abort before the first step ends its stream",
     ),
     Mutation(
+        "mail-counts-who-has-arrived",
+        "core/mail.py",
+        "        arrived, self._arrived = self._arrived, []\n        self._num_arrived.clear()\n",
+        "        arrived, self._arrived = self._arrived, []\n",
+        ("tests/core/test_mail.py",),
+        "a tenant's share of the queue is counted right",
+    ),
+    Mutation(
         "mail-keeps-ended-streams",
         "core/mail.py",
         "                del self.streams[request.request_id]\n",
@@ -279,5 +287,40 @@ MUTATIONS = (
         "if self.transport.get_write_buffer_size() <= size_before:",
         (f"{HTTP}::test_a_stream_that_nobody_reads_is_aborted_and_its_connection_dropped",),
         "a client that never reads is dropped at the write deadline",
+    ),
+    Mutation(
+        "connection-is-idle-for-ever-behind-a-late-body",
+        "api/connection.py",
+        "elif self.timeout_keep_alive_task is None and",
+        "elif self._is_refused and",
+        (
+            "tests/api/test_attacks.py::"
+            "test_nor_may_a_connection_be_idle_behind_a_body_that_came_after_its_answer",
+        ),
+        "no connection stays without somebody's time running",
+    ),
+    Mutation(
+        "connection-does-not-listen-while-it-works",
+        "api/connection.py",
+        "        if self.flow.read_paused and not self.cycle.more_body:\n            self._listen_on()\n",
+        "",
+        (f"{HTTP}::test_who_leaves_having_said_more_behind_a_request_is_noticed_too",),
+        "who leaves frees what he had, whatever he said before",
+    ),
+    Mutation(
+        "depth-does-not-count-containers",
+        "api/json_depth.py",
+        "        if num_containers > containers:\n",
+        "        if num_containers > len(data):\n",
+        ("tests/api/test_limits.py::test_containers_are_counted_outside_texts",),
+        "no body holds the event loop with a million objects",
+    ),
+    Mutation(
+        "visit-of-a-guesser-is-a-probe",
+        "api/visits.py",
+        'return self.scope["path"] in PROBES and self.status not in NO_KEY',
+        'return self.scope["path"] in PROBES',
+        ("tests/test_observing.py::test_who_guesses_keys_is_seen_wherever_he_tries",),
+        "guesses of keys are counted and logged",
     ),
 )
