@@ -37,7 +37,7 @@ class Meter:
         self.controller = controller
         self.clock = clock
         self.decide_s = 0.0  # host seconds of a step that is decided on; running mean
-        self._step_s = 0.0  # seconds of a step; running mean
+        self._step_s = 0.0  # seconds of a step without prompts and drafts; running mean
         self._step = _Step()
         self._rest = 0  # steps for which plain decoding need not be questioned
         self._num_rested = 0  # steps of which the controller does not know yet
@@ -108,7 +108,8 @@ class Meter:
 
     def end(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """The step is over. Of steps that nothing was decided for, one in some is learnt from."""
-        self._step_s += MEAN_RATE * (seconds - self._step_s)
+        if output.num_rows <= len(plan.rows) or not self._step_s:
+            self._step_s += MEAN_RATE * (seconds - self._step_s)
         late_s, self._late_s = self._late_s, 0.0
         if self._step.is_resting:
             self._step.is_resting = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from msgspec.structs import replace
 
 from foretoken.core.params import SamplingParams
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
@@ -92,6 +93,15 @@ def test_every_step_of_a_brief_rest_is_learnt_from() -> None:
     assert meter.steps(BRIEF_REST, 0.010) == BRIEF_REST
     assert meter.num_learnt == BRIEF_REST
     assert not meter.is_resting
+
+
+def test_a_prompt_does_not_make_a_verdict_short() -> None:
+    meter = Watched()
+    meter.steps(200, 0.0005)
+    meter.end(PLAN, replace(OUTPUT, num_rows=256), 0.030)
+    meter.decide_s = 0.0003
+    meter.rest()
+    assert meter.steps(1000, 0.0005) == pytest.approx(200, abs=1)
 
 
 def test_a_clock_that_stands_still_is_borne() -> None:
