@@ -86,7 +86,7 @@ class TokenRoutes:
         """Token ids of a prompt or of messages."""
         body = await self.service.read(request, decode_tokenize)
         self.service.check_model(body.model)
-        token_ids = await self._token_ids(request, body)
+        token_ids = await self.service.wanted(request, self._token_ids(request, body))
         names = None
         if body.return_token_strs:
             tokenizer = self.service.llm.tokenizer

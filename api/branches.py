@@ -171,7 +171,8 @@ class BranchesRoute:
         head = Head(prefix="branches", model=self.service.model)
         writer = BranchWriter(self.service, head, first)
         writer.prompt_ids = [f"{head.id}-{index}" for index in range(len(forks))]
-        turns = await self._open(request, forks, writer.prompt_ids)
+        opening = self._open(request, forks, writer.prompt_ids)
+        turns = await self.service.wanted(request, opening, first.deadline_ms)
         if first.stream:
             return EventStream(
                 writer.branch_events(turns),

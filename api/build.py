@@ -159,6 +159,7 @@ def _limits(config: EngineConfig, target: Decoder) -> SchedulerLimits:
         max_model_len=_model_len(config, target),
         vocab_size=target.config.vocab_size,
         aging_seconds=config.aging_seconds,
+        max_priority=config.max_priority,
     )
 
 

@@ -52,7 +52,8 @@ class CacheRoutes:
             raise needs_admin_key("a flush that names neither cache_salt nor prefix")
         llm, salt = self.service.llm, body.cache_salt
         if body.prefix is not None:
-            tokens = array("q", await self._token_ids(request, body.prefix))
+            reading = self._token_ids(request, body.prefix)
+            tokens = array("q", await self.service.wanted(request, reading))
             dropped = llm.engine.flush_prefix(tokens, salt)
             llm.prompts.flush_prefix(tokens, salt)
         else:

@@ -40,13 +40,15 @@ class ChatRoute:
         self.service.check_model(body.model)
         head = Head(prefix="chatcmpl", model=self.service.model)
         try:
-            ask = await self.service.apart(request, partial(read_ask, body))
+            reading = self.service.apart(request, partial(read_ask, body))
+            ask = await self.service.wanted(request, reading, body.deadline_ms)
             self.service.check_room(1, ask.params.n)
             if is_prewarm(body):
                 work = prewarm(self.service, ask, request_id=head.id)
-                usage = await unless_gone(request.receive, work)
+                usage = await self.service.wanted(request, work, body.deadline_ms)
                 return self._prewarmed(ChatWriter(self.service, head, body), body, usage)
-            turn = await self.service.turns.open(ask, request_id=head.id)
+            opening = self.service.turns.open(ask, request_id=head.id)
+            turn = await self.service.wanted(request, opening, body.deadline_ms)
         except InvalidRequest as error:
             if error.param == "json_schema" and body.response_format is not None:
                 error.param = "response_format"  # as this body calls it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 from starlette.requests import Request
@@ -47,13 +48,14 @@ class CompletionsRoute:
         prompts = read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)
         head = Head(prefix="cmpl", model=self.service.model)
-        echoed = await self._echoed(prompts) if body.echo else None
+        wanted = partial(self.service.wanted, request, deadline_ms=body.deadline_ms)
+        echoed = await wanted(self._echoed(prompts)) if body.echo else None
         writer = CompletionWriter(self.service, head, body, echoed)
         writer.prompt_ids = prompt_ids(head, len(prompts))
         if is_prewarm(body):
             work = self._prewarm(head, prompts, params, body)
-            return _prewarmed(writer, body, await unless_gone(request.receive, work))
-        answers = await self._open(head, prompts, params, body)
+            return _prewarmed(writer, body, await wanted(work))
+        answers = await wanted(self._open(head, prompts, params, body))
         if body.stream:
             return EventStream(
                 writer.events(answers),

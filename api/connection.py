@@ -6,18 +6,20 @@ import asyncio
 import logging
 import resource
 import sys
-from typing import ClassVar
+from contextvars import Context
+from typing import ClassVar, cast
 
 import h11
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ApiError
+from .gate import IS_SPARE, refusal_of
 from .limits import Limits
-from .messages.errors import error_response
+from .visits import BROKEN_OFF
 
 logger = logging.getLogger(__name__)
-ALWAYS_SERVED = "/health"  # a balancer must see that a server lives which is merely full
 NUM_OTHER_FILES = 128  # of the process, beside one for each connection
 NUM_SPARE = 64  # connections beyond the limit that are told so; the others are dropped
 SPARE_SECONDS = 1.0  # for one of those to say what it wants
@@ -55,7 +57,7 @@ class Connection(H11Protocol):
             transport.abort()
             return
         if num_beyond > 0:
-            self._is_spare, self.app = True, self._answer_spare
+            self._is_spare, self.app = True, self._refuse_spare
         self._expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,16 +67,11 @@ class Connection(H11Protocol):
         self.resume_writing()
         super().connection_lost(exc)
 
-    async def _answer_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One answer: whether the server lives, or that it is full."""
+    async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One answer: the gate's that the server is full, except to who asks whether it lives."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
-        if scope["path"] == ALWAYS_SERVED:
-            await self.config.loaded_app(scope, receive, send)
-            return
-        message = f"more connections than {self.limits.named('max_connections')} are open"
-        headers = {"retry-after": "1"}
-        full = ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
-        await error_response(scope, full)(scope, receive, send)
+        scope["state"][IS_SPARE] = True
+        await self.config.loaded_app(scope, receive, send)
 
     # -- what the client sends ------------------------------------------------------------------
 
@@ -88,14 +85,38 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Half a header is due too; silence between requests is uvicorn's to end."""
+        """Whatever the state, somebody's time runs or we work for this client."""
         super().handle_events()
         if not self._is_answered_early:
             self._forget_body()
         if self.conn.their_state is not h11.IDLE:
             self._forget_header()
-        elif self._header_timer is None and self.conn.trailing_data[0]:
+        elif self._header_timer is None:
+            self._expect_next()
+        if self.flow.read_paused and not self.cycle.more_body:
+            self._listen_on()
+
+    def _expect_next(self) -> None:
+        """Half a header is due too; uvicorn ends the silence behind an answer, but not that behind
+        a body which came after its answer."""
+        if self.conn.trailing_data[0]:
             self._expect_header()
+        elif self.timeout_keep_alive_task is None and self.conn.our_state is h11.IDLE:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.limits.idle_seconds, self.timeout_keep_alive_handler
+            )
+
+    def _listen_on(self) -> None:
+        """Read while a request is worked for, though another stands behind it.
+
+        uvicorn pauses until the answer is complete. A client that leaves would then not be noticed,
+        and its request run to its end for nobody.
+        """
+        num_waiting = len(self.conn._receive_buffer)  # `trailing_data` copies it, for each packet
+        if num_waiting > self.limits.max_header_bytes + self.limits.max_body_bytes:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         """An answer may be given before its request has come to the end."""
@@ -129,7 +150,8 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
-        answer = told.response()
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # a request whose path is known
+        answer = self._broken_off(told) if begun else told.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         events = (
             h11.Response(status_code=told.status, headers=headers),
@@ -141,6 +163,13 @@ class Connection(H11Protocol):
         self.transport.write_eof()
         self._is_refused = True
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _broken_off(self, told: ApiError) -> Response:
+        """The answer to a request whose body is no HTTP; its visit is told in passing."""
+        scope = cast("Scope", self.scope)
+        scope["state"][BROKEN_OFF] = told
+        # Outside of any context: the one at hand may be that of the request before.
+        return Context().run(refusal_of, scope, told)
 
     def _max_header(self) -> str:
         return f"{self.limits.named('max_header_bytes')} bytes"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
@@ -16,7 +17,8 @@ from .owners import CALLER, NOBODY, caller_of
 from .service import Settings
 from .visits import note_request_id
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
+IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
 OPERATOR_PATHS = frozenset({"/cache"})
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
@@ -47,17 +49,12 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request_id = _request_id(headers)
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
-        note_request_id(request_id)
+        note_request_id(_identify(scope))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                sent = MutableHeaders(scope=message)
-                sent["x-request-id"] = request_id
-                if is_messages(scope["path"]):  # whose clients know it by another name
-                    sent["request-id"] = request_id
+                _name(MutableHeaders(scope=message), scope)
             await send(message)
 
         offered = _offered(headers)
@@ -91,6 +88,8 @@ class Gate:
         path: str = scope["path"]
         if path in OPEN_PATHS:
             return None
+        if IS_SPARE in scope["state"]:
+            return self._full()
         is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
         needs_admin = bool(self._admins) and is_operators
         if known is None and (self._needs_key or needs_admin):
@@ -102,6 +101,30 @@ class Gate:
             )
         return needs_admin_key(path) if needs_admin and known not in self._admins else None
 
+    def _full(self) -> ApiError:
+        most = self._limits.named("max_connections")
+        return ApiError(
+            503,
+            f"more connections than {most} are open",
+            kind="server_error",
+            code="too_many_connections",
+            headers={"retry-after": "1"},
+        )
+
+
+def refusal_of(scope: Scope, error: ApiError) -> Response:
+    """What a client is told of a request that may not have come to the gate yet."""
+    _identify(scope)
+    answer = error_response(scope, error)
+    _name(answer.headers, scope)
+    return answer
+
+
+def _name(headers: MutableHeaders, scope: Scope) -> None:
+    headers["x-request-id"] = _identify(scope)
+    if is_messages(scope["path"]):  # whose clients know it by another name
+        headers["request-id"] = _identify(scope)
+
 
 def needs_admin_key(what: str) -> ApiError:
     """403 for what concerns all callers."""
@@ -109,9 +132,13 @@ def needs_admin_key(what: str) -> ApiError:
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
 
 
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+def _identify(scope: Scope) -> str:
+    """The id of a request: its caller's own, or one that stays."""
+    state: dict[str, str] = scope["state"]
+    if "request_id" not in state:
+        given = Headers(scope=scope).get("x-request-id", "")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+    return state["request_id"]
 
 
 def _num_bytes(scope: Scope) -> int:

@@ -18,6 +18,7 @@ from ..core.params import SamplingParams
 from ..core.request import Delta, FinishReason, Request, Usage
 from ..core.stream import TokenStream
 from .answer import Answer, Generation
+from .arrival import Arrival, arrival, seconds_left
 from .explain import Explainer, Explanation
 from .grammar import Grammars
 from .intake import (
@@ -167,14 +168,15 @@ class Host:
     ) -> Answer:
         """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
 
-        ``shown_ids``: special tokens that its text shows. Raises `InvalidRequest`, `QueueFull` and
-        `EngineDead`.
+        ``shown_ids``: special tokens that its text shows. Raises `InvalidRequest`, `QueueFull`,
+        `DeadlineExceeded` and `EngineDead`.
         """
+        since = arrival()
         answer = self._register(params, request_id)
         answer.shown_ids, answer.cache = shown_ids, cache
         try:
             await self._prepare(answer, prompt)
-            self._submit_choices(answer)
+            self._submit_choices(answer, since)
             first = answer.generations[0].request
             self.prompts.record(answer.request_id, first, note, self.engine.now)
         except BaseException:
@@ -273,18 +275,22 @@ class Host:
         if self._grammars is not None:
             answer.grammar = await self._grammars.compile(answer.params)
 
-    def _submit_choices(self, answer: Answer) -> None:
-        """Give all of them to the engine or none."""
+    def _submit_choices(self, answer: Answer, since: Arrival | None = None) -> None:
+        """Give all of them to the engine or none. Their time counts since then, else from now."""
         self._check_open()
         try:
+            limits = (answer.params.deadline, self.max_request_seconds)
+            left = seconds_left(since or arrival(), *limits)
             for params, seed in children(answer.params):
-                self._add_choice(answer, params, seed)
+                self._add_choice(answer, params, seed, left)
         except BaseException:
             answer.close()
             answer.generations.clear()
             raise
 
-    def _add_choice(self, answer: Answer, params: SamplingParams, seed: int) -> None:
+    def _add_choice(
+        self, answer: Answer, params: SamplingParams, seed: int, deadline: float | None
+    ) -> None:
         index = len(answer.generations)
         text = AnswerText(
             self.tokenizer.detokenizer(answer.prompt_token_ids, answer.shown_ids),
@@ -303,8 +309,7 @@ class Host:
             on_token=text.push if text.watches else None,
             cache=answer.cache,
         )
-        limits = [request.deadline, self.max_request_seconds]
-        request.deadline = min((each for each in limits if each is not None), default=None)
+        request.deadline = deadline
         stream = _ended_stream(request) if answer.aborted else self._submit(request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
 

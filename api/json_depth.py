@@ -1,10 +1,16 @@
-"""How deeply a JSON text is nested, found before it is decoded, at the speed of copying it."""
+"""How deep and how many the containers of a JSON text are, found before it is decoded.
+
+At the speed of copying it.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+Excess = Literal["max_json_depth", "max_json_containers"]  # fields of `Limits`
 _OPENING, _CLOSING, _QUOTE = b"[{", b"]}", b'"'
 _OTHERS = bytes(value for value in range(256) if value not in _OPENING + _CLOSING + _QUOTE)
 _STEPS = np.array(
@@ -13,15 +19,16 @@ _STEPS = np.array(
 _BLOCK = 2**16  # bytes that are looked at together, so that they stay in the cache
 
 
-def is_deeper(data: bytes, depth: int) -> bool:
-    """Whether arrays and objects stand more than ``depth`` deep. What is no JSON may be either.
+def find_excess(data: bytes, *, depth: int, containers: int) -> Excess | None:
+    """The limit that its arrays and objects exceed, if any. What is no JSON may be either.
 
-    O(len). A decoder counts for itself only up to the interpreter's limit of about a thousand, and
-    a template or a schema compiler that then walks what it decoded may be less careful.
+    O(len). A decoder counts the depth only up to the interpreter's limit of about a thousand, and
+    a template or a schema compiler that then walks what it decoded may be less careful. A million
+    containers are decoded quickly; but the collector of garbage then looks through each.
     """
-    if sum(data.count(mark) for mark in (b"[", b"{")) <= depth:
-        return False
-    level = is_text = 0
+    if sum(data.count(mark) for mark in (b"[", b"{")) <= min(depth, containers):
+        return None
+    level = is_text = num_containers = 0
     marks = _marks(data)
     for start in range(0, len(marks), _BLOCK):
         block = np.frombuffer(marks[start : start + _BLOCK], np.uint8)
@@ -30,9 +37,12 @@ def is_deeper(data: bytes, depth: int) -> bool:
         steps[inside.view(np.bool_)] = 0
         levels = np.cumsum(steps, dtype=np.int32)
         if level + int(levels.max()) > depth:
-            return True
+            return "max_json_depth"
+        num_containers += int(np.count_nonzero(steps > 0))
+        if num_containers > containers:
+            return "max_json_containers"
         level, is_text = level + int(levels[-1]), int(inside[-1])
-    return False
+    return None
 
 
 def _marks(data: bytes) -> bytes:

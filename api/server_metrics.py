@@ -22,6 +22,7 @@ REASONS = {  # of a refusal, by the code of its error
     "body_too_large": "too_large",
     "invalid_api_key": "unauthorized",
     "admin_key_needed": "unauthorized",
+    "too_many_connections": "connections",
 }
 DRAINING, NOT_READY, INVALID = "draining", "not_ready", "invalid"
 

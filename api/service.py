@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from ..core.errors import InvalidRequest
+from ..core.errors import DeadlineExceeded, InvalidRequest
+from .arrival import arrival, note_arrival, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .host import Host
-from .json_depth import is_deeper
+from .json_depth import find_excess
 from .limits import Limits
 from .messages.normalize import SteadyTurns
 from .server_metrics import ServerMetrics
+from .sse import unless_gone
 from .turn import Turns
 
 T = TypeVar("T")
 QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
+TOO_DEEP = "the body is nested beyond"
+TOO_MANY = "the body has more arrays and objects than"
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -102,21 +107,38 @@ class Service:
         return body
 
     async def read_bytes(self, request: Request) -> bytes:
-        """The body as it came. Raises 413 and 408, and 400 where it is nested too deeply."""
+        """The body as it came. Raises 413 and 408, and 400 for too much nesting."""
         limits = self.settings.limits
         data = await _read_in_time(request, limits)
-        depth = limits.max_json_depth
-        is_deep = len(data) > QUICK_BYTES and await asyncio.to_thread(is_deeper, data, depth)
-        if is_deep or (len(data) <= QUICK_BYTES and is_deeper(data, depth)):
-            raise ApiError(
-                400, f"the body is nested beyond the limit of {limits.named('max_json_depth')}"
-            )
+        note_arrival(len(data))
+        look = partial(
+            find_excess, data, depth=limits.max_json_depth, containers=limits.max_json_containers
+        )
+        excess = look() if len(data) <= QUICK_BYTES else await asyncio.to_thread(look)
+        if excess is not None:
+            what = TOO_DEEP if excess == "max_json_depth" else TOO_MANY
+            raise ApiError(400, f"{what} the limit of {limits.named(excess)}")
         request.state.num_bytes = len(data)
         return data
 
     async def apart(self, request: Request, job: Callable[[], T]) -> T:
         """Do something with the body that was read, in a thread if it is a large one."""
         return await self.llm.tokenizer.apart(request.state.num_bytes, job)
+
+    async def wanted(
+        self, request: Request, work: Coroutine[Any, Any, T], deadline_ms: float | None = None
+    ) -> T:
+        """Do what comes before the engine's work, while the client is there and has time.
+
+        Raises `ClientGone` and `DeadlineExceeded`, by the shorter of the caller's and our limit.
+        """
+        asked = None if deadline_ms is None else deadline_ms / 1000
+        try:
+            left = seconds_left(arrival(), asked, self.llm.max_request_seconds)
+        except DeadlineExceeded:
+            work.close()  # nothing of it is begun
+            raise
+        return await unless_gone(request.receive, work, left)
 
 
 async def _read_in_time(request: Request, limits: Limits) -> bytes:

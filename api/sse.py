@@ -12,6 +12,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ..core.errors import DeadlineExceeded
+from .arrival import TOO_LATE
 from .errors import ApiError, ClientGone, to_api_error
 from .visits import note_error
 
@@ -112,15 +114,21 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, or cancel it and raise `ClientGone` when the client leaves first."""
+async def unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, T], seconds: float | None = None
+) -> T:
+    """Do the work, or cancel it when the client leaves first or the time is over.
+
+    Raises `ClientGone` and `DeadlineExceeded`. The body must have been read before.
+    """
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(gone(receive))
     try:
-        await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        both = [task, watcher]
+        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone if watcher.done() else DeadlineExceeded(TOO_LATE)
     finally:
         await _end([task, watcher])
 

@@ -12,7 +12,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..core.errors import EngineDead, InvalidRequest, ModelLoadError, PromptTooLong
+from ..core.errors import (
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    ModelLoadError,
+    PromptTooLong,
+)
+from .arrival import origin
 from .template import INLINE_CHARS, check_messages, count_chars, deeper, template_error
 from .template import SECONDS as TEMPLATE_SECONDS
 from .text import BYTE_OF_CHAR, ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -43,6 +50,7 @@ class Tokenizer:
         backend.no_padding()
         self._hf, self._backend = hf, backend
         self.max_model_len = max_model_len
+        self._import_all()
         # Two, so that no short conversation waits for a long text.
         self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
         self._closed = False
@@ -61,6 +69,12 @@ class Tokenizer:
         except Exception as error:  # any file of the folder may be damaged in any way
             raise ModelLoadError(f"{folder}: the tokenizer does not load: {error}") from error
         return cls(hf, max_model_len=max_model_len)
+
+    def _import_all(self) -> None:
+        """What rendering imports on first use: an interrupted import would leave a lock behind."""
+        if hasattr(self._hf, "apply_chat_template"):
+            talk = [{"role": "user", "content": ""}]
+            self._hf.apply_chat_template(talk, chat_template="{{ messages }}", tokenize=False)
 
     def close(self) -> None:
         """Stop the threads; what they work on is finished first, what waits is refused."""
@@ -132,16 +146,22 @@ class Tokenizer:
     async def _work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
         """Short jobs at once, long ones in the thread, so that streams go on.
 
-        Raises `EngineDead` if it is closed meanwhile.
+        Raises `EngineDead` if it is closed meanwhile. Whatever a tokenizer raises fails this
+        request alone; what it says may tell too much.
         """
-        if num_chars <= INLINE_CHARS:
-            done = self._guard(job, param)
-            await asyncio.sleep(0)  # many short ones are long
-            return done
         try:
-            return await self._run(self._long, partial(self._guard, job, param), SECONDS)
+            if num_chars > INLINE_CHARS:
+                return await self._run(self._long, job, SECONDS)
+            done = job()
+            await asyncio.sleep(0)  # many short ones are long
         except TimeoutError:
             raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
+        except ForetokenError:
+            raise
+        except Exception as error:
+            logger.warning("a %s could not be tokenised", param, exc_info=error)
+            raise InvalidRequest(f"the {param} cannot be tokenised", param=param) from error
+        return done
 
     async def apart(self, size: int, job: Callable[[], T]) -> T:
         """The same for any work of ours on a body of so many bytes; it raises what it raises."""
@@ -156,7 +176,7 @@ class Tokenizer:
     async def _run(self, worker: Worker, job: Callable[[], T], seconds: float) -> T:
         self._check_open()
         try:
-            return await worker.run(job, seconds=seconds)
+            return await worker.run(job, seconds=seconds, origin=origin())
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or not task.cancelling():  # the job was cancelled, not its caller
@@ -166,17 +186,6 @@ class Tokenizer:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineDead("this LLM is closed") from None
-
-    @staticmethod
-    def _guard(job: Callable[[], T], param: str) -> T:
-        """Whatever a tokenizer raises fails this request alone; what it says may tell too much."""
-        try:
-            return job()
-        except InvalidRequest:
-            raise
-        except Exception as error:
-            logger.warning("a %s could not be tokenised", param, exc_info=error)
-            raise InvalidRequest(f"the {param} cannot be tokenised", param=param) from error
 
     # -- conversations --------------------------------------------------------------------------
 
@@ -212,13 +221,23 @@ class Tokenizer:
     ) -> str:
         """Never on the event loop: a template is a program, and may go on for ever."""
         is_short = count_chars(messages, settings) <= INLINE_CHARS
-        job = partial(self._guard, lambda: self._render(messages, settings), "prompt")
+        job = partial(self._render, messages, settings)
         try:
             return await self._run(self._short if is_short else self._long, job, TEMPLATE_SECONDS)
         except TimeoutError:
             logger.warning("the chat template was ended after %s s", TEMPLATE_SECONDS)
             message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
             raise InvalidRequest(message, param="messages") from None
+        except InvalidRequest as error:
+            logger.warning("the chat template failed: %s", error)
+            raise
+        except ForetokenError:
+            raise
+        except Exception as error:
+            # Its tracebacks are long, and whoever can send messages could fill the log with them.
+            logger.warning("the chat template failed: %s", type(error).__name__)
+            logger.debug("the chat template failed", exc_info=error)
+            raise InvalidRequest(template_error(error), param="messages") from error
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         for name in options:
@@ -228,18 +247,13 @@ class Tokenizer:
                 raise InvalidRequest(message, param="chat_template_kwargs")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """In a thread, where it may be interrupted: nothing here logs."""
         settings = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             return str(self._hf.apply_chat_template(list(messages), **settings))
         except RecursionError:  # its traceback would be as long as what is nested is deep
             param = deeper(messages, options)
-            logger.warning("the chat template failed: %s are nested too deeply", param)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
-        except Exception as error:
-            # Its tracebacks are long, and whoever can send messages could fill the log with them.
-            logger.warning("the chat template failed: %s", type(error).__name__)
-            logger.debug("the chat template failed", exc_info=error)
-            raise InvalidRequest(template_error(error), param="messages") from error
 
     @cached_property
     def _reserved_options(self) -> set[str]:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 CLIENT_CLOSED = 499  # as proxies log it: nobody was left to be answered
 SERVER_ERROR = 500
+BROKEN_OFF = "broken_off"  # in a scope's state: what the connection itself told the client
 UNKNOWN_ROUTE = "unknown"
 PROBES = frozenset({"/health", "/ready", "/metrics"})
+NO_KEY = frozenset({401, 403})
 METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
 
@@ -54,8 +56,8 @@ class Visit:
 
     @property
     def is_probe(self) -> bool:
-        """Whether a machine asks, again and again."""
-        return self.scope["path"] in PROBES
+        """Whether a machine asks, again and again; without a key it may be anybody, who guesses."""
+        return self.scope["path"] in PROBES and self.status not in NO_KEY
 
 
 VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
@@ -147,6 +149,9 @@ class Visits:
             visit.status = visit.status or SERVER_ERROR
             raise
         finally:
+            broken_off: ApiError | None = visit.scope.get("state", {}).get(BROKEN_OFF)
+            if broken_off is not None:
+                visit.status, visit.error = broken_off.status, broken_off
             visit.status = visit.status or CLIENT_CLOSED
 
 

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+
+from .waiting import NO_ORIGIN, Job, Origin, Waiting
 
 T = TypeVar("T")
 STACK_BYTES = 64 * 2**20  # address space: what is nested within all limits is walked by recursion
+AGAIN_SECONDS = 0.5  # after an interrupt the job still runs: it hit a `__del__`, which swallows it
 
 
 class Interrupted(BaseException):
@@ -20,34 +22,48 @@ class Interrupted(BaseException):
 
 
 class Worker:
-    """Runs jobs in order. It begins with the first one; ``stack_bytes`` is its address space.
+    """Runs jobs, those of several callers in turn. It begins with the first one.
+
+    A job that is run by `run` may end at any instruction: it must not log, for then the lock of a
+    handler would never be given back, nor take another lock that is written in Python, nor import.
 
     A pool of `concurrent.futures` would be joined when the interpreter ends, however long its job
-    takes, and gives no say over the stack.
+    takes, and gives no say over the stack. ``stack_bytes`` is the address space of the thread.
     """
 
     def __init__(self, name: str, *, stack_bytes: int = STACK_BYTES) -> None:
         self._name = name
         self._stack_bytes = stack_bytes
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._is_started = False
+        self._waiting = Waiting()
+        self._changed = threading.Condition()  # guards what waits
+        self._is_closed = self._is_started = False
         self._lock = threading.Lock()
         self._current: Future[Any] | None = None  # the job that may be interrupted
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; its future can be cancelled until it begins."""
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that are not begun."""
+        return len(self._waiting)
+
+    def submit(self, job: Callable[[], T], origin: Origin = NO_ORIGIN) -> Future[T]:
+        """Queue a job; its future can be cancelled until it begins. Raises `QueueFull`."""
         future: Future[T] = Future()
-        self._jobs.put((future, job))
+        with self._changed:
+            if self._is_closed:
+                future.cancel()
+                return future
+            self._waiting.put(Job(future, job, origin))
+            self._changed.notify()
         if not self._is_started:
             self._is_started = True
             self._start()
         return future
 
-    async def run(self, job: Callable[[], T], *, seconds: float) -> T:
+    async def run(self, job: Callable[[], T], *, seconds: float, origin: Origin = NO_ORIGIN) -> T:
         """Await a job, for so long from when it begins; then, or when cancelled, it is interrupted.
 
-        Raises `TimeoutError`. Python code ends at its next instruction, a call into C when it
-        returns: those behind it wait for that.
+        Raises `TimeoutError` and `QueueFull`. Python code ends at its next instruction, a call into
+        C when it returns: those behind it wait for that.
         """
         loop = asyncio.get_running_loop()
         is_awaited = True
@@ -60,31 +76,42 @@ class Worker:
             loop.call_soon_threadsafe(begin)
             return job()
 
-        future = self.submit(timed)
+        future = self.submit(timed, origin)
         try:
             async with asyncio.timeout(None) as limit:
                 return await asyncio.wrap_future(future)
         except BaseException:
-            self.interrupt(future)
+            self._give_up(future)
             raise
         finally:
             is_awaited = False
 
-    def interrupt(self, future: Future[Any]) -> None:
-        """Raise `Interrupted` in the thread if it is at this job."""
+    def interrupt(self, future: Future[Any]) -> bool:
+        """Raise `Interrupted` in the thread if it is at this job; returns whether it is."""
         with self._lock:
-            if self._current is future:
-                self._current = None  # no second one: the handler of the first is not in a job
+            is_running = self._current is future
+            if is_running:
                 _raise_in(self._ident, Interrupted)
+        return is_running
 
     def close(self) -> None:
         """Cancel what waits; what runs goes on."""
-        with suppress(Empty):
-            while True:
-                waiting = self._jobs.get_nowait()
-                if waiting is not None:
-                    waiting[0].cancel()
-        self._jobs.put(None)
+        with self._changed:
+            self._is_closed = True
+            dropped = self._waiting.clear()
+            self._changed.notify()
+        for job in dropped:
+            job.future.cancel()
+
+    def _give_up(self, future: Future[Any]) -> None:
+        """Forget a job that waits, or interrupt it until it ends."""
+        with self._changed:
+            self._waiting.drop(future)
+        self._insist(future)
+
+    def _insist(self, future: Future[Any]) -> None:
+        if self.interrupt(future):
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._insist, future)
 
     def _start(self) -> None:
         """The stack of a thread is fixed when it begins; others begin as they always did."""
@@ -98,32 +125,38 @@ class Worker:
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
-        while (next_one := self._jobs.get()) is not None:
-            future, job = next_one
-            if not future.set_running_or_notify_cancel():
+        while (next_one := self._next()) is not None:
+            if not next_one.future.set_running_or_notify_cancel():
                 continue
-            result, error = self._outcome(future, job)
+            result, error = self._outcome(next_one)
             if error is None:
-                future.set_result(result)
+                next_one.future.set_result(result)
             else:
-                future.set_exception(error)
-            del next_one, future, job, result, error  # may be big, and the next long in coming
+                next_one.future.set_exception(error)
+            del next_one, result, error  # may be big, and the next long in coming
 
-    def _outcome(
-        self, future: Future[T], job: Callable[[], T]
-    ) -> tuple[T | None, BaseException | None]:
-        """What came of a job; an interrupt may come at any instruction up to `_end`."""
+    def _next(self) -> Job[Any] | None:
+        """None at the end."""
+        with self._changed:
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+            return self._waiting.take() if self._waiting else None
+
+    def _outcome(self, job: Job[T]) -> tuple[T | None, BaseException | None]:
+        """What came of a job; an interrupt may come at any instruction up to the end of `_end`."""
         result: T | None = None
         error: BaseException | None = None
         try:
-            self._current = future
+            self._current = job.future
             try:
-                result = job()
+                result = job.work()
             except BaseException as raised:
                 error = raised
             self._end()
         except Interrupted as late:
             error = late
+            with suppress(Interrupted):  # none is due for so long
+                self._end()
         return result, error
 
     def _end(self) -> None:

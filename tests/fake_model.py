@@ -112,6 +112,7 @@ def make_scheduler(
     speculator: Speculator | None = None,
     max_slowdown: float = math.inf,
     aging_seconds: float = 10.0,
+    max_priority: float = math.inf,
     cache_quota: float = 1.0,
 ) -> Scheduler:
     limits = SchedulerLimits(
@@ -120,6 +121,7 @@ def make_scheduler(
         max_queued=max_queued,
         max_slowdown=max_slowdown,
         aging_seconds=aging_seconds,
+        max_priority=max_priority,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
     )

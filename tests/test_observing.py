@@ -101,6 +101,7 @@ def test_refusals_are_counted_by_their_reason(server: Observed) -> None:
         (ApiError(503, "", code="deadline_exceeded"), False, "deadline"),
         (ApiError(503, "", code="unavailable"), True, "draining"),
         (ApiError(503, "", code="unavailable"), False, "not_ready"),
+        (ApiError(503, "", code="too_many_connections"), False, "connections"),
         (ApiError(413, "", code="body_too_large"), False, "too_large"),
         (ApiError(500, ""), False, None),
         (None, False, None),
@@ -142,6 +143,18 @@ def test_a_probe_that_is_refused_is_no_refusal_of_a_request() -> None:
     visit = Visit({"type": "http", "method": "GET", "path": "/ready"}, error=refused)
     metrics.ended(visit, 0.1)
     assert 'reason="not_ready"} 0.0' in metrics.render().decode()
+
+
+@pytest.mark.parametrize("path", ["/ready", "/metrics"])
+def test_who_guesses_keys_is_seen_wherever_he_tries(
+    server: Observed, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    before = server.samples()
+    assert server.ask("GET", path, authorization="Bearer wrong").status_code == 401
+    assert grown(server, before)["request_refusals_total unauthorized"] == 1
+    [line] = lines(caplog)
+    assert (line["status"], line["error"]) == (401, "invalid_api_key")
 
 
 def test_readiness_is_a_gauge(server: Observed) -> None:

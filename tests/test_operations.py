@@ -183,6 +183,7 @@ def test_the_unit_starts_a_server_and_waits_for_its_drain() -> None:
     assert service["KillMode"] == "mixed"
     assert service["Restart"] == "on-failure"
     assert service["NoNewPrivileges"] == "yes"
+    assert service["EnvironmentFile"].startswith("/")  # "-/" would serve all, were the file lost
 
 
 def test_the_proxy_waits_as_long_as_the_server() -> None:

@@ -43,19 +43,26 @@ class MessagesRoute:
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
         with _anthropic_names():
-            marks, ask = await self.service.apart(
-                request, lambda: (read_marks(body), read_ask(body))
-            )
-            prompt_ids = await self.service.turns.render(ask)
-            ask, breakpoints = await self._placed(marks, ask, prompt_ids)
+            wanted = partial(self.service.wanted, request, deadline_ms=body.deadline_ms)
+            ask, prompt_ids, breakpoints = await wanted(self._rendered(request, body))
             writer = self._writer(body, breakpoints)
             if body.max_tokens == 0:
                 is_streamed = bool(body.stream)
                 return await self._warm(request, ask, prompt_ids, writer, is_streamed=is_streamed)
-            turn = await self.service.turns.open(ask, request_id=writer.id, prompt_ids=prompt_ids)
+            opening = self.service.turns.open(ask, request_id=writer.id, prompt_ids=prompt_ids)
+            turn = await wanted(opening)
         if body.stream:
             return self._stream(request, writer.events(turn), turn.close)
         return JsonResponse(await unless_gone(request.receive, writer.whole(turn)))
+
+    async def _rendered(
+        self, request: Request, body: MessagesRequest
+    ) -> tuple[Ask, list[int], Breakpoints]:
+        """The question, its prompt, and where it may be cached up to."""
+        marks, ask = await self.service.apart(request, lambda: (read_marks(body), read_ask(body)))
+        prompt_ids = await self.service.turns.render(ask)
+        ask, breakpoints = await self._placed(marks, ask, prompt_ids)
+        return ask, prompt_ids, breakpoints
 
     def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
         asked = body.diagnostics
@@ -100,9 +107,12 @@ class MessagesRoute:
         body = await self.service.read(request, decode_count)
         self.service.check_model(body.model)
         with _anthropic_names():
-            ask = await self.service.apart(request, partial(conversation_ask, body))
-            ids = await self.service.turns.render(ask)
-        return JsonResponse({"input_tokens": len(ids)})
+            num_tokens = await self.service.wanted(request, self._num_tokens(request, body))
+        return JsonResponse({"input_tokens": num_tokens})
+
+    async def _num_tokens(self, request: Request, body: CountRequest) -> int:
+        ask = await self.service.apart(request, partial(conversation_ask, body))
+        return len(await self.service.turns.render(ask))
 
     async def _placed(
         self, marks: Sequence[Mark], ask: Ask, prompt_ids: Sequence[int]

@@ -57,10 +57,12 @@ class ResponsesRoute:
             writer = ResponseWriter(self.service, head)
             if is_prewarm(body):
                 work = prewarm(self.service, question.ask, request_id=head.id)
-                response = writer.prewarmed(await unless_gone(request.receive, work))
+                usage = await self.service.wanted(request, work, body.deadline_ms)
+                response = writer.prewarmed(usage)
                 self._keeper(body, question)(response)
                 return _prewarmed(body, writer, response)
-            turn = await self.service.turns.open(question.ask, request_id=head.id)
+            opening = self.service.turns.open(question.ask, request_id=head.id)
+            turn = await self.service.wanted(request, opening, body.deadline_ms)
         keep = self._keeper(body, question)
         if body.stream:
             events = ResponseEvents(writer, keep).stream(turn)
@@ -75,7 +77,8 @@ class ResponsesRoute:
         body = await self._read(request)
         with renaming(body):
             question = await self._question(request, body)
-            token_ids = await self.service.turns.render(question.ask)
+            rendering = self.service.turns.render(question.ask)
+            token_ids = await self.service.wanted(request, rendering, body.deadline_ms)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def retrieve(self, request: Request) -> Response:
@@ -119,7 +122,8 @@ class ResponsesRoute:
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
-        ask = await self.service.apart(request, partial(make_ask, body, history, items))
+        reading = self.service.apart(request, partial(make_ask, body, history, items))
+        ask = await self.service.wanted(request, reading, body.deadline_ms)
         return Question(owner=owner, items=items, ask=ask)
 
     def _keeper(self, body: ResponsesRequest, question: Question) -> Callable[[Body], None]:

@@ -184,6 +184,32 @@ def test_a_message_that_is_odd_and_legal_is_read_as_one(client):
         assert statuses in ([200, 200], [405, 200]), data
 
 
+def test_a_body_that_breaks_off_is_refused_in_the_dialect_of_its_path_and_counted(server):
+    counted = 'http_requests_total{method="POST",route="/v1/messages",status="400"}'
+    before = sample(server, counted)
+    broken = head("/v1/messages", CHUNKED, "X-Request-Id: r1", method="POST")
+    for sent in ([broken + b"zz\r\n"], [broken + chunk(b"{"), b"zz\r\n"]):
+        with RawClient(server.url) as client:
+            for part in sent:
+                client.send(part)
+                sample(server, "ready")  # it has been read
+            answer = client.answer()
+            assert (answer.status, answer.json["type"]) == (400, "error")
+            assert {answer.headers["x-request-id"], answer.headers["request-id"]} == {"r1"}
+            assert answer.json["request_id"] == "r1"
+            assert client.rest() == b""
+    assert sample(server, counted) == before + 2
+    assert sample(server, 'request_refusals_total{reason="invalid"}') >= 2
+
+
+def sample(server, name: str) -> float:
+    """One sample of /metrics; 0 where it is not there yet."""
+    with RawClient(server.url) as client:
+        text = client.send(head("/metrics")).answer().body.decode()
+    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"foretoken:{name} ")]
+    return float(found[0]) if found else 0.0
+
+
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
@@ -305,6 +331,19 @@ def test_a_connection_that_is_idle_behind_its_answer_is_closed(client):
     assert client.rest() == b""
 
 
+@pytest.mark.parametrize("key", ["", "k"])
+@pytest.mark.parametrize(
+    ("lines", "body"), [(["Content-Length: 2"], b"{}"), ([CHUNKED], b"2\r\n{}\r\n0\r\n\r\n")]
+)
+def test_nor_may_a_connection_be_idle_behind_a_body_that_came_after_its_answer(
+    client, key, lines, body
+):
+    client.send(head("/nowhere", *lines, method="POST", key=key))
+    assert client.answer().status == (404 if key else 401)
+    client.send(body)
+    assert client.rest() == b""
+
+
 @pytest.mark.parametrize("lines", [["Content-Length: 50"], [CHUNKED]])
 def test_a_body_that_does_not_come_is_a_408_at_its_deadline(client, lines):
     answer = client.send(head("/tokenize", *lines, method="POST")).answer()
@@ -365,6 +404,7 @@ def test_beyond_the_limit_on_connections_there_is_a_503_at_once_and_health_is_an
         assert len(clients) <= 25
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert "--max-connections" in answer.message
+        assert answer.headers["x-request-id"].startswith("req_")
         assert clients[-1].rest() == b""
         with RawClient(server.url) as balancer:
             answer = balancer.send(head("/health", key="")).answer()
@@ -374,12 +414,18 @@ def test_beyond_the_limit_on_connections_there_is_a_503_at_once_and_health_is_an
     finally:
         for each in clients:
             each.socket.close()
+    wait_until_free(server)
+    assert sample(server, 'request_refusals_total{reason="connections"}') == 1
 
 
-def test_after_all_that_the_server_lives_and_lets_go_of_every_connection(server):
+def wait_until_free(server):
     deadline = time.monotonic() + SECONDS
     while num_open(server):
         assert time.monotonic() < deadline
+
+
+def test_after_all_that_the_server_lives_and_lets_go_of_every_connection(server):
+    wait_until_free(server)
     with RawClient(server.url) as client:
         assert client.send(GOOD).answer().status == 200
     assert server.stop() == 0

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 import foretoken
-from foretoken import AsyncLLM, EngineDead, InvalidRequest, QueueFull, SamplingParams
+from foretoken import (
+    AsyncLLM,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    QueueFull,
+    SamplingParams,
+)
+from foretoken.api.arrival import ARRIVAL, Arrival
 
 FOUR = SamplingParams(max_tokens=4, seed=0)
 TALK = [{"role": "user", "content": "hi"}]
@@ -53,6 +62,24 @@ def test_a_conversation_that_is_no_list_of_objects_is_an_invalid_request(llm, me
     with pytest.raises(InvalidRequest) as info:
         llm.chat(messages, FOUR)
     assert info.value.param == "messages"
+
+
+def test_a_deadline_counts_from_when_the_request_arrived(run, engine):
+    async def body(llm):
+        ARRIVAL.set(Arrival(time.monotonic() - 5))
+        llm.forget(await llm.open([5], SamplingParams(deadline=100)))
+        llm.max_request_seconds = 50
+        llm.forget(await llm.open([5], SamplingParams(deadline=100)))
+        for own, ours in ((4, None), (None, 4), (100, 4)):
+            llm.max_request_seconds = ours
+            with pytest.raises(DeadlineExceeded):
+                await llm.open([5], SamplingParams(deadline=own))
+        first, second = engine.requests
+        assert 90 < first.deadline <= 95
+        assert 40 < second.deadline <= 45
+        assert not llm._answers
+
+    run(body)
 
 
 def test_an_abort_while_the_prompt_is_tokenised_is_not_lost(run, engine):
@@ -174,7 +201,7 @@ def test_closing_while_a_long_prompt_is_tokenised_is_engine_dead(built, kind):
             return
         tasks = [asyncio.create_task(llm.generate("x" * 20_000)) for _ in range(2)]
         await asyncio.to_thread(working.wait, 10)
-        await until(lambda: llm.tokenizer._long._jobs.qsize() == 1)
+        await until(lambda: llm.tokenizer._long.num_waiting == 1)
         if kind == "cancelled":
             tasks[1].cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -60,6 +60,48 @@ def test_a_client_that_leaves_before_the_first_byte_aborts_its_request(server, e
         assert time.monotonic() < deadline, "the answer was never forgotten"
 
 
+BEHIND = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+ONE = raw_request("/v1/completions", b'{"prompt": [5], "max_tokens": 1}')
+
+
+@pytest.mark.parametrize("sent", [BEHIND, BEHIND[:9], b"\r\n", BEHIND * 2000])
+def test_who_leaves_having_said_more_behind_a_request_is_noticed_too(server, engine, sent):
+    engine.by_hand = True
+    with closing(connect(server)) as client:
+        client.sendall(ONE)
+        assert engine.submitted.acquire(timeout=SECONDS)
+        client.sendall(sent)
+    assert engine.was_aborted.acquire(timeout=SECONDS)
+
+
+def test_what_comes_while_a_request_is_worked_for_is_answered_behind_it(server, engine):
+    engine.by_hand = True
+    with closing(connect(server)) as client:
+        client.sendall(ONE)
+        assert engine.submitted.acquire(timeout=SECONDS)
+        for part in (BEHIND[:9], BEHIND[9:] + ONE[:9], ONE[9:]):
+            client.sendall(part)
+            assert httpx.get(f"{server.url}/health").status_code == 200  # it has been read
+        server.do(engine.step)
+        assert engine.submitted.acquire(timeout=SECONDS)
+        server.do(engine.step)
+        seen = b""
+        while seen.count(b"HTTP/1.1 200 ") < 3:
+            seen += client.recv(2**16)
+    assert seen.index(b"text_completion") < seen.index(b'"version"')
+
+
+def test_who_says_more_behind_a_request_than_the_next_may_have_is_dropped(serve, engine):
+    engine.by_hand = True
+    with closing(connect(serve(max_header_bytes=1024, max_body_bytes=1000))) as client:
+        client.sendall(ONE)
+        assert engine.submitted.acquire(timeout=SECONDS)
+        client.sendall(b"x" * 2024)
+        assert not engine.was_aborted.acquire(timeout=0.05)
+        client.sendall(b"x")
+        assert engine.was_aborted.acquire(timeout=SECONDS)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_client_that_leaves_in_the_middle_aborts_its_request_while_nothing_is_sent(
     server, engine, path

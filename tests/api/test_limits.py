@@ -14,7 +14,7 @@ import foretoken
 from foretoken import InvalidRequest
 from foretoken.api import cli
 from foretoken.api.flags import server_settings
-from foretoken.api.json_depth import is_deeper
+from foretoken.api.json_depth import find_excess
 from foretoken.api.limits import Limits
 
 SECONDS = 20
@@ -23,7 +23,7 @@ DEFAULTS = {
     "max_connections": 1024, "max_header_bytes": 65536, "max_header_fields": 100,
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
     "ping_seconds": 10, "max_request_seconds": 600, "max_body_bytes": 4 * 2**20,
-    "max_json_depth": 64,
+    "max_json_depth": 64, "max_json_containers": 65536,
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
     "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,
 }  # fmt: skip
@@ -58,9 +58,9 @@ def test_every_limit_has_its_default_and_a_flag_that_changes_it():
 
 def test_every_limit_stands_in_the_documentation_with_its_default():
     page = Path(foretoken.__file__).parent.joinpath("docs/server.md").read_text()
-    shown = {65536: "64 KiB", 4 * 2**20: "4 MiB"}
+    shown = {"max_header_bytes": "64 KiB", "max_body_bytes": "4 MiB"}
     for name, default in DEFAULTS.items():
-        assert f"| `--{name.replace('_', '-')}` | {shown.get(default, default)} |" in page
+        assert f"| `--{name.replace('_', '-')}` | {shown.get(name, default)} |" in page
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,10 @@ def test_a_body_over_its_limit_says_which(serve):
 # -- depth --------------------------------------------------------------------------------------
 
 
+def is_deeper(data, depth):
+    return find_excess(data, depth=depth, containers=2**31) == "max_json_depth"
+
+
 def nested(depth, kind="[]"):
     return (kind[0] * depth if kind == "[]" else '{"a":' * depth) + "1" + kind[1] * depth
 
@@ -184,6 +188,30 @@ def test_a_body_that_is_nested_beyond_the_limit_is_refused_wherever_it_is(http, 
         assert "limit of 64 (--max-json-depth)" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("text", "num"),
+    [
+        ("[[1],[2]]", 3), ('{"a":{},"b":[]}', 3), ('["[[[{{{", []]', 2), (r'["\"[[[["]', 1),
+        ("[" + '"[",{},' * 50_000 + "1]", 50_001),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_containers_are_counted_outside_texts(text, num):
+    assert find_excess(text.encode(), depth=9, containers=num) is None
+    assert find_excess(text.encode(), depth=9, containers=num - 1) == "max_json_containers"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/cache/flush"])
+def test_a_body_of_too_many_containers_is_refused_wherever_they_are(http, path):
+    for value in ("[" + "[1]," * 65_536 + "1]", "[" + '{"a":{}},' * 32_768 + "1]"):
+        answer = http.post(path, content=f'{{"user": {value}}}')
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert "limit of 65536 (--max-json-containers)" in message
+    within = '{"user": [' + '"[{",' * 100_000 + "1]}"  # of a text, as in any program
+    assert "--max-json-containers" not in http.post(path, content=within).text
+
+
 # -- bodies made to break things ----------------------------------------------------------------
 
 HOSTILE = [
@@ -216,6 +244,9 @@ def test_no_value_of_any_field_is_more_than_a_400(http, path):
         for value in HOSTILE:
             body = f'{{{BASES[path]},"{field}":{value}}}'.encode("utf-8", "surrogatepass")
             answer = http.post(path, content=body)
+            if field == "deadline_ms" and answer.status_code == 503:
+                assert answer.json()["error"]["code"] == "deadline_exceeded"
+                continue
             assert answer.status_code in (200, 400, 404), (field, value[:50], answer.text[:200])
 
 

@@ -111,7 +111,7 @@ def test_a_prediction_may_be_longer_than_the_context_and_is_tokenised_off_the_lo
     jobs = []
     worker = llm._llm.tokenizer._long
     submit = worker.submit
-    monkeypatch.setattr(worker, "submit", lambda *a: jobs.append(a) or submit(*a))
+    monkeypatch.setattr(worker, "submit", lambda *a, **k: jobs.append(a) or submit(*a, **k))
     text = "hello " * INLINE_CHARS
     llm.generate([1], SamplingParams(prediction=text, max_tokens=1))
     assert len(jobs) == 1

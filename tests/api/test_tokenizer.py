@@ -82,6 +82,25 @@ def test_what_a_broken_tokenizer_says_is_logged_and_not_shown(own, caplog):
     assert str(caplog.records[0].exc_info[1]) == "/srv/secret"
 
 
+@pytest.mark.parametrize("error", [TypeError, RecursionError, TemplateError])
+def test_nothing_is_logged_where_an_interrupt_may_come(own, caplog, error):
+    """It would leave the lock of the log's handler locked, and the next line would wait for it."""
+
+    def fail(*args, **settings):
+        raise error
+
+    own._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
+    own._reserved_options = frozenset()
+    own._encode = fail
+    long = "x" * (INLINE_CHARS + 1)
+    for job in (own.encode_chat(TALK, {}), own.encode_chat(TALK, {"a": long}), own.encode(long)):
+        with caplog.at_level("DEBUG", "foretoken"), pytest.raises(InvalidRequest):
+            asyncio.run(job)
+    records = [each for each in caplog.records if each.name.startswith("foretoken")]
+    assert len(records) >= 3
+    assert {each.thread for each in records} == {threading.get_ident()}
+
+
 def test_the_loop_turns_between_short_prompts(own):
     turns = []
 

@@ -7,9 +7,12 @@ import contextlib
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 
+from foretoken import QueueFull
+from foretoken.api.waiting import Job, Origin, Waiting
 from foretoken.api.worker import Interrupted, Worker
 
 STACK = 2**20
@@ -54,6 +57,63 @@ def test_the_interpreter_does_not_wait_for_a_job() -> None:
     assert (done.returncode, done.stdout) == (0, "bye\n")
 
 
+# -- what waits ---------------------------------------------------------------------------------
+
+
+def test_callers_are_served_in_turn() -> None:
+    worker, go, begun = Worker("w", stack_bytes=STACK), threading.Event(), threading.Event()
+    worker.submit(lambda: begun.set() or go.wait(10))
+    assert begun.wait(10)
+    seen: list[str] = []
+    for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        origin = Origin(name[:1].encode())
+        last = worker.submit(lambda name=name: seen.append(name), origin)
+    go.set()
+    last.result(10)
+    worker.submit(lambda: 1).result(10)
+    assert seen == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    worker.close()
+
+
+def waiting_job(caller: bytes, num_bytes: int) -> Job[None]:
+    return Job(Future(), lambda: None, Origin(caller, num_bytes))
+
+
+def test_a_caller_fills_its_share_and_all_of_them_the_whole() -> None:
+    waiting = Waiting(max_bytes=100)
+    for caller in (b"a", b"b", b"c"):
+        waiting.put(waiting_job(caller, 20))
+    with pytest.raises(QueueFull):
+        waiting.put(waiting_job(b"a", 6))  # beyond a quarter
+    waiting.put(waiting_job(b"a", 5))
+    with pytest.raises(QueueFull):
+        waiting.put(waiting_job(b"d", 36))  # beyond the whole
+    assert waiting.take().origin == (b"a", 20)
+    waiting.put(waiting_job(b"d", 36))
+    assert [waiting.take().origin.caller for _ in range(4)] == [b"b", b"c", b"a", b"d"]
+    assert not waiting
+    waiting.put(waiting_job(b"a", 1000))  # one job may always wait
+    assert len(waiting) == 1
+
+
+def test_what_nobody_waits_for_any_more_does_not_wait_on() -> None:
+    async def body() -> None:
+        worker, go, begun = Worker("w", stack_bytes=STACK), threading.Event(), threading.Event()
+        worker.submit(lambda: begun.set() or go.wait(10))
+        assert begun.wait(10)
+        gone = asyncio.create_task(worker.run(lambda: 1, seconds=1000, origin=Origin(b"a", 9)))
+        await asyncio.sleep(0)
+        assert worker.num_waiting == 1
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert worker.num_waiting == 0
+        go.set()
+        worker.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
 # -- deadlines ----------------------------------------------------------------------------------
 
 
@@ -86,6 +146,24 @@ def test_a_job_that_nobody_waits_for_any_more_is_ended() -> None:
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
+        assert await worker.run(lambda: 3, seconds=10) == 3
+        worker.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_an_interrupt_that_was_swallowed_comes_again(monkeypatch) -> None:
+    monkeypatch.setattr("foretoken.api.worker.AGAIN_SECONDS", 0.05)
+
+    def stubborn() -> None:
+        with contextlib.suppress(Interrupted):  # as the interpreter does in a `__del__`
+            for_ever()
+        for_ever()
+
+    async def body() -> None:
+        worker = Worker("w", stack_bytes=STACK)
+        with pytest.raises(TimeoutError):
+            await worker.run(stubborn, seconds=0.05)
         assert await worker.run(lambda: 3, seconds=10) == 3
         worker.close()
 

@@ -232,7 +232,8 @@ def test_measurements_that_contradict_each_other_promise_no_wonders() -> None:
     costs = CostModel(CHEAP)
     for _ in range(50):
         for num_drafts, forward_s in ((0, 0.091), (2, 0.07)):
-            costs.observe(num_rows=516 + num_drafts, forward_s=forward_s, verify_s=0.0, num_tokens=4,
+            costs.observe(num_rows=516 + num_drafts, forward_s=forward_s,
+                          verify_s=0.0, num_tokens=4,
                           num_requests=4, num_drafts=num_drafts, with_prompts=True)  # fmt: skip
     c = candidates(np.full((4, 2), 0.05), np.zeros((4, 0)))
     c = replace(c, num_prefill=512, levels=costs.levels(4, with_prompts=True))

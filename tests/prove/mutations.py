@@ -22,6 +22,7 @@ from .lists import (
     texts,
     tree,
     verifying,
+    waiting,
 )
 
 MUTATIONS = (
@@ -43,5 +44,6 @@ MUTATIONS = (
     *texts.MUTATIONS,
     *routes.MUTATIONS,
     *owners.MUTATIONS,
+    *waiting.MUTATIONS,
     *forms.MUTATIONS,
 )

@@ -76,7 +76,7 @@ def test_events_come_in_order_and_are_numbered(client, say, engine):
 
 
 def test_each_step_is_one_delta_with_all_its_tokens(client, say, engine):
-    say("hello world, hello there.")
+    say("hello world, hello there. " * 8)  # what came before it is read comes in one
     engine.tokens_per_step = 4
     events = stream(client)
     deltas = [e for e in events if e.type == "response.output_text.delta"]

@@ -302,7 +302,8 @@ MUTATIONS = (
     Mutation(
         "connection-does-not-listen-while-it-works",
         "api/connection.py",
-        "        if self.flow.read_paused and not self.cycle.more_body:\n            self._listen_on()\n",
+        "        if self.flow.read_paused and not self.cycle.more_body:\n"
+        "            self._listen_on()\n",
         "",
         (f"{HTTP}::test_who_leaves_having_said_more_behind_a_request_is_noticed_too",),
         "who leaves frees what he had, whatever he said before",
