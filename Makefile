@@ -13,7 +13,7 @@ serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
 test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

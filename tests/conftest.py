@@ -1,0 +1,10 @@
+"""Triton's interpreter stands in for a GPU, and must be asked for before anybody imports Triton.
+
+torch may do so whenever it likes; a language that is half compiled and half interpreted is neither.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
