@@ -4,10 +4,11 @@ Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
 from .eviction import POLICIES
+from .lease import KVLease
 from .losses import Loss
 from .node import Lock, Match, Node
 from .pins import Pinned
-from .prefix_cache import KVLease, PrefixCache
+from .prefix_cache import PrefixCache
 from .tree import RadixTree
 
 __all__ = [

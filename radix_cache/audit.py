@@ -1,37 +1,60 @@
-"""The invariants of a radix tree, as sentences: each function raises AssertionError with one."""
+"""The invariants of a cache and its radix tree, as sentences: AssertionError says one.
+
+A large tree takes a while, so every function goes in steps, each of some microseconds: whoever has
+something else to do stops in between. What is checked must not change until the last step.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from .eviction import EvictionIndex
+from .lease import KVLease
 from .node import Lock, Node, PageCounts
 from .owned import OwnedPages
 
+Steps = Iterator[None]
+FEW = 64  # page ids that one step may look at
 
-def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> None:
+
+def run(steps: Steps) -> None:
+    """Goes through them at once."""
+    deque(steps, maxlen=0)
+
+
+def gather(nodes: Iterable[Node], into: list[Node]) -> Steps:
+    """Lists the nodes. O(nodes)."""
+    for node in nodes:
+        into.append(node)
+        yield
+
+
+def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> Steps:
     """The counters are right, and no page is in two nodes. O(pages)."""
-    owned = [page_id for node in nodes for page_id in node.page_ids]
-    below_roots = sum(node.parent is not None for node in nodes)
-    found = PageCounts()
+    found, owned, below_roots = PageCounts(), set[int](), 0
     for node in nodes:
         found.add(node)
+        owned.update(node.page_ids)
+        below_roots += node.parent is not None
+        yield
     assert counts == found, f"{found} are counted as {counts}"
     assert num_nodes == below_roots, f"{below_roots} nodes are counted as {num_nodes}"
-    assert len(set(owned)) == len(owned), "two nodes own the same page"
+    assert len(owned) == found.num_pages, "two nodes own the same page"
 
 
-def check_owned(nodes: Sequence[Node], owned: OwnedPages) -> None:
+def check_owned(nodes: Sequence[Node], owned: OwnedPages) -> Steps:
     """Every namespace is known to own the pages of its nodes. O(nodes)."""
     found: Counter[str | None] = Counter()
     for node in nodes:
         found[node.namespace] += len(node.page_ids)
+        yield
     assert owned.num_pages == +found, f"{found} pages are owned, not {owned.num_pages}"
-    owned.check({node.namespace for node in nodes})
+    owned.check(found.keys())
 
 
-def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> None:
+def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_size: int) -> Steps:
     """Nodes, parents and children know each other, under the right page. O(nodes)."""
     for node in nodes:
         if node.parent is None:
@@ -43,6 +66,7 @@ def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_si
         for first_page, child in node.children.items():
             _check_child(node, child)
             assert first_page == child.key[:page_size].tobytes(), "a child is under a wrong page"
+            yield
 
 
 def _check_root(root: Node, roots: Mapping[str | None, Node]) -> None:
@@ -57,29 +81,73 @@ def _check_child(node: Node, child: Node) -> None:
     assert 0 <= child.locks <= node.locks, "a child is held more often than its parent"
 
 
-def check_locks(nodes: Sequence[Node], locks: Set[Lock]) -> None:
+def check_locks(nodes: Sequence[Node], locks: Set[Lock]) -> Steps:
     """Every node is held exactly by the live receipts at or below it. O(locks * depth)."""
-    paths = {lock: lock.node.path() for lock in locks}
-    live = Counter(node for path in paths.values() for node in path)
-    kept = Counter(node for lock, path in paths.items() if lock.is_pin for node in path)
+    live, kept = Counter[Node](), Counter[Node]()
+    for lock in locks:
+        path = lock.node.path()
+        live.update(path)
+        kept.update(path if lock.is_pin else ())
+        depth = sum(len(node.page_ids) for node in path)
+        assert lock.num_pages == depth, f"a receipt for {lock.num_pages} pages holds {depth}"
+        assert lock.is_live, "a released receipt is held to be live"
+        yield
     for node in nodes:
         held = live.pop(node, 0)
         pins = kept.pop(node, 0)
         assert node.locks == held, f"a node with {held} live receipts has {node.locks} locks"
         assert node.pins == pins, f"a node with {pins} live pins counts {node.pins}"
+        yield
     assert not live, "a live receipt holds a node that left the tree"
-    for lock, path in paths.items():
-        depth = sum(len(node.page_ids) for node in path)
-        assert lock.num_pages == depth, f"a receipt for {lock.num_pages} pages holds {depth}"
-        assert lock.is_live, "a released receipt is held to be live"
 
 
-def check_leaves(nodes: Sequence[Node], index: EvictionIndex[Node], clock: int) -> None:
+def check_leaves(nodes: Sequence[Node], index: EvictionIndex[Node], clock: int) -> Steps:
     """The index files the unlocked leaves, all of them, under unique ranks. O(n log n)."""
-    leaves = [node for node in nodes if node.parent is not None and not node.children]
-    unlocked = {leaf for leaf in leaves if not leaf.locks}
-    assert set(index) == unlocked, "the eviction index is not the set of unlocked leaves"
-    index.check()
-    ticks = {leaf.last_used for leaf in leaves}
-    assert len(ticks) == len(leaves), "two leaves were last used at the same tick"
+    num_leaves, unlocked, ticks = 0, set[Node](), set[int]()
+    for node in nodes:
+        if node.parent is not None and not node.children:
+            num_leaves += 1
+            ticks.add(node.last_used)
+            if not node.locks:
+                unlocked.add(node)
+        yield
+    assert len(index) == len(unlocked), "the eviction index is not the set of unlocked leaves"
+    for leaf in index:
+        assert leaf in unlocked, "the eviction index is not the set of unlocked leaves"
+        yield
+    yield from index.checks()
+    assert len(ticks) == num_leaves, "two leaves were last used at the same tick"
     assert max(ticks, default=0) <= clock, "a leaf was last used in the future"
+
+
+def check_owners(
+    free: array[int], nodes: Iterable[Node], leases: Iterable[KVLease], num_pages: int
+) -> Steps:
+    """Every page is free, or a node's, or the own one of a lease. O(pages)."""
+    owned, count = set[int](), 0
+    own = (lease.page_ids[lease.num_shared_pages :] for lease in leases)
+    for page_ids in (*_pieces(free), *own):
+        owned.update(page_ids)
+        count += len(page_ids)
+        yield
+    for node in nodes:
+        owned.update(node.page_ids)
+        count += len(node.page_ids)
+        yield
+    assert count == num_pages, f"{count} pages are owned, of {num_pages}"
+    assert len(owned) == num_pages, "a page has two owners"
+    bounds = min(owned), max(owned)
+    assert bounds == (0, num_pages - 1), f"pages {bounds} are owned, of {num_pages}"
+
+
+def _pieces(page_ids: array[int]) -> Iterator[array[int]]:
+    return (page_ids[at : at + FEW] for at in range(0, len(page_ids), FEW))
+
+
+def check_lease(lease: KVLease, page_size: int) -> None:
+    """Its first pages are those that the tree lends it. O(pages)."""
+    lent = [page_id for node in lease.lock.node.path() for page_id in node.page_ids]
+    shared = lease.page_ids[: lease.num_shared_pages]
+    assert lent == shared.tolist(), "a page table differs from the tree's path"
+    assert lease.lock.node.namespace == lease.namespace, "a lease borrows across namespaces"
+    assert lease.num_cached_tokens <= len(lent) * page_size, "a cached page was lost"

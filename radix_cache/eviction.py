@@ -13,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
+from .owned import OwnedPages
+
 
 class Evictable(Protocol):
     """What a policy may look at, and whose the leaf is."""
@@ -94,10 +96,32 @@ class EvictionIndex(Generic[Leaf]):
         """Takes a filed leaf out; KeyError when it is not filed. O(log n)."""
         del self._leaves[self._rank(leaf)]
 
-    def first(self) -> Leaf | None:
-        """The leaf that goes next, or None. O(1)."""
-        leaf: Leaf | None = self._leaves.peekitem(0)[1] if self._leaves else None
+    def take(
+        self, missing: int, owned: OwnedPages, num_evicted: int
+    ) -> tuple[Leaf | None, int, bool]:
+        """Takes out who gives pages next; how many of those ``missing`` at most; if by its quota.
+
+        ``num_evicted``: pages so far, which tell who is idle. O(log n), and O(namespaces beyond
+        their quota).
+        """
+        if beyond := owned.beyond():
+            if (leaf := self._idle_leaf(owned, num_evicted)) is not None:
+                return self._taken(leaf), missing, False
+            if (leaf := self.first_of(beyond)) is not None:
+                return self._taken(leaf), min(missing, owned.excess(leaf.namespace)), True
+        return (self._leaves.popitem(0)[1] if self._leaves else None), missing, False
+
+    def _taken(self, leaf: Leaf) -> Leaf:
+        self.remove(leaf)
         return leaf
+
+    def _idle_leaf(self, owned: OwnedPages, num_evicted: int) -> Leaf | None:
+        """A leaf of the namespace that is idle for longest. O(log n) on average."""
+        while idlest := owned.idlest(num_evicted):
+            if (leaf := self.first_of(idlest)) is not None:
+                return leaf
+            owned.use(idlest[0], num_evicted)  # all it has is held: then it is in use
+        return None
 
     def first_of(self, namespaces: Iterable[str | None]) -> Leaf | None:
         """The leaf of these namespaces that goes next, or None. O(log n) each; O(n) at first."""
@@ -127,13 +151,21 @@ class EvictionIndex(Generic[Leaf]):
         """Leaves in the order of their ranks. O(n)."""
         return iter(self._leaves.values())
 
-    def check(self) -> None:
-        """Asserts that every leaf is filed under its present rank, and as its namespace's. O(n)."""
+    def checks(self) -> Iterator[None]:
+        """Asserts that every leaf is filed under its present rank, and as its namespace's.
+
+        In steps, O(n) in all.
+        """
+        known = {name: set(each.heap) for name, each in (self._ranks or {}).items()}
         for rank, leaf in self._leaves.items():
             assert rank == self._rank(leaf), f"a leaf of rank {self._rank(leaf)} is filed at {rank}"
-        if self._ranks is not None:
-            known = {name: set(ranks.heap) for name, ranks in self._ranks.items()}
-            for rank, leaf in self._leaves.items():
+            if self._ranks is not None:
                 assert rank in known[leaf.namespace], "a leaf is not known to its namespace"
-            num_known = sum(len(self._leaves.keys() & ranks) for ranks in known.values())
+            yield
+        num_known = 0
+        for ranks in known.values():
+            for rank in ranks:
+                num_known += rank in self._leaves
+                yield
+        if self._ranks is not None:
             assert num_known == len(self._leaves), "a leaf is taken for another namespace's"

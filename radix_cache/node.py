@@ -12,6 +12,20 @@ OnLoss = Callable[[str | None, bytes, Cause], None]
 """Told of pages that are dropped: their namespace, and the tokens of the first and of the page
 before it."""
 
+ITEM_SIZE = array("q").itemsize
+
+
+def token_bytes(tokens: array[int], limit: int | None = None) -> bytes:
+    """The bytes of the first ``limit`` tokens (of all by default): comparing them is a memcmp.
+
+    Raises TypeError when ``tokens`` is not an ``array("q")``. O(len).
+    """
+    if not isinstance(tokens, array) or tokens.typecode != "q":
+        raise TypeError('tokens must be an array("q")')
+    if limit is None or limit >= len(tokens):
+        return tokens.tobytes()
+    return tokens[: max(limit, 0)].tobytes()
+
 
 def _no_ids() -> array[int]:
     return array("q")
@@ -54,6 +68,43 @@ class Node:
             else:
                 bound = middle - 1
         return same
+
+    def link(self, page_size: int) -> None:
+        """Makes its parent know it."""
+        assert self.parent is not None, "a root has no parent to be linked to"
+        self.parent.children[self.key[:page_size].tobytes()] = self
+
+    def unlink(self, page_size: int) -> Node:
+        """Makes its parent forget it, and returns that."""
+        assert self.parent is not None, "a root is never dropped as a leaf"
+        del self.parent.children[self.key[:page_size].tobytes()]
+        return self.parent
+
+    def cut_front(self, num_pages: int, page_size: int) -> Node:
+        """Takes the first ``num_pages`` out and returns them as a node of their own.
+
+        Whoever holds this node holds that one: it is to stand between this and the parent. O(len).
+        """
+        cut = num_pages * page_size
+        upper = Node(self.namespace, self.parent, self.key[:cut], self.page_ids[:num_pages])
+        upper.locks, upper.pins = self.locks, self.pins
+        upper.num_hits, upper.priority = self.num_hits, self.priority
+        del self.key[:cut], self.page_ids[:num_pages]
+        return upper
+
+    def cut_tail(self, num_pages: int, page_size: int) -> array[int]:
+        """Drops the last ``num_pages`` and returns them. O(pages)."""
+        tail = self.page_ids[-num_pages:]
+        del self.page_ids[-num_pages:], self.key[-num_pages * page_size :]
+        return tail
+
+    def seam(self, page: int, page_size: int) -> bytes:
+        """The tokens of one of its pages and of the page before that, if any. O(page size)."""
+        first = page * page_size
+        before = self.key[max(0, first - page_size) : first]
+        if not before and self.parent is not None:
+            before = self.parent.key[-page_size:]
+        return (before + self.key[first : first + page_size]).tobytes()
 
     @property
     def is_borrowed(self) -> bool:

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from .losses import Loss, LossLog
-from .node import Lock
+from . import audit
+from .lease import KVLease
+from .losses import LossLog
 from .pins import PinBoard
 from .tree import RadixTree
 
 PIN_QUOTA = 0.25  # of the pool
 NO_QUOTA = 1.0
 PATIENCE = 3  # times the pool, in evicted pages; see OwnedPages
-
-
-@dataclass(slots=True, eq=False)
-class KVLease:
-    """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
-
-    page_ids: array[int]  # page table; the first num_shared_pages owned by the tree, rest by this
-    lock: Lock  # pins the shared pages; owned by this lease
-    num_cached_tokens: int  # found at acquire; their KV need not be computed
-    namespace: str | None  # cache salt; None is the shared default
-    loss: Loss | None = None  # when the first page that was not found had been cached before
-
-    @property
-    def num_shared_pages(self) -> int:
-        """How many of the first pages are lent by the tree; 0 once released."""
-        return self.lock.num_pages
 
 
 class PrefixCache:
@@ -160,7 +144,7 @@ class PrefixCache:
         gone. Raises ValueError for a released lease. O(pages added + log n per leaf evicted), and
         O(pins) for each that yields.
         """
-        _require_live(lease)
+        lease.require_live()
         needed = -(-upto // self.page_size) - len(lease.page_ids)
         if needed <= 0:
             return True
@@ -185,7 +169,7 @@ class PrefixCache:
         Drafts borrow pages ahead; kept, they would push out what is cached later on. Raises
         ValueError for a released lease. O(pages given back).
         """
-        _require_live(lease)
+        lease.require_live()
         keep = max(lease.num_shared_pages, -(-upto // self.page_size))
         self._free += lease.page_ids[keep:][::-1]
         del lease.page_ids[keep:]
@@ -198,7 +182,7 @@ class PrefixCache:
         released lease, or when ``num_computed`` goes beyond the tokens or the page table.
         O(new pages + nodes they pass).
         """
-        _require_live(lease)
+        lease.require_live()
         if not 0 <= num_computed <= min(len(tokens), len(lease.page_ids) * self.page_size):
             raise ValueError(f"{num_computed} computed tokens exceed the tokens or the page table")
         start, stop = lease.num_shared_pages, num_computed // self.page_size
@@ -220,7 +204,7 @@ class PrefixCache:
         must not reach others. Returns what `publish` does, and raises as it does, ValueError the
         second time above all. O(new pages + depth + log n).
         """
-        _require_live(lease)
+        lease.require_live()
         written = self.publish(lease, tokens, num_computed) if keep else range(0)
         self._free += lease.page_ids[lease.num_shared_pages :]
         self.tree.unlock(lease.lock)
@@ -294,32 +278,19 @@ class PrefixCache:
 
     def check(self, leases: Iterable[KVLease]) -> None:
         """Asserts that every page has exactly one owner; ``leases`` are all live ones. O(pages)."""
-        leases = list(leases)
-        self.tree.check()
-        self.pins.check()
-        self.tree.check_receipts([*(lease.lock for lease in leases), *self.pins.locks()])
-        owned = [*self._free, *(p for node in self.tree.nodes() for p in node.page_ids)]
-        for lease in leases:
-            self._check_lease(lease)
-            owned += lease.page_ids[lease.num_shared_pages :]
-        assert len(owned) == self.num_total_pages, (
-            f"{len(owned)} pages are owned, of {self.num_total_pages}"
-        )
-        assert set(owned) == set(range(self.num_total_pages)), "a page has two owners"
+        audit.run(self.checks(leases))
 
-    def _check_lease(self, lease: KVLease) -> None:
-        lent = [page_id for node in lease.lock.node.path() for page_id in node.page_ids]
-        shared = lease.page_ids[: lease.num_shared_pages]
-        assert lent == shared.tolist(), "a page table differs from the tree's path"
-        assert lease.lock.node.namespace == lease.namespace, "a lease borrows across namespaces"
-        assert lease.num_cached_tokens <= len(lent) * self.page_size, "a cached page was lost"
+    def checks(self, leases: Iterable[KVLease]) -> audit.Steps:
+        """`check` in steps: only while no lease moves pages and ``tree.version`` stays."""
+        leases = list(leases)
+        yield from self.tree.checks([*(lease.lock for lease in leases), *self.pins.locks()])
+        self.pins.check()
+        for lease in leases:
+            audit.check_lease(lease, self.page_size)
+            yield
+        yield from audit.check_owners(self._free, self.tree.nodes(), leases, self.num_total_pages)
 
 
 def _borrowable(num_tokens: int, limit: int | None) -> int:
     longest = max(num_tokens - 1, 0)
     return longest if limit is None else min(limit, longest)
-
-
-def _require_live(lease: KVLease) -> None:
-    if not lease.lock.is_live:
-        raise ValueError("the lease was released already")

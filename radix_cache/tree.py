@@ -6,24 +6,10 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator
 
-from .audit import check_leaves, check_links, check_locks, check_owned, check_pages
+from . import audit
 from .eviction import EvictionIndex
-from .node import Cause, Lock, Match, Node, OnLoss, PageCounts
+from .node import ITEM_SIZE, Cause, Lock, Match, Node, OnLoss, PageCounts, token_bytes
 from .owned import OwnedPages
-
-ITEM_SIZE = array("q").itemsize
-
-
-def token_bytes(tokens: array[int], limit: int | None = None) -> bytes:
-    """The bytes of the first ``limit`` tokens (of all by default): comparing them is a memcmp.
-
-    Raises TypeError when ``tokens`` is not an ``array("q")``. O(len).
-    """
-    if not isinstance(tokens, array) or tokens.typecode != "q":
-        raise TypeError('tokens must be an array("q")')
-    if limit is None or limit >= len(tokens):
-        return tokens.tobytes()
-    return tokens[: max(limit, 0)].tobytes()
 
 
 class RadixTree:
@@ -68,6 +54,11 @@ class RadixTree:
         return self.counts.num_pages
 
     @property
+    def version(self) -> int:
+        """Another one whenever something has changed."""
+        return self._clock + self.epoch
+
+    @property
     def num_locked_pages(self) -> int:
         """Pages that some receipt holds."""
         return self.counts.num_locked
@@ -80,13 +71,13 @@ class RadixTree:
         Recency too stays as it was, so a scheduler may look at whom it will not admit.
         O(len(tokens) + depth), at memcmp speed.
         """
-        data = token_bytes(tokens, limit)
+        data, size = token_bytes(tokens, limit), self._page_bytes
         node, start, taken, page_ids = self._roots.get(namespace), 0, 0, array("q")
-        while node is not None and (child := self._child(node, data, start)) is not None:
+        while node is not None and (child := node.children.get(data[start : start + size])):
             node, taken = child, child.common_pages(data, start)
             whole = taken == len(child.page_ids)
             page_ids += child.page_ids if whole else child.page_ids[:taken]
-            start += taken * self._page_bytes
+            start += taken * size
             if not whole:
                 break
         return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
@@ -99,7 +90,7 @@ class RadixTree:
         """
         if match.epoch != self.epoch:
             raise ValueError("the match is stale: the tree has cut or dropped nodes since")
-        node = match.node or self._root(match.namespace)
+        node = match.node or self._roots.setdefault(match.namespace, Node(match.namespace))
         if match.num_node_pages < len(node.page_ids):
             node = self._split(node, match.num_node_pages)
         lock = Lock(node, len(match.page_ids), priority, is_pin)
@@ -163,9 +154,8 @@ class RadixTree:
         per page, O(namespaces beyond) for both.
         """
         freed = array("q")
-        while len(freed) < num_pages:
-            missing = num_pages - len(freed)
-            leaf, most, is_beyond = self._next_leaf(missing)
+        while (missing := num_pages - len(freed)) > 0:
+            leaf, most, is_beyond = self._index.take(missing, self.owned, self.num_evicted)
             if leaf is None:
                 break
             fits = len(leaf.page_ids) <= most
@@ -175,45 +165,23 @@ class RadixTree:
             freed += gone
         return freed
 
-    def _next_leaf(self, missing: int) -> tuple[Node | None, int, bool]:
-        """Who gives pages next, how many of those ``missing`` at most, and if by its quota."""
-        beyond = self.owned.beyond()
-        if beyond and (leaf := self._idle_leaf()) is not None:
-            return leaf, missing, False
-        leaf = self._index.first_of(beyond) if beyond else None
-        if leaf is None:
-            return self._index.first(), missing, False
-        return leaf, min(missing, self.owned.excess(leaf.namespace)), True
-
-    def _idle_leaf(self) -> Node | None:
-        """A leaf of the namespace that is idle for longest. O(log n) on average."""
-        while idlest := self.owned.idlest(self.num_evicted):
-            if (leaf := self._index.first_of(idlest)) is not None:
-                return leaf
-            self.owned.use(idlest[0], self.num_evicted)  # all it has is held: then it is in use
-        return None
-
     def flush(self, *namespaces: str | None) -> array[int]:
         """Drops every unlocked node of these namespaces (of all by default); returns its pages.
 
         O(leaves + nodes dropped).
         """
-        freed = array("q")
-        for leaf in list(self._index):
-            if not namespaces or leaf.namespace in namespaces:
-                freed += self._drop_upwards(leaf)
-        return freed
+        leaves = list(self._index)
+        if namespaces:
+            leaves = [leaf for leaf in leaves if leaf.namespace in namespaces]
+        return self._drop_upwards(leaves)
 
     def flush_below(self, match: Match) -> array[int]:
         """Drops every unlocked node that goes through the end of ``match``; returns its pages.
 
         The pages on the way there go as well, up to where others branch off. O(nodes below).
         """
-        freed = array("q")
-        if match.node is not None:
-            for leaf in [node for node in match.node.below() if not node.children]:
-                freed += self._drop_upwards(leaf)
-        return freed
+        nodes = [] if match.node is None else match.node.below()
+        return self._drop_upwards([node for node in nodes if not node.children])
 
     def nodes(self) -> Iterator[Node]:
         """Every node, roots included, parents first. O(n)."""
@@ -221,34 +189,31 @@ class RadixTree:
 
     def check(self) -> None:
         """Asserts every invariant of the tree. O(pages), for tests and for idle moments."""
-        nodes = list(self.nodes())
-        check_pages(nodes, self.counts, self.num_nodes)
-        check_owned(nodes, self.owned)
-        check_links(nodes, self._roots, self.page_size)
-        check_locks(nodes, self._locks)
-        check_leaves(nodes, self._index, self._clock)
+        audit.run(self.checks())
 
-    def check_receipts(self, locks: Iterable[Lock]) -> None:
-        """Asserts that ``locks`` are all receipts that are out. O(locks)."""
-        assert set(locks) == self._locks, "the live receipts are not those of the live leases"
+    def checks(self, locks: Iterable[Lock] | None = None) -> audit.Steps:
+        """`check` in steps; ``locks``, where given, are to be all receipts that are out."""
+        if locks is not None:
+            assert set(locks) == self._locks, "the live receipts are not those of the live leases"
+        nodes: list[Node] = []
+        yield from audit.gather(self.nodes(), nodes)
+        yield from audit.check_pages(nodes, self.counts, self.num_nodes)
+        yield from audit.check_owned(nodes, self.owned)
+        yield from audit.check_links(nodes, self._roots, self.page_size)
+        yield from audit.check_locks(nodes, self._locks)
+        yield from audit.check_leaves(nodes, self._index, self._clock)
 
     # -- walking and growing
 
-    def _child(self, node: Node, data: bytes, start: int) -> Node | None:
-        return node.children.get(data[start : start + self._page_bytes])
-
-    def _root(self, namespace: str | None) -> Node:
-        return self._roots.setdefault(namespace, Node(namespace))
-
     def _descend(self, lock: Lock, data: bytes) -> array[int]:
         """Moves a receipt down the nodes that hold ``data``; returns their page ids."""
-        start, found = 0, array("q")
-        while (child := self._child(lock.node, data, start)) is not None:
+        start, size, found = 0, self._page_bytes, array("q")
+        while child := lock.node.children.get(data[start : start + size]):
             same = child.common_pages(data, start)
             lock.node = child if same == len(child.page_ids) else self._split(child, same)
             self._hold(lock.node, lock)
             found += lock.node.page_ids
-            start += same * self._page_bytes
+            start += same * size
         return found
 
     def _append(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> None:
@@ -256,7 +221,7 @@ class RadixTree:
         if node.locks > 1 or node.children or node.parent is None:
             lock.node = Node(node.namespace, node, tokens, page_ids, priority=lock.priority)
             lock.node.locks, lock.node.num_hits, lock.node.last_used = 1, 1, self._clock
-            self._link(lock.node)
+            lock.node.link(self.page_size)
             self.num_nodes += 1
         else:  # held by this receipt alone: growing in place avoids one node per publish
             self.counts.add(node, -1)
@@ -271,24 +236,13 @@ class RadixTree:
         The node itself stays the lower half, so receipts, children and the eviction index still
         point at the right end. The caller holds the upper half at once.
         """
-        cut = num_pages * self.page_size
-        upper = Node(lower.namespace, lower.parent, lower.key[:cut], lower.page_ids[:num_pages])
-        upper.locks, upper.pins = lower.locks, lower.pins
-        upper.num_hits, upper.priority = lower.num_hits, lower.priority
-        del lower.key[:cut], lower.page_ids[:num_pages]
-        self._link(upper)
+        upper = lower.cut_front(num_pages, self.page_size)
+        upper.link(self.page_size)
         lower.parent = upper
-        self._link(lower)
+        lower.link(self.page_size)
         self.num_nodes += 1
         self.epoch += 1
         return upper
-
-    def _link(self, node: Node) -> None:
-        assert node.parent is not None, "a root has no parent to be linked to"
-        node.parent.children[self._first_page(node)] = node
-
-    def _first_page(self, node: Node) -> bytes:
-        return node.key[: self.page_size].tobytes()
 
     # -- receipts
 
@@ -327,42 +281,37 @@ class RadixTree:
         else:
             self._index.add(node)
 
-    def _drop_upwards(self, node: Node) -> array[int]:
-        """Drops a node, then those above it, for as long as they are unlocked leaves."""
+    def _drop_upwards(self, leaves: Iterable[Node]) -> array[int]:
+        """Drops leaves, then those above them, for as long as they are unlocked leaves."""
         freed = array("q")
-        while node.parent is not None and not node.locks and not node.children:
-            freed += self._drop(node, "flushed")
-            node = node.parent
+        for node in leaves:
+            while node.parent is not None and not node.locks and not node.children:
+                self._index.remove(node)
+                freed += self._drop(node, "flushed")
+                node = node.parent
         return freed
 
     def _drop(self, leaf: Node, cause: Cause) -> array[int]:
-        assert leaf.parent is not None, "a root is never dropped as a leaf"
-        self._tell(leaf, 0, cause)
-        self._index.remove(leaf)
-        del leaf.parent.children[self._first_page(leaf)]
+        """Forgets a leaf that is out of the index; returns its pages."""
+        if self._on_loss is not None:
+            self._on_loss(leaf.namespace, leaf.seam(0, self.page_size), cause)
+        parent = leaf.unlink(self.page_size)
         self.num_nodes -= 1
         self.counts.add(leaf, -1)
         self.owned.add(leaf.namespace, -len(leaf.page_ids))
         self.epoch += 1
-        self._settle(leaf.parent)
+        self._settle(parent)
         return leaf.page_ids
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
-        self._tell(leaf, len(leaf.page_ids) - num_pages, "evicted")
-        tail = leaf.page_ids[-num_pages:]
+        """Takes the last pages of a leaf that is out of the index, and files it again."""
+        if self._on_loss is not None:
+            first = len(leaf.page_ids) - num_pages
+            self._on_loss(leaf.namespace, leaf.seam(first, self.page_size), "evicted")
         self.counts.add(leaf, -1)
-        del leaf.page_ids[-num_pages:], leaf.key[-num_pages * self.page_size :]
+        tail = leaf.cut_tail(num_pages, self.page_size)
         self.counts.add(leaf)
         self.owned.add(leaf.namespace, -num_pages)
         self.epoch += 1
+        self._index.add(leaf)
         return tail
-
-    def _tell(self, node: Node, page: int, cause: Cause) -> None:
-        """Say that a node's pages go, from this one on. O(page size)."""
-        if self._on_loss is None or node.parent is None:
-            return
-        first = page * self.page_size
-        before = node.key[max(0, first - self.page_size) : first]
-        before = before or node.parent.key[-self.page_size :]
-        seam = before + node.key[first : first + self.page_size]
-        self._on_loss(node.namespace, seam.tobytes(), cause)

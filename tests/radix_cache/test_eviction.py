@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from foretoken.radix_cache import PrefixCache, RadixTree
+from foretoken.radix_cache import PrefixCache, RadixTree, audit
 from foretoken.radix_cache.eviction import EvictionIndex
 from foretoken.radix_cache.node import Node
 
@@ -94,7 +94,7 @@ def test_the_index_gives_leaves_in_order_and_forgets_those_removed() -> None:
         index.add(node)
     assert [node.last_used for node in index] == [1, 2, 3]
     index.remove(nodes[1])
-    assert index.first() is nodes[2]
+    assert next(iter(index)) is nodes[2]
     with pytest.raises(KeyError):
         index.remove(nodes[1])
     assert len(index) == 2
@@ -106,7 +106,7 @@ def test_the_index_notices_a_rank_that_changed_behind_its_back() -> None:
     index.add(node)
     node.last_used = 2
     with pytest.raises(AssertionError, match="filed at 1"):
-        index.check()
+        audit.run(index.checks())
 
 
 def test_touching_locked_or_inner_nodes_never_reaches_the_index(
