@@ -7,29 +7,37 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
+
+import torch
 
 from ..core.admission import SchedulerLimits
-from ..core.config import EngineConfig, parse_size
+from ..core.config import EngineConfig, Sizes
 from ..core.engine import Engine
-from ..core.errors import InvalidRequest, ModelLoadError
-from ..core.kv_pool import KVPool, bytes_per_page
+from ..core.errors import ModelLoadError
+from ..core.kv_pool import KVPool
 from ..core.memory import keep_freed_memory
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
 from ..core.ops import Ops
+from ..core.ops.device import choose_device
 from ..core.ops.native_ops import NativeOps
 from ..core.runner import ModelRunner
 from ..core.scheduler import Scheduler
+from ..core.warm_up import warm_up
 from ..core.watchdog import Supervision
+from ..draft.costs import CostModel
 from ..draft.lm import LmProposer
 from ..radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
+from .pools import make_pools, model_len, out_of_memory_told
 
 logger = logging.getLogger(__name__)
 BUILTIN = Path(__file__).resolve().parent.parent / "draft" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
-DEFAULT_KV_BYTES = 2 * 2**30
+_Model: TypeAlias = tuple[Decoder, KVPool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +60,16 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     keep_freed_memory()
     folder = BUILTIN / "target" if model is None else find_folder(model)
     spec = parse_draft(config, builtin_draft=str(BUILTIN / "draft") if model is None else None)
-    target = _load(folder, config)
-    draft = None if spec.model is None else _load_draft(spec.model, folder, target, config)
-    num_pages = _num_pages(config, [each for each in (target, draft) if each is not None])
-    pool = _make_pool(target, num_pages, config)
-    pair = None if draft is None else (draft, _make_pool(draft, num_pages, config))
+    device = _choose_device(config)
+    sizes = config.sizes(device.type)
+    target, *drafts = decoders = _load_models(folder, spec.model, config, device)
+    pool, *draft_pools = make_pools(decoders, config, sizes)
+    pair = (drafts[0], draft_pools[0]) if drafts else None
+    _say_what_computes(decoders, pool)
     speculator, costs = make_speculator(config, spec, target.config.vocab_size)
     scheduler = Scheduler(
-        _prefix_cache(config, num_pages),
-        _limits(config, target),
+        _prefix_cache(config, pool),
+        _limits(config, sizes, target),
         speculator,
     )
     by_rejection = config.verify == "rejection"
@@ -73,8 +82,10 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
             scheduler,
             runner,
             on_thread_start=_thread_setter(config.threads, target.ops),
-            warm_up=lambda: measure_costs(costs, (target, pool), pair) if measures else None,
-            supervision=_supervision(config),
+            warm_up=partial(
+                _warm_up, (target, pool), pair, scheduler.limits, costs if measures else None
+            ),
+            supervision=_supervision(config, sizes, target),
         ),
         folder=folder,
         name=BUILTIN_NAME if model is None else _name(model),
@@ -111,6 +122,12 @@ def _name(model: str | os.PathLike[str]) -> str:
     return path.resolve().name if path.is_dir() else str(model)
 
 
+def _choose_device(config: EngineConfig) -> torch.device:
+    """The native kernels compute on the CPU: who names them need not name it, too."""
+    is_native = config.device == "auto" and config.backend == "native"
+    return choose_device("cpu" if is_native else config.device)
+
+
 def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
     """By default every core for the native kernels: their threads sleep as soon as they wait.
 
@@ -122,96 +139,83 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
     return lambda: ops.set_threads(count)
 
 
-def _load(folder: Path, config: EngineConfig) -> Decoder:
-    return load_decoder(
-        folder,
-        dtype=config.dtype,
-        device="cpu",
-        load_format=config.load_format,
-        exact=config.exact,
-        backend=config.backend,
-        quantize=config.quantize,
-    )
+def _load(folder: Path, config: EngineConfig, device: torch.device) -> Decoder:
+    remedy = "lower dtype, or quantize"
+    with out_of_memory_told(f"when {folder.name} was loaded", remedy):
+        return load_decoder(
+            folder,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            exact=config.exact,
+            backend=config.backend,
+            quantize=config.quantize,
+            kv_dtype=config.kv_cache_dtype,
+        )
 
 
-def _load_draft(model: str, target_folder: Path, target: Decoder, config: EngineConfig) -> Decoder:
-    folder = find_folder(model)
-    draft = _load(folder, config)
-    check_compatible(folder, draft, target_folder, target)
-    return draft
+def _load_models(
+    folder: Path, draft: str | None, config: EngineConfig, device: torch.device
+) -> list[Decoder]:
+    """The target and its draft model, if there is one, on the same device."""
+    target = _load(folder, config, device)
+    if draft is None:
+        return [target]
+    draft_folder = find_folder(draft)
+    decoder = _load(draft_folder, config, device)
+    check_compatible(draft_folder, decoder, folder, target)
+    return [target, decoder]
 
 
-def _supervision(config: EngineConfig) -> Supervision:
+def _say_what_computes(decoders: Sequence[Decoder], pool: KVPool) -> None:
+    by = " and ".join(type(decoder.ops).__name__ for decoder in decoders)
+    num_tokens = pool.num_pages * pool.page_size
+    logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)
+
+
+def _warm_up(
+    target: _Model, draft: _Model | None, limits: SchedulerLimits, costs: CostModel | None
+) -> None:
+    """In the model thread, before the first request: make a GPU ready, measure what steps cost."""
+    remedy = "lower kv_memory, max_batch_tokens or max_running"
+    with out_of_memory_told("before the first request", remedy):
+        for decoder, pool in (target, draft) if draft else (target,):
+            if decoder.device.type != "cpu":
+                warm_up(
+                    decoder,
+                    pool,
+                    max_len=limits.max_model_len,
+                    num_tokens=limits.max_batch_tokens,
+                    num_requests=limits.max_running,
+                )
+        if costs is not None:
+            measure_costs(costs, target, draft)
+
+
+def _supervision(config: EngineConfig, sizes: Sizes, target: Decoder) -> Supervision:
+    chosen = {"device": str(target.device), "ops": type(target.ops).__name__, **asdict(sizes)}
     return Supervision(
         step_timeout=config.step_timeout,
         ready_step_seconds=config.ready_step_seconds,
         dump_dir=Path(config.dump_dir or tempfile.gettempdir()),
-        about=asdict(config),
+        about=asdict(config) | chosen,
     )
 
 
-def _limits(config: EngineConfig, target: Decoder) -> SchedulerLimits:
+def _limits(config: EngineConfig, sizes: Sizes, target: Decoder) -> SchedulerLimits:
     return SchedulerLimits(
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=sizes.max_batch_tokens,
         max_slowdown=config.max_slowdown,
-        max_running=config.max_running,
+        max_running=sizes.max_running,
         max_queued=config.max_queued,
-        max_model_len=_model_len(config, target),
+        max_model_len=model_len(config, target),
         vocab_size=target.config.vocab_size,
         aging_seconds=config.aging_seconds,
         max_priority=config.max_priority,
     )
 
 
-def _prefix_cache(config: EngineConfig, num_pages: int) -> PrefixCache:
+def _prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
     return PrefixCache(
-        num_pages, config.page_size, pin_quota=config.pin_quota, cache_quota=config.cache_quota
+        pool.num_pages, pool.page_size, pin_quota=config.pin_quota, cache_quota=config.cache_quota
     )
-
-
-def _model_len(config: EngineConfig, target: Decoder) -> int:
-    longest = target.config.max_model_len
-    if config.max_model_len is not None and config.max_model_len > longest:
-        message = f"max_model_len {config.max_model_len} exceeds the model's {longest}"
-        raise InvalidRequest(message, param="max_model_len")
-    return config.max_model_len or longest
-
-
-# -- KV pools -----------------------------------------------------------------------------------
-
-
-def _num_pages(config: EngineConfig, decoders: Sequence[Decoder]) -> int:
-    """Pages of all pools together that fit the budget; the same number in each."""
-    if config.kv_tokens is not None:
-        return -(-config.kv_tokens // config.page_size)
-    per_page = sum(_bytes_per_page(decoder, config) for decoder in decoders)
-    longest = _model_len(config, decoders[0])
-    if config.kv_memory is None:
-        useful = config.max_running * -(-longest // config.page_size)
-        return max(1, min(useful, _default_budget() // per_page))
-    num_pages = parse_size(config.kv_memory) // per_page
-    if num_pages < 1:
-        raise InvalidRequest(f"kv_memory holds no page of {per_page} bytes", param="kv_memory")
-    return num_pages
-
-
-def _make_pool(decoder: Decoder, num_pages: int, config: EngineConfig) -> KVPool:
-    """A draft model's pool is of the same kind: it never changes what is said, only how fast."""
-    return decoder.make_pool(num_pages, page_size=config.page_size, kv_dtype=config.kv_cache_dtype)
-
-
-def _bytes_per_page(decoder: Decoder, config: EngineConfig) -> int:
-    return bytes_per_page(
-        num_layers=decoder.config.num_layers,
-        num_kv_heads=decoder.config.num_kv_heads,
-        head_dim=decoder.config.head_dim,
-        page_size=config.page_size,
-        dtype=decoder.dtype,
-        kv_dtype=config.kv_cache_dtype,
-    )
-
-
-def _default_budget() -> int:
-    """Bytes: a quarter of the memory that is free now, 2 GiB at most."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(DEFAULT_KV_BYTES, free // 4)

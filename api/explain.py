@@ -96,6 +96,16 @@ class Explainer:
         ago = prompt.time - loss.time if loss is not None and cause == loss.cause else None
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 
+    def find(self, response_id: str, previous_id: str | None = None) -> Explanation | None:
+        """`explain` by ids; None: one is not known, or is of another caller."""
+        prompt = self._log.find(response_id)
+        previous = None if previous_id is None else self._log.find(previous_id)
+        if prompt is None or (previous is None and previous_id is not None):
+            return None
+        if previous is not None and previous.caller != prompt.caller:
+            return None
+        return self.explain(prompt, previous)
+
     def _compare(self, found: Explanation, prompt: Remembered, other: Remembered) -> Explanation:
         reusable = prompt.common_len(other)
         return replace(

@@ -67,15 +67,23 @@ def add_engine_flags(parser: Parser) -> None:
     add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
     add("--verify", choices=("coupled", "rejection"))
     add("--exact", choices=("spec", "batch", "off"))
-    add("--backend", choices=("auto", "native", "torch"), help="auto: native kernels if possible")
-    add("--device", choices=("auto", "cpu", "cuda"))
+    add(
+        "--backend",
+        choices=("auto", "native", "triton", "torch"),
+        help="auto: native kernels on the CPU, Triton's on cuda, else torch",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is one")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    add("--quantize", choices=("none", "int8", "int4"))
-    add("--kv-cache-dtype", choices=("auto", "int8"), help="int8: twice the tokens in a KV pool")
+    add("--quantize", choices=("none", "int8", "int4"), help="the weights; int4: on the CPU alone")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8"),
+        help="int8, or on a GPU fp8 (e4m3): twice the tokens in a KV pool",
+    )
     pool = group.add_mutually_exclusive_group()
     pool.add_argument("--kv-memory", type=_size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
     pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
-    add("--page-size", type=int, metavar="N", help="tokens of one KV page")
+    add("--page-size", type=int, metavar="N", help="tokens of one KV page (16, on cuda 32)")
     add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
     add(
         "--cache-quota",
@@ -84,14 +92,14 @@ def add_engine_flags(parser: Parser) -> None:
         help="of the KV pool: beyond it, what one salt left there goes first; 1: never",
     )
     add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
-    add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step")
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step (256, on cuda 2048)")
     add(
         "--max-slowdown",
         type=float,
         metavar="X",
         help="how many times longer a step may take for prompts beside running answers",
     )
-    add("--max-running", type=int, metavar="N", help="requests in one step")
+    add("--max-running", type=int, metavar="N", help="requests in one step (64, on cuda 256)")
     add("--max-queued", type=int, metavar="N", help="requests that may wait")
     add(
         "--aging-seconds",

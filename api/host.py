@@ -15,8 +15,7 @@ from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
 from ..core.memory import keep_freed_memory
 from ..core.params import SamplingParams
-from ..core.request import Delta, FinishReason, Request, Usage
-from ..core.stream import TokenStream
+from ..core.request import Usage
 from .answer import Answer, Generation
 from .arrival import Arrival, arrival, seconds_left
 from .explain import Explainer, Explanation
@@ -26,9 +25,11 @@ from .intake import (
     Prompt,
     bad_words_ids,
     children,
+    ended_stream,
     make_config,
     make_request,
     prediction_ids,
+    submit,
     warm_params,
 )
 from .prompts import NO_NOTE, PromptLog, PromptNote
@@ -236,14 +237,8 @@ class Host:
 
         One of another caller is not known either.
         """
-        prompt = self.prompts.find(response_id)
-        previous = None if previous_id is None else self.prompts.find(previous_id)
-        if prompt is None or (previous is None and previous_id is not None):
-            return None
-        if previous is not None and previous.caller != prompt.caller:
-            return None
         explainer = Explainer(self.prompts, self.page_size, self.tokenizer.decode)
-        return explainer.explain(prompt, previous)
+        return explainer.find(response_id, previous_id)
 
     def forget(self, answer: Answer) -> None:
         """Abort what still runs of an answer and free its id; may be called twice."""
@@ -310,26 +305,8 @@ class Host:
             cache=answer.cache,
         )
         request.deadline = deadline
-        stream = _ended_stream(request) if answer.aborted else self._submit(request)
+        stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
         answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
-
-    def _submit(self, request: Request) -> TokenStream:
-        try:
-            return self.engine.submit(request)
-        except InvalidRequest as error:
-            if error.param != "request_id":
-                raise
-        # Our own ids are checked already: an aborted namesake is still on its way out.
-        request.request_id = f"{request.request_id}~{uuid.uuid4().hex[:8]}"
-        return self.engine.submit(request)
-
-
-def _ended_stream(request: Request) -> TokenStream:
-    """What the engine gives for a request that is aborted before its first token."""
-    request.usage.prompt_tokens = request.prompt_len
-    stream = TokenStream(request)
-    stream.push(Delta(finish_reason=FinishReason.ABORT))
-    return stream
 
 
 def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import secrets
+import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..core.caching import DEFAULT_CACHE, CacheOptions
 from ..core.config import EngineConfig
 from ..core.errors import InvalidRequest
 from ..core.params import SamplingParams
-from ..core.request import OnToken, Request
+from ..core.request import Delta, FinishReason, OnToken, Request
 from ..core.step import RowSampling
+from ..core.stream import TokenStream
 from .matcher import Grammar
 from .owners import tenant_of
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -175,3 +180,23 @@ def make_request(
         deadline=params.deadline,
         on_token=on_token,
     )
+
+
+def submit(engine: Engine, request: Request) -> TokenStream:
+    """Give a request to the engine; raises as that does."""
+    try:
+        return engine.submit(request)
+    except InvalidRequest as error:
+        if error.param != "request_id":
+            raise
+    # Our own ids are checked already: an aborted namesake is still on its way out.
+    request.request_id = f"{request.request_id}~{uuid.uuid4().hex[:8]}"
+    return engine.submit(request)
+
+
+def ended_stream(request: Request) -> TokenStream:
+    """What the engine gives for a request that is aborted before its first token."""
+    request.usage.prompt_tokens = request.prompt_len
+    stream = TokenStream(request)
+    stream.push(Delta(finish_reason=FinishReason.ABORT))
+    return stream

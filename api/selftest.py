@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..core.batch import RaggedBatch, Segment, build_batch
 from ..core.errors import ForetokenError
-from ..core.kv_pool import KvDtype, KVPool, from_int8, to_int8
+from ..core.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
+from ..core.model.rope import RopeSpec, RopeTable
 from ..core.native import NativeLibrary, native_library
 from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
 from ..core.native.linear import NativeLinear, linear, pack_linear
@@ -159,12 +160,12 @@ def _attend(
     if scales is None:
         vectors.copy_(kv.view(vectors.shape))
     else:
-        vectors[:], scales[:] = to_int8(kv.view(vectors.shape).float())
-    angles = batch.positions.float().unsqueeze(1) * torch.logspace(0, -4, _HEADS.head_dim // 2)
-    plan = ops.plan(batch, pool, _HEADS, angles.cos(), angles.sin())
+        vectors[:], scales[:] = to_scaled(kv.view(vectors.shape).float(), vectors.dtype)
+    rope = RopeTable(RopeSpec(), _HEADS.head_dim, "cpu")
+    plan = ops.plan(batch, pool, _HEADS, rope)
     q = ops.rope_write(qkv.clone(), 0, plan, norm)
     out = ops.attention(q, 0, plan, window)
-    return out, vectors if scales is None else from_int8(vectors, scales, qkv.dtype)
+    return out, vectors if scales is None else from_scaled(vectors, scales, qkv.dtype)
 
 
 def _compare_linears(library: NativeLibrary) -> Iterator[Comparison]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from ..core.errors import DeadlineExceeded, InvalidRequest
 from .arrival import arrival, note_arrival, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .host import Host
-from .json_depth import find_excess
+from .json_depth import Excess, find_excess
 from .limits import Limits
 from .messages.normalize import SteadyTurns
 from .server_metrics import ServerMetrics
@@ -23,8 +23,11 @@ from .turn import Turns
 
 T = TypeVar("T")
 QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
-TOO_DEEP = "the body is nested beyond"
-TOO_MANY = "the body has more arrays and objects than"
+EXCESS: Mapping[Excess, str] = {
+    "max_json_depth": "the body is nested beyond",
+    "max_json_containers": "the body has more arrays and objects than",
+    "max_json_values": "the body has more values than",
+}
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -112,12 +115,15 @@ class Service:
         data = await _read_in_time(request, limits)
         note_arrival(len(data))
         look = partial(
-            find_excess, data, depth=limits.max_json_depth, containers=limits.max_json_containers
+            find_excess,
+            data,
+            depth=limits.max_json_depth,
+            containers=limits.max_json_containers,
+            values=limits.max_json_values,
         )
         excess = look() if len(data) <= QUICK_BYTES else await asyncio.to_thread(look)
         if excess is not None:
-            what = TOO_DEEP if excess == "max_json_depth" else TOO_MANY
-            raise ApiError(400, f"{what} the limit of {limits.named(excess)}")
+            raise ApiError(400, f"{EXCESS[excess]} the limit of {limits.named(excess)}")
         request.state.num_bytes = len(data)
         return data
 

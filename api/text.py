@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from .stops import StopStrings
 
@@ -166,3 +166,11 @@ def _alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _alphabet()
+
+
+def is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer's decoder, as its file has it, writes bytes in GPT-2's alphabet."""
+    members = decoder.get("decoders", ())
+    if decoder["type"] == "Sequence" and len(members) == 1:
+        return is_byte_level(members[0])
+    return bool(decoder["type"] == "ByteLevel")

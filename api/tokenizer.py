@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,22 @@ from ..core.errors import (
     PromptTooLong,
 )
 from .arrival import origin
-from .template import INLINE_CHARS, check_messages, count_chars, deeper, template_error
+from .template import (
+    INLINE_CHARS,
+    ChatTemplate,
+    TooLong,
+    check_messages,
+    count_chars,
+    template_error,
+)
 from .template import SECONDS as TEMPLATE_SECONDS
-from .text import BYTE_OF_CHAR, ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .text import (
+    BYTE_OF_CHAR,
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    is_byte_level,
+)
 from .worker import Worker
 
 T = TypeVar("T")
@@ -48,9 +60,9 @@ class Tokenizer:
             raise ModelLoadError("the tokenizer has no fast form (tokenizer.json)")
         backend.no_truncation()
         backend.no_padding()
-        self._hf, self._backend = hf, backend
+        self._backend = backend
+        self._template = ChatTemplate(hf)
         self.max_model_len = max_model_len
-        self._import_all()
         # Two, so that no short conversation waits for a long text.
         self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
         self._closed = False
@@ -69,12 +81,6 @@ class Tokenizer:
         except Exception as error:  # any file of the folder may be damaged in any way
             raise ModelLoadError(f"{folder}: the tokenizer does not load: {error}") from error
         return cls(hf, max_model_len=max_model_len)
-
-    def _import_all(self) -> None:
-        """What rendering imports on first use: an interrupted import would leave a lock behind."""
-        if hasattr(self._hf, "apply_chat_template"):
-            talk = [{"role": "user", "content": ""}]
-            self._hf.apply_chat_template(talk, chat_template="{{ messages }}", tokenize=False)
 
     def close(self) -> None:
         """Stop the threads; what they work on is finished first, what waits is refused."""
@@ -120,9 +126,16 @@ class Tokenizer:
         return list(batch[0].ids)
 
     def _check_chars(self, text: str) -> None:
-        least = -(-len(text) // self._most_chars_per_token)
-        if least >= self.max_model_len:
-            raise PromptTooLong(least, self.max_model_len - 1)
+        if len(text) > self._most_chars:
+            raise self._too_long(len(text))
+
+    @property
+    def _most_chars(self) -> int:
+        """Of a text that may fit."""
+        return (self.max_model_len - 1) * self._most_chars_per_token
+
+    def _too_long(self, num_chars: int) -> PromptTooLong:
+        return PromptTooLong(-(-num_chars // self._most_chars_per_token), self.max_model_len - 1)
 
     @cached_property
     def _most_chars_per_token(self) -> int:
@@ -192,10 +205,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """The text of the chat template, "" without one."""
-        template = getattr(self._hf, "chat_template", None) or ""
-        if isinstance(template, Mapping):  # several by name; transformers takes this one for tools
-            template = template.get("tool_use", template.get("default", ""))
-        return str(template)
+        return self._template.text
 
     async def encode_chat(
         self,
@@ -208,10 +218,10 @@ class Tokenizer:
 
         ``tools`` are functions in OpenAI's shape.
         """
-        if not getattr(self._hf, "chat_template", None):
+        if not self._template.text:
             raise InvalidRequest("the model has no chat template", param="messages")
         check_messages(messages)
-        self._check_options(options)
+        self._template.check_options(options)
         settings = {**options, "tools": list(tools)} if tools else options
         text = await self._rendered(messages, settings)
         return await self.encode(text, add_special_tokens=False)
@@ -221,13 +231,15 @@ class Tokenizer:
     ) -> str:
         """Never on the event loop: a template is a program, and may go on for ever."""
         is_short = count_chars(messages, settings) <= INLINE_CHARS
-        job = partial(self._render, messages, settings)
+        job = partial(self._template.render, messages, settings, self._most_chars)
         try:
             return await self._run(self._short if is_short else self._long, job, TEMPLATE_SECONDS)
         except TimeoutError:
             logger.warning("the chat template was ended after %s s", TEMPLATE_SECONDS)
             message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
             raise InvalidRequest(message, param="messages") from None
+        except TooLong as error:
+            raise self._too_long(error.num_chars) from None
         except InvalidRequest as error:
             logger.warning("the chat template failed: %s", error)
             raise
@@ -238,28 +250,6 @@ class Tokenizer:
             logger.warning("the chat template failed: %s", type(error).__name__)
             logger.debug("the chat template failed", exc_info=error)
             raise InvalidRequest(template_error(error), param="messages") from error
-
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            # A template, or an output format, is not for a request to choose.
-            if name in self._reserved_options:
-                message = f"chat_template_kwargs must not hold {name}"
-                raise InvalidRequest(message, param="chat_template_kwargs")
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """In a thread, where it may be interrupted: nothing here logs."""
-        settings = {"add_generation_prompt": True, **options, "tokenize": False}
-        try:
-            return str(self._hf.apply_chat_template(list(messages), **settings))
-        except RecursionError:  # its traceback would be as long as what is nested is deep
-            param = deeper(messages, options)
-            raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
-
-    @cached_property
-    def _reserved_options(self) -> set[str]:
-        names = set(inspect.signature(self._hf.apply_chat_template).parameters)
-        free = {"add_generation_prompt", "continue_final_message"}
-        return names - free | {"self", "messages", "conversations"}  # what names end up as inside
 
     # -- ids to text ----------------------------------------------------------------------------
 
@@ -322,16 +312,9 @@ class Tokenizer:
     def is_byte_level(self) -> bool:
         """Whether every token is a run of bytes, written in GPT-2's alphabet."""
         decoder = self._backend.decoder
-        return decoder is not None and _is_byte_level(json.loads(decoder.__getstate__()))
+        return decoder is not None and is_byte_level(json.loads(decoder.__getstate__()))
 
     @cached_property
     def _byte_values(self) -> dict[int, int]:
         names = {f"<0x{value:02X}>": value for value in range(256)}
         return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
-
-
-def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
-    members = decoder.get("decoders", ())
-    if decoder["type"] == "Sequence" and len(members) == 1:
-        return _is_byte_level(members[0])
-    return bool(decoder["type"] == "ByteLevel")

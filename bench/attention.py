@@ -40,7 +40,7 @@ PREFIX_LEN = 2_048  # tokens
 TAIL_LEN = 32  # tokens of each sequence's own, the decoded one included
 NUM_SHARERS = (1, 4, 16)
 KEY_BYTES = 2 * HEADS.num_kv_heads * HEADS.head_dim * DTYPE.itemsize  # and its value's, a layer
-PAGE_SIZE = EngineConfig().page_size  # tokens
+PAGE_SIZE = EngineConfig().sizes("cpu").page_size  # tokens
 COLD_BYTES = 200 << 20  # read between two reads of the same KV
 _OUT = Path(__file__).parent / "results" / "attention.json"
 

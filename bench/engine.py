@@ -233,7 +233,7 @@ def _text(work: Workload, vocab_size: int) -> list[int]:
 
 
 def _builtin(args: argparse.Namespace) -> list[dict[str, object]]:
-    built = build(None, EngineConfig(threads=args.threads, speculation=args.depth))
+    built = build(None, EngineConfig(device="cpu", threads=args.threads, speculation=args.depth))
     work = Workload(args.requests, 512, 32, 96, args.concurrency)
     return _compare(BUILTIN / "target", built, work, args.repeats)
 
@@ -244,6 +244,7 @@ def _random(args: argparse.Namespace) -> list[dict[str, object]]:
         write_pair(folder, qwen3_06b(), torch.bfloat16, eps=0.06)
         config = EngineConfig(
             draft=str(folder / "draft"),
+            device="cpu",
             threads=args.threads,
             speculation=args.depth,
             kv_tokens=8192,

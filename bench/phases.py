@@ -107,6 +107,8 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
     if "speculation" in options:
         raise InvalidRequest("speculation is one of the things measured", param="speculation")
     options.setdefault("threads", max(1, len(os.sched_getaffinity(0)) - 1))
+    if options.setdefault("device", "cpu") != "cpu":
+        raise InvalidRequest("device: phases are measured on the CPU", param="device")
     with _model(args.model) as (model, more):
         options |= more
         if model is not None:
@@ -146,7 +148,7 @@ def _model(name: str | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
 
 def _kv_tokens(model: DecoderConfig, sizes: Sizes, config: EngineConfig) -> int:
     """A pool for the longest prompt or the largest batch, in half of the free memory."""
-    page_size = config.page_size
+    page_size = config.sizes("cpu").page_size
     in_batch = BATCHES[-1] * (5 * page_size + sizes.batch_len)  # prompt, answer, and a page to grow
     longest = min(model.max_model_len, sizes.max_len + sizes.decode_len) + 2 * page_size
     item_bytes = _ITEM_BYTES[model.dtype if config.dtype == "auto" else config.dtype]

@@ -111,8 +111,9 @@ class Lab:
         depth: Depth = 0,
         temperature: float = 0.0,
         seed: int = 0,
+        namespace: str | None = None,
     ) -> Served:
-        """Answer one prompt with exactly so many tokens."""
+        """Answer one prompt with exactly so many tokens; it shares within its namespace alone."""
         self.num_sent += 1
         params = SamplingParams(
             temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=seed
@@ -122,6 +123,7 @@ class Lab:
             tokens=array("q", prompt),
             sampling=RowSampling(params=params, seed=seed, prompt_len=len(prompt)),
             depth=depth,
+            namespace=namespace,
         )
         served = Served(request.usage)
         async for delta in self.built.engine.submit(request):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..api.sdk import AsyncLLM
+from ..core.engine import Engine
 from ..core.params import SamplingParams
 from ..core.runner import ModelRunner
 from .pairs import qwen3_06b, write_pair
@@ -70,11 +71,10 @@ BESIDE = ("deliver", "index")
 class Round:
     """Times the rounds of one engine."""
 
-    def __init__(self, llm: AsyncLLM, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self.timer = timer = Timer(clock)
         self.num_rounds = 0
         self.rows = 0
-        engine = llm.engine
         scheduler, runner = engine.scheduler, engine.runner
         assert isinstance(runner, ModelRunner)
         timer.wrap(scheduler, "schedule", "schedule")
@@ -190,7 +190,7 @@ async def _run(args: argparse.Namespace, model: Path | None) -> list[dict[str, o
         options["threads"] = args.threads
     rows = []
     async with AsyncLLM(model, **options) as llm:
-        timed = Round(llm, time.thread_time if args.cpu else time.perf_counter)
+        timed = Round(llm.engine, time.thread_time if args.cpu else time.perf_counter)
         for temperature in args.temperatures:
             for num_streams in args.streams:
                 with _profiled(args.functions):

@@ -23,7 +23,7 @@ from ..core.batch import Segment
 from ..core.kv_pool import KvDtype, KVPool
 from ..core.model import Decoder, load_decoder
 from ..core.native.linear import NativeLinear
-from ..core.ops import Quantize
+from ..core.ops import Backend, Quantize
 from ..draft import builtin
 from ..draft.builtin.data import is_held_out, read_modules
 from ..draft.builtin.packing import encode
@@ -33,14 +33,17 @@ from .report import command, machine, table, write_json
 WINDOW = 512  # tokens
 CHUNK = 128  # tokens of a pass
 PAGE_SIZE = 16
-KINDS: tuple[tuple[str, Quantize, KvDtype], ...] = (  # the plain ones first
-    ("bfloat16", "none", "auto"),
-    ("float32", "none", "auto"),
-    ("bfloat16", "int8", "auto"),
-    ("bfloat16", "int4", "auto"),
-    ("bfloat16", "none", "int8"),
-    ("float32", "none", "int8"),
-    ("bfloat16", "int8", "int8"),
+KINDS: tuple[tuple[Backend, str, Quantize, KvDtype], ...] = (  # the plain ones first
+    ("native", "bfloat16", "none", "auto"),
+    ("native", "float32", "none", "auto"),
+    ("native", "bfloat16", "int8", "auto"),
+    ("native", "bfloat16", "int4", "auto"),
+    ("native", "bfloat16", "none", "int8"),
+    ("native", "float32", "none", "int8"),
+    ("native", "bfloat16", "int8", "int8"),
+    ("torch", "bfloat16", "none", "auto"),
+    ("torch", "bfloat16", "none", "int8"),
+    ("torch", "bfloat16", "none", "fp8"),
 )
 _PAIR = Path(next(iter(builtin.__path__)))
 _OUT = Path(__file__).parent / "results" / "quantize.json"
@@ -51,6 +54,7 @@ class Figure:
     """One model in one kind of weights, keys and values."""
 
     model: str
+    backend: str
     dtype: str
     quantize: str
     kv_cache_dtype: str
@@ -59,7 +63,7 @@ class Figure:
     nats_per_token: float
     perplexity: float
     top1_agreement: float  # with bfloat16
-    top1_of_full_kv: float  # agreement with the same weights and keys and values of their dtype
+    top1_of_full_kv: float  # agreement with the same but keys and values of the model's dtype
     tokens: int
 
 
@@ -89,13 +93,14 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def measured(role: str, num_windows: int) -> Iterator[Figure]:
     """The figures of one model of the pair, bfloat16 first."""
     windows = held_out_windows(_PAIR / role, num_windows)
-    plain: dict[tuple[str, str], Tensor] = {}
-    for dtype, quantize, kv_dtype in KINDS:
-        decoder = load_decoder(_PAIR / role, dtype=dtype, backend="native", quantize=quantize)
+    plain: dict[tuple[str, str, str], Tensor] = {}
+    for backend, dtype, quantize, kv_dtype in KINDS:
+        decoder = load_decoder(_PAIR / role, dtype=dtype, backend=backend, quantize=quantize)
         nats, named = _read(decoder, windows, kv_dtype)
-        plain.setdefault((dtype, quantize), named)
+        plain.setdefault((backend, dtype, quantize), named)
         yield Figure(
             model=role,
+            backend=backend,
             dtype=dtype,
             quantize=quantize,
             kv_cache_dtype=kv_dtype,
@@ -103,8 +108,8 @@ def measured(role: str, num_windows: int) -> Iterator[Figure]:
             kv_bytes_per_token=_make_pool(decoder, kv_dtype).num_bytes / WINDOW,
             nats_per_token=nats,
             perplexity=math.exp(nats),
-            top1_agreement=_agreement(named, plain["bfloat16", "none"]),
-            top1_of_full_kv=_agreement(named, plain[dtype, quantize]),
+            top1_agreement=_agreement(named, plain["native", "bfloat16", "none"]),
+            top1_of_full_kv=_agreement(named, plain[backend, dtype, quantize]),
             tokens=len(named),
         )
 
@@ -146,4 +151,7 @@ def _matrix_bytes(decoder: Decoder) -> int:
     layers = decoder.weights.layers
     packed = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     packed.append(decoder.weights.lm_head)
-    return sum(w.num_bytes for w in packed if isinstance(w, NativeLinear))
+    return sum(
+        w.num_bytes if isinstance(w, NativeLinear) else w.weight.numel() * w.weight.itemsize
+        for w in packed
+    )

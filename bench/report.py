@@ -27,6 +27,10 @@ class Spread(msgspec.Struct, frozen=True):
         """Spread of at least one value."""
         return cls(min(values), statistics.median(values), max(values))
 
+    def scaled(self, factor: float) -> Spread:
+        """In another unit."""
+        return Spread(self.low * factor, self.median * factor, self.high * factor)
+
     def __str__(self) -> str:
         return f"{self.median:.3g} [{self.low:.3g} .. {self.high:.3g}]"
 

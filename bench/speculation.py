@@ -253,7 +253,7 @@ def _loads(built: Built, num_requests: int, output_len: int) -> list[Load]:
 
 
 async def _measure_engine(args: argparse.Namespace) -> list[dict[str, object]]:
-    built = build(None, EngineConfig(threads=args.threads, max_batch_tokens=256))
+    built = build(None, EngineConfig(device="cpu", threads=args.threads, max_batch_tokens=256))
     await built.engine.start()
     replay = ReplayRunner.over(built.engine.runner)  # type: ignore[arg-type]
     plain = built.engine.runner

@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..radix_cache import PrefixCache
+from ..radix_cache.audit import Steps
 from .request import Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -16,22 +18,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0  # between two audits in idle moments, at least
+SLICE = 1000  # steps of an audit in an idle moment between turns of others: about a millisecond
 Verdict = dict[str, object]
 
 
-def check_ledger(
+def ledger_checks(
     cache: PrefixCache,
     running: Mapping[str, Request],
     waiting: Sequence[Request],
     ids: AbstractSet[str],
-) -> None:
-    """Asserts that every page has one owner and every request of ``ids`` one state. O(pages)."""
+) -> Steps:
+    """Asserts that every page has one owner and every request of ``ids`` one state. O(pages).
+
+    In steps, between which nothing may change.
+    """
     leases = [r.lease for r in running.values() if r.lease is not None]
-    cache.check(leases)
+    yield from cache.checks(leases)
     assert len(leases) == len(running), "every running request owns a lease"
     for request in waiting:
         assert request.lease is None, "a waiting request owns nothing"
-        assert request.status is RequestStatus.WAITING
+        assert request.status is RequestStatus.WAITING, "a waiting request has another status"
     assert {*running, *(r.request_id for r in waiting)} == ids, "a request is in exactly one state"
     for request in running.values():
         assert request.num_pending >= 1, "there is always a token to compute"
@@ -39,12 +45,8 @@ def check_ledger(
 
 def inspect(scheduler: Scheduler) -> Verdict:
     """The ledger as it stands: ``ok``, and what is where, or the ``violation``. O(pages)."""
-    try:
-        scheduler.audit()
-    except AssertionError as violation:
-        return {"ok": False, "violation": str(violation)}
-    except Exception as error:  # broken so far that the check fails; its text may quote tokens
-        return {"ok": False, "violation": f"the check failed: {type(error).__name__}"}
+    if violation := _go_on(scheduler.checks(), None):
+        return {"ok": False, "violation": violation}
     cache = scheduler.cache
     free, tree = cache.num_free_pages, cache.tree.num_pages
     pages = {
@@ -57,6 +59,17 @@ def inspect(scheduler: Scheduler) -> Verdict:
     }
     requests = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
     return {"ok": True, "pages": pages, "requests": requests}
+
+
+def _go_on(steps: Steps, num_steps: int | None) -> str | None:
+    """So many steps more, or all. None: there are more; else what is wrong, "" for nothing."""
+    try:
+        num_done = sum(1 for _ in islice(steps, num_steps))
+    except AssertionError as violation:
+        return str(violation) or "an invariant does not hold"
+    except Exception as error:  # broken so far that the check fails; its text may quote tokens
+        return f"the check failed: {type(error).__name__}"
+    return None if num_done == num_steps else ""
 
 
 class Auditor:
@@ -82,11 +95,26 @@ class Auditor:
             for each in asked:
                 each.set_result(verdict)
 
-    def idle(self, now: float) -> None:
-        """Nobody waits: a good moment, now and then, for a large pool takes a while."""
-        if now - self._passed >= SECONDS:
-            self._passed = now
-            self._inspect()
+    async def rest(self, now: float, wake: asyncio.Event) -> None:
+        """Nobody waits: a good moment, now and then, for a large pool takes a while.
+
+        Others have their turns meanwhile. Whoever sets ``wake`` ends it until the next rest.
+        """
+        is_over = now - self._passed < SECONDS
+        while not is_over and not wake.is_set():
+            if is_over := await self._inspect_slowly(wake):
+                self._passed = now
+
+    async def _inspect_slowly(self, wake: asyncio.Event) -> bool:
+        """Whether it came to its end before anything changed, by a flush for example."""
+        tree, steps = self._scheduler.cache.tree, self._scheduler.checks()
+        version = tree.version
+        while tree.version == version and not wake.is_set():
+            if (violation := _go_on(steps, SLICE)) is not None:
+                self._note(violation)
+                return True
+            await asyncio.sleep(0)
+        return False
 
     def close(self, error: Exception) -> None:
         """Nobody gets a verdict any more."""
@@ -97,7 +125,10 @@ class Auditor:
 
     def _inspect(self) -> Verdict:
         verdict = inspect(self._scheduler)
-        if not verdict["ok"]:
-            self.num_failures += 1
-            logger.warning("the audit failed: %s", verdict["violation"])
+        self._note(str(verdict.get("violation", "")))
         return verdict
+
+    def _note(self, violation: str) -> None:
+        if violation:
+            self.num_failures += 1
+            logger.warning("the audit failed: %s", violation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import msgspec
@@ -35,11 +36,12 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
 
-    Host arrays describe the segments, device tensors the rows.
+    Host arrays describe the segments, tensors the rows. Nothing changes once it is made, but that
+    a backend which copies the rows to its device itself says where ``logit_rows`` are there.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -51,7 +53,8 @@ class RaggedBatch:
     starts: IntArray  # [num_segments] position of the first row
     lens: IntArray  # [num_segments] rows
     first_rows: IntArray  # [num_segments] index of the first row
-    page_table: IntArray  # [num_segments, max_pages]; unused entries repeat the first page
+    page_counts: IntArray  # [num_segments]
+    pages: IntArray  # [sum of page_counts], segment after segment
 
     @property
     def num_rows(self) -> int:
@@ -63,6 +66,21 @@ class RaggedBatch:
         """First position after each segment, [num_segments]."""
         return self.starts + self.lens
 
+    @cached_property
+    def first_pages(self) -> IntArray:
+        """Where in ``pages`` each segment's begin, [num_segments]."""
+        return np.cumsum(self.page_counts) - self.page_counts
+
+    @cached_property
+    def page_table(self) -> IntArray:
+        """``[num_segments, max_pages]``; unused entries repeat the first page."""
+        counts, width = self.page_counts, int(self.page_counts.max())
+        if len(self.pages) == width * len(counts):
+            return self.pages.reshape(-1, width)
+        table = np.repeat(self.pages[self.first_pages], width).reshape(-1, width)
+        table[np.arange(width) < counts[:, None]] = self.pages
+        return table
+
 
 def build_batch(
     segments: Sequence[Segment], *, page_size: int, device: torch.device | str, min_rows: int
@@ -72,19 +90,22 @@ def build_batch(
     Raises ValueError for rows without a page or a token.
     """
     starts, lens, wanted = _shape(segments)
-    page_table = _page_table(segments, page_size)
+    page_counts, pages = _pages(segments, starts + lens, page_size)
     ends = np.cumsum(lens)
     first_rows = ends - lens
     num_rows = int(ends[-1])
+    row_pages = np.cumsum(page_counts) - page_counts  # where a row's pages begin
     if num_rows == len(segments):  # plain decoding: a row each
-        rows, positions = np.arange(num_rows), starts
-        logit_rows = rows if wanted.all() else np.flatnonzero(wanted)
+        positions = starts
+        logit_rows = np.arange(num_rows) if wanted.all() else np.flatnonzero(wanted)
     else:
         rows = np.repeat(np.arange(len(segments)), lens)
         indices = np.arange(num_rows)
         positions = indices + (starts - first_rows)[rows]
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
-    slots = page_table[rows, positions // page_size] * page_size + positions % page_size
+        row_pages = row_pages[rows]
+    pages_before, places = np.divmod(positions, page_size)
+    slots = pages[row_pages + pages_before] * page_size + places
     return RaggedBatch(
         token_ids=_rows(_token_ids(segments), min_rows, device),
         positions=_rows(positions, min_rows, device),
@@ -95,19 +116,21 @@ def build_batch(
         starts=starts,
         lens=lens,
         first_rows=first_rows,
-        page_table=page_table,
+        page_counts=page_counts,
+        pages=pages,
     )
 
 
 def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
     """Start, rows and logit rows of each segment."""
-    shape = np.array([(s.start, len(s.token_ids), s.num_logits) for s in segments], dtype=np.int64)
-    if not len(shape):
+    if not segments:
         raise ValueError("a batch has segments")
-    starts, lens, wanted = np.ascontiguousarray(shape.T)
+    starts = np.array([s.start for s in segments], dtype=np.int64)  # a third of a list of tuples'
+    lens = np.array([len(s.token_ids) for s in segments], dtype=np.int64)  # time
+    wanted = np.array([s.num_logits for s in segments], dtype=np.int64)
     if lens.min() < 1:
         raise ValueError("every segment has tokens")
-    if shape.min() < 0 or (wanted > lens).any():
+    if starts.min() < 0 or wanted.min() < 0 or (wanted > lens).any():
         raise ValueError("a segment starts at 0 or later and wants logits of its own rows")
     return starts, lens, wanted
 
@@ -119,22 +142,17 @@ def _token_ids(segments: Sequence[Segment]) -> IntArray:
     return np.frombuffer(joined, dtype=np.int64)  # keeps ``joined`` alive
 
 
-def _page_table(segments: Sequence[Segment], page_size: int) -> IntArray:
-    """Page ids of every position that a segment reads or writes."""
-    joined, counts = array("q"), []
-    for segment in segments:
-        count = (segment.stop + page_size - 1) // page_size
+def _pages(
+    segments: Sequence[Segment], stops: IntArray, page_size: int
+) -> tuple[IntArray, IntArray]:
+    """How many pages each segment reads or writes, and their ids in a row."""
+    counts = (stops + (page_size - 1)) // page_size
+    joined = array("q")
+    for segment, count in zip(segments, counts.tolist(), strict=True):
         if len(segment.page_ids) < count:
             raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
         joined.extend(segment.page_ids[:count])
-        counts.append(count)
-    pages, width = np.frombuffer(joined, dtype=np.int64), max(counts)
-    if len(pages) == width * len(counts):
-        return pages.reshape(-1, width)
-    needed = np.array(counts)
-    table = np.repeat(pages[np.cumsum(needed) - needed], width).reshape(-1, width)
-    table[np.arange(width) < needed[:, None]] = pages
-    return table
+    return counts, np.frombuffer(joined, dtype=np.int64)
 
 
 def _rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:

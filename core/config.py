@@ -21,7 +21,9 @@ _LOWEST = {
 }
 _SHARES = ("pin_quota", "cache_quota")
 _SECONDS = ("aging_seconds", "step_timeout", "ready_step_seconds")
-_OPTIONAL = {"kv_tokens", "max_model_len", "threads"}
+_OPTIONAL = {
+    "kv_tokens", "max_model_len", "threads", "page_size", "max_batch_tokens", "max_running",
+}  # fmt: skip
 _HIGHEST = 2**40
 REJECTION_WANTS_DEPTH = (
     "rejection cannot go with an automatic depth: to choose the depth by what was drafted biases "
@@ -30,17 +32,37 @@ REJECTION_WANTS_DEPTH = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Engine options; same names as the command line's flags. None means: chosen for the model.
+class Sizes:
+    """What a step holds at most, and the tokens of a KV page."""
 
+    page_size: int
+    max_batch_tokens: int
+    max_running: int
+
+
+# A step reads the weights once for all of its rows: on a GPU, where hundreds of them cost little
+# more than one, steps are larger. Its attention takes 32 keys at a time, which lie in one page.
+_SIZES = {
+    "cpu": Sizes(page_size=16, max_batch_tokens=256, max_running=64),
+    "cuda": Sizes(page_size=32, max_batch_tokens=2048, max_running=256),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Engine options; same names as the command line's flags.
+
+    None means: chosen for the model and the device, as `sizes` says.
     ``draft``: auto, none, or a comma list of sources and draft-model paths, tried in order.
     ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:
     coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
     ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
     may pin, all together twice as much; ``cache_quota`` that beyond which what one cache salt left
     there is dropped before anything else, 1: never. ``exact``: which batches must give equal bits.
-    ``backend``: native kernels, torch, or native where they can be had. ``kv_cache_dtype``: keys
-    and values as the model has them, or int8 with a scale for every token and head.
+    ``device``: auto is cuda where torch sees one, else cpu. ``backend``: auto is native kernels on
+    the CPU and Triton's on cuda, or torch where they cannot be had. ``kv_cache_dtype``: keys
+    and values as the model has them, or int8 or fp8 (e4m3) with a scale for every token and head;
+    fp8 is for a GPU.
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
     running answers; more brings first tokens sooner and makes streams halt longer.
     ``aging_seconds``: a request that waits so long counts as one priority more urgent.
@@ -54,20 +76,20 @@ class EngineConfig:
     speculation: Literal["auto", "off"] | int = "auto"
     verify: Literal["coupled", "rejection"] = "coupled"
     exact: Literal["spec", "batch", "off"] = "spec"
-    backend: Literal["auto", "native", "torch"] = "auto"
+    backend: Literal["auto", "native", "triton", "torch"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantize: Literal["none", "int8", "int4"] = "none"
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     kv_memory: str | int | None = None
     kv_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     pin_quota: float = 0.25
     cache_quota: float = 0.5
     max_model_len: int | None = None
-    max_batch_tokens: int = 256
+    max_batch_tokens: int | None = None
     max_slowdown: float = 2.0
-    max_running: int = 64
+    max_running: int | None = None
     max_queued: int = 256
     aging_seconds: float = 10.0
     max_priority: int = 10
@@ -107,9 +129,27 @@ class EngineConfig:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
         _require(fixed, "verify", REJECTION_WANTS_DEPTH)
-        _require(self.device != "cuda", "device", "cuda is not supported yet")
-        by_native = self.quantize == "none" or self.backend != "torch"
-        _require(by_native, "quantize", f"{self.quantize} needs the native backend, not torch")
+        on_cpu = self.device != "cuda" or self.backend != "native"
+        _require(on_cpu, "backend", "native computes on the CPU; on cuda use triton or torch")
+        self._check_quantize()
+        has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
+        _require(has_kv, "kv_cache_dtype", "fp8 is for a GPU; the native backend has int8")
+
+    def _check_quantize(self) -> None:
+        by_kernels = self.quantize != "int8" or self.backend != "torch"
+        _require(by_kernels, "quantize", "int8 needs the native backend or triton, not torch")
+        may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
+        by_native = self.quantize != "int4" or may_be_native
+        _require(by_native, "quantize", "int4 needs the native backend, on the CPU")
+
+    def sizes(self, device: str) -> Sizes:
+        """What was asked for, and the rest as suits a device, cpu or cuda."""
+        usual = _SIZES[device]
+        return Sizes(
+            page_size=self.page_size or usual.page_size,
+            max_batch_tokens=self.max_batch_tokens or usual.max_batch_tokens,
+            max_running=self.max_running or usual.max_running,
+        )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

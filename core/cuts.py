@@ -63,7 +63,8 @@ class Cuts:
 
     def candidates(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Ids in rising order that may stay [num_rows, num_candidates], and the `keep` total."""
-        if len(values) == 1:  # a big vocabulary on a CPU: narrowing is cheaper than sorting
+        # A big vocabulary on a CPU: narrowing is cheaper than sorting.
+        if len(values) == 1 and values.device.type == "cpu":
             ids, total = self._narrowed(values)
             return ids[None], total
         return torch.arange(self.vocab_size, device=values.device).expand(len(values), -1), None

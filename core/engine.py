@@ -17,6 +17,7 @@ from collections.abc import Callable
 from .audit import Auditor, Verdict
 from .dump import Report, make_report, write_report
 from .errors import EngineDead, InvalidRequest, QueueFull
+from .flush import flush, flush_prefix
 from .mail import Mail
 from .metrics import EngineMetrics
 from .model_thread import ModelThread, StepThread
@@ -134,12 +135,7 @@ class Engine:
 
         Returns how many pages that freed.
         """
-        namespaces = () if everything else (namespace,)
-        try:
-            self.scheduler.speculator.flush(*namespaces)
-        finally:
-            num_pages = self.scheduler.cache.flush(*namespaces)
-        return num_pages
+        return flush(self.scheduler, *(() if everything else (namespace,)))
 
     def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
@@ -147,15 +143,7 @@ class Engine:
         Drafts of the namespace go altogether: they know no prefixes. Returns how many pages that
         freed. Raises `InvalidRequest` for tokens that do not fill a page.
         """
-        cache = self.scheduler.cache
-        if len(tokens) < cache.page_size:
-            message = f"a prefix must fill a page of {cache.page_size} tokens, not {len(tokens)}"
-            raise InvalidRequest(message, param="prefix")
-        try:
-            self.scheduler.speculator.flush(namespace)
-        finally:
-            num_pages = cache.flush_prefix(tokens, namespace=namespace)
-        return num_pages
+        return flush_prefix(self.scheduler, tokens, namespace)
 
     def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache, in pages and tokens.
@@ -302,11 +290,11 @@ class Engine:
         self._round_began = now
 
     async def _rest(self) -> None:
+        self._mail.wake.clear()  # all that came is read; what comes from here on wakes it again
         if not self.scheduler.num_requests:
             self.scheduler.speculator.work()  # it lets go of those that ended last
             self._mail.rest()
-            self._auditor.idle(self._clock())
-        self._mail.wake.clear()
+            await self._auditor.rest(self._clock(), self._mail.wake)
         await self._mail.wake.wait()
         self._round_began = self._clock()
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = 2**64 - 1
@@ -81,7 +83,21 @@ def _gumbel_of_words(words: Tensor) -> Tensor:
 
 def _stream_key(seed: int, position: int) -> int:
     """Where the noise of one output position starts: splitmix64 number ``position`` of a seed."""
-    return _signed(_mix(_mix(seed + _GOLDEN) + _GOLDEN * (position + 1)))
+    return _signed(_mix(stream_start(seed) + _GOLDEN * (position + 1)))
+
+
+def stream_start(seed: int) -> int:
+    """What `stream_keys` makes of a seed at every position; 64 bits, unsigned."""
+    return _mix(seed + _GOLDEN)
+
+
+def stream_keys(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the noise of each (`stream_start`, output position) starts: keys of `gumbel_rows`."""
+    words = starts + np.uint64(_GOLDEN) * (positions + 1).view(np.uint64)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(_ODD_1)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(_ODD_2)
+    keys: NDArray[np.int64] = (words ^ (words >> np.uint64(31))).view(np.int64)
+    return keys
 
 
 def _mix(word: int) -> int:

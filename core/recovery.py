@@ -17,7 +17,8 @@ from .params import SamplingParams
 from .step import NO_DRAFT, PlanRow, RowSampling, StepPlan
 
 LEAST_CHUNK = 16  # tokens: where these do not fit into memory either, their request fails
-_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc")  # in what torch and C++ say
+_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
+_GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in what torch and Triton say
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
@@ -25,6 +26,11 @@ def is_out_of_memory(failure: BaseException) -> bool:
     if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
         return True
     return any(words in str(failure) for words in _OUT_OF_MEMORY)
+
+
+def may_have_lost_gpu(failure: BaseException) -> bool:
+    """Whether a GPU refused a call: after a bad access it refuses every later one, too."""
+    return any(words in str(failure) for words in _GPU_FAILED) and not is_out_of_memory(failure)
 
 
 def forget_frames(failure: BaseException | None) -> None:

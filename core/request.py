@@ -119,6 +119,7 @@ class Request:
     lease: KVLease | None = None  # owned while RUNNING
     usage: Usage = field(default_factory=Usage)
     num_preemptions: int = 0
+    num_prepaid: int = 0  # tokens that its tenant was charged for in steps that did not get to them
     num_prompt_logprobs: int = 0  # told so far
     num_noted: int = 0  # leading tokens that count as found or written already
 

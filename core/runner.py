@@ -13,11 +13,13 @@ from msgspec.structs import replace
 
 from .batch import RaggedBatch, Segment
 from .kv_pool import KVPool
+from .logprobs import token_logprobs
 from .model.decoder import Decoder
+from .ops.device import make_stopwatch
 from .proposer import Proposer
 from .rejection import SampledDraft, verify_by_rejection
-from .step import NO_DRAFT, Branch, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
-from .verify import NOT_FINITE, Verified, VerifyRow, prompt_logprobs
+from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
+from .verify import NOT_FINITE, Verified, VerifyRow
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 20
@@ -41,6 +43,7 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self.proposer = proposer
+        self._drafting, self._computing = (make_stopwatch(decoder.device) for _ in range(2))
         self._num_failures = 0  # of the proposer, in a row
         self.rejection = rejection  # verify by rejection sampling, for comparison only
 
@@ -48,22 +51,29 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> StepOutput:
         """Compute one ragged batch. Raises what the forward pass raises: then no row is valid."""
         began = time.perf_counter()
+        self._drafting.start()
         paths = self._paths(plan)
-        drafted = time.perf_counter()
+        self._drafting.stop()
+        self._computing.start()
         self._open_branches(plan.rows)
         batch = self._batch(plan.rows, paths)
         hidden = self.decoder.hidden_states(batch, self.pool)
         logits = self.decoder.logits(hidden, batch)
-        forwarded = time.perf_counter()
+        self._computing.stop()
         rows = self._verify(plan.rows, paths, logits)
         for index in _unsound_chunks(plan.rows, batch, hidden):
             rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
-        times = {
-            "draft": drafted - began,
-            "forward": forwarded - drafted,
-            "verify": time.perf_counter() - forwarded,
-        }
+        times = self._times(time.perf_counter() - began)
         return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))
+
+    def _times(self, whole: float) -> dict[str, float]:
+        """Of a step that took ``whole`` seconds; on a GPU, drafts and forward pass by its clock.
+
+        Deciding is the rest: there the host prepares it while the pass still runs.
+        """
+        draft, forward = self._drafting.seconds(), self._computing.seconds()
+        verify = max(0.0, whole - draft - forward)
+        return {"draft": draft, "forward": forward, "verify": verify}
 
     # -- drafts ---------------------------------------------------------------------------------
 
@@ -122,18 +132,26 @@ class ModelRunner:
 
     def _open_branches(self, rows: Sequence[PlanRow]) -> None:
         """Each branch begins with a copy of the page that it shares with its row."""
+        sources, targets = array("q"), array("q")
         for row in rows:
             shared = (row.stop - 1) // self.pool.page_size
             for branch in row.branches:
-                self.pool.copy_page(row.page_ids[shared], branch.page_ids[shared])
+                sources.append(row.page_ids[shared])
+                targets.append(branch.page_ids[shared])
+        self.pool.copy_pages(sources, targets)
 
-    def _adopt(self, row: PlanRow, branch: Branch, num_accepted: int) -> None:
-        """A branch won: its KV moves to the row's own pages."""
-        page_size = self.pool.page_size
-        for page in range(
-            (row.stop - 1) // page_size, (row.stop + num_accepted - 1) // page_size + 1
-        ):
-            self.pool.copy_page(branch.page_ids[page], row.page_ids[page])
+    def _adopt(self, rows: Sequence[PlanRow], verified: Sequence[Sequence[Verified]]) -> None:
+        """Where a branch won, its KV moves to the row's own pages."""
+        sources, targets = array("q"), array("q")
+        for row, outcomes in zip(rows, verified, strict=True):
+            best = _furthest(outcomes) if row.branches else 0
+            if best:
+                last = row.stop + outcomes[best].num_accepted - 1
+                page_size = self.pool.page_size
+                pages = slice((row.stop - 1) // page_size, last // page_size + 1)
+                sources += row.branches[best - 1].page_ids[pages]
+                targets += row.page_ids[pages]
+        self.pool.copy_pages(sources, targets)
 
     # -- forward and verify ---------------------------------------------------------------------
 
@@ -168,16 +186,18 @@ class ModelRunner:
         if len(keep) < len(logits):
             logits = logits[keep]
         if self.rejection:
-            verified = iter(verify_by_rejection(logits, verify_rows, probs))
+            found = iter(verify_by_rejection(logits, verify_rows, probs))
         else:
-            verified = iter(self.decoder.sampler.verify(logits, verify_rows))
-        return [
-            self._output(row, drafts, [next(verified) for _ in drafts if row.samples], prompt)
-            for row, drafts, prompt in zip(rows, paths, prompts, strict=True)
+            found = iter(self.decoder.sampler.verify(logits, verify_rows))
+        verified = [
+            [next(found) for _ in drafts if row.samples]
+            for row, drafts in zip(rows, paths, strict=True)
         ]
+        self._adopt(rows, verified)
+        return [self._output(*each) for each in zip(rows, paths, verified, prompts, strict=True)]
 
+    @staticmethod
     def _output(
-        self,
         row: PlanRow,
         drafts: Sequence[Draft],
         verified: Sequence[Verified],
@@ -186,10 +206,8 @@ class ModelRunner:
         """The path that got furthest is what the row yields."""
         if not verified:
             return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
-        best = max(range(len(drafts)), key=lambda index: (verified[index].num_accepted, -index))
+        best = _furthest(verified)
         draft, outcome = drafts[best], verified[best]
-        if best:
-            self._adopt(row, row.branches[best - 1], outcome.num_accepted)
         others = [path for index, path in enumerate(drafts) if index != best]
         return RowOutput(
             request_id=row.request_id,
@@ -220,7 +238,7 @@ class ModelRunner:
                 found.append(())
             else:
                 chunk = logits[at : at + len(following)]
-                found.append(prompt_logprobs(chunk, following, num_top))
+                found.append(token_logprobs(chunk, following, num_top))
             at += _num_logits(row, draft) + sum(len(other.token_ids) + 1 for other in others)
         return found
 
@@ -234,12 +252,18 @@ def _unsound_chunks(rows: Sequence[PlanRow], batch: RaggedBatch, hidden: torch.T
     chunks = [i for i, row in enumerate(rows) if row.stop - row.start > 1 or not row.samples]
     if not chunks:
         return []
-    finite = torch.isfinite(hidden).all(dim=-1)
+    finite = torch.isfinite(hidden).all(dim=-1).cpu().numpy()  # one read for all of them
     firsts = accumulate((1 + len(row.branches) for row in rows), initial=0)  # segment of each row
     first_rows = batch.first_rows[list(firsts)[:-1]]
     spans = [(int(first_rows[i]), rows[i].stop - rows[i].start) for i in chunks]
     sound = [bool(finite[first : first + count].all()) for first, count in spans]
     return [index for index, is_sound in zip(chunks, sound, strict=True) if not is_sound]
+
+
+def _furthest(verified: Sequence[Verified]) -> int:
+    """The path of a row with the most accepted tokens, the first of those; 0 if there is none."""
+    order = range(len(verified))
+    return max(order, key=lambda index: (verified[index].num_accepted, -index), default=0)
 
 
 def _num_logits(row: PlanRow, draft: Draft) -> int:

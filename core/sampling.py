@@ -27,7 +27,7 @@ from .cuts import Cuts, nonzero
 from .step import Refusal, RowSampling
 
 _NEVER = -math.inf
-_MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
+MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
@@ -110,7 +110,7 @@ def _edited(values: Tensor, row: SampleRow) -> str | None:
 
 def scaled(values: Tensor, rows: Sequence[SampleRow], tau: float = 1.0) -> Tensor:
     """``values`` [num_rows, vocab] over temperature times ``tau``; the best becomes exactly 0."""
-    degrees = [max(row.sampling.params.temperature * tau, _MIN_TEMPERATURE) for row in rows]
+    degrees = [max(row.sampling.params.temperature * tau, MIN_TEMPERATURE) for row in rows]
     # A scalar divisor may be turned into a factor; a tensor divides alike on every device.
     divisor = torch.tensor(degrees, dtype=torch.float32).to(values.device)
     return (values - values.amax(-1, keepdim=True)).div_(divisor[:, None])

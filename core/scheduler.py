@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 from ..radix_cache import PrefixCache
+from ..radix_cache.audit import Steps, run
 from .admission import NOBODY, Ahead, SchedulerLimits
-from .audit import check_ledger
+from .audit import ledger_checks
 from .commit import late_end, row_error, take_output
 from .drafting import draft_limits, fit_pages, make_row, share_of
 from .errors import ForetokenError
@@ -87,6 +88,12 @@ class Scheduler:
     def ease(self, plan: StepPlan) -> None:
         """Memory ran out in this step: less of prompts in those to come."""
         self._pace.ease(plan)
+
+    def settle(self, plan: StepPlan) -> None:
+        """A step was run in parts: what these did not get to is paid for when its turn comes."""
+        for row in plan.rows:
+            if (request := self.running.get(row.request_id)) is not None:
+                request.num_prepaid += max(0, row.stop - request.num_computed)
 
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline has passed; one that never ran has failed."""
@@ -169,7 +176,10 @@ class Scheduler:
 
         Drafts are charged when they are verified: the model thread says how many there are.
         """
-        self.waiting.charge(request.tenant, stop - request.num_computed)
+        num_tokens = stop - request.num_computed
+        num_due = max(0, num_tokens - request.num_prepaid)
+        request.num_prepaid -= num_tokens - num_due
+        self.waiting.charge(request.tenant, num_due)
         return make_row(request, stop, plan, branches)
 
     def _plan_chunks(self, budget: int, planned: set[str], now: float) -> list[PlanRow]:
@@ -290,9 +300,13 @@ class Scheduler:
 
     def audit(self) -> None:
         """Every invariant that ties requests to pages; raises AssertionError."""
+        run(self.checks())
+
+    def checks(self) -> Steps:
+        """`audit` in steps, between which nothing may change."""
         self.roster.check_all()
         waiting = list(self.waiting.requests)
-        check_ledger(self.cache, self.running, waiting, set(self.roster.ids))
+        yield from ledger_checks(self.cache, self.running, waiting, set(self.roster.ids))
 
 
 def _terminal(error: ForetokenError | None) -> Delta:

@@ -11,7 +11,7 @@ from .dump import StepLog
 from .errors import ForetokenError
 from .metrics import EngineMetrics
 from .model_thread import Job, StepThread
-from .recovery import Retrial, drafts, forget_frames, is_out_of_memory
+from .recovery import Retrial, drafts, forget_frames, is_out_of_memory, may_have_lost_gpu
 from .scheduler import Event, Scheduler
 from .step import StepOutput, StepPlan
 from .watchdog import StepHung, Watchdog
@@ -118,8 +118,10 @@ class Stepper:
                 retrial.failed(part, output)
             else:
                 retrial.passed()
+        self._scheduler.settle(plan)
         self._num_failures = 0 if retrial.num_passed else self._num_failures + 1
-        if self._num_failures == MAX_FAILURES:
+        lost = may_have_lost_gpu(retrial.failure) and not retrial.num_passed
+        if lost or self._num_failures == MAX_FAILURES:
             await self._probe(retrial, runner)
         if any(map(drafts, plan.rows)) and not retrial.culprits:
             self._scheduler.speculator.broke_step()
@@ -129,7 +131,7 @@ class Stepper:
         """Raise the failure, unless a step of nobody's comes through.
 
         Then the model is well: each of these steps was of requests that fail by themselves, as one
-        that is asked again and again.
+        that is asked again and again. A GPU that is lost fails all alike: nobody is blamed for it.
         """
         plan = retrial.probe(self._scheduler.cache.page_size)
         if isinstance(await self._compute(plan, runner, self._clock()), Exception):

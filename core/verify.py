@@ -25,12 +25,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from .cuts import mass_unit, masses
+from .logprobs import token_logprobs
 from .noise import gumbel_rows, vocabulary_hashes
 from .sampling import (
     SampleRow,
     argmax,
-    best_ids,
     edit_rows,
     is_cut,
     is_edited,
@@ -113,7 +112,7 @@ def verified(
     logprobs: tuple[TokenLogprob, ...] = ()
     if num_top is not None:
         decided = logits[start : start + len(token_ids)]
-        logprobs = tuple(prompt_logprobs(decided, token_ids, num_top))
+        logprobs = tuple(token_logprobs(decided, token_ids, num_top))
     return Verified(tuple(token_ids), len(token_ids) - (error is None), logprobs, error)
 
 
@@ -125,30 +124,6 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0) -> li
     logits on top of the temperature, below 1 to sharpen.
     """
     return _sample(logits, list(enumerate(rows)), tau)
-
-
-@torch.inference_mode()
-def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Raw log-probabilities of ``token_ids`` [num_rows] under ``logits`` [num_rows, vocab].
-
-    Each with its row's ``num_top`` best alternatives, best first, ties to the lowest id.
-    """
-    return [
-        _logprob(values.to(torch.float32), token_id, num_top)
-        for values, token_id in zip(logits, token_ids, strict=True)
-    ]
-
-
-def _logprob(values: Tensor, token_id: int, num_top: int) -> TokenLogprob:
-    if not 0 <= token_id < len(values):
-        raise IndexError(f"token id {token_id} is not among {len(values)}")
-    shifted = values - values.amax()
-    total = int(masses(shifted, len(values)).sum()) * mass_unit(len(values))
-    # Logits that are not a number have no mass either; their values say so themselves.
-    log_total = math.log(total) if total > 0 else math.nan
-    top = best_ids(shifted, num_top)
-    numbers = [value - log_total for value in shifted[[token_id, *top.tolist()]].tolist()]
-    return TokenLogprob(token_id, numbers[0], tuple(zip(top.tolist(), numbers[1:], strict=True)))
 
 
 class _Walk:

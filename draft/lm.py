@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 
@@ -42,6 +43,7 @@ class _Chain:
     survival: float = 1.0  # chance that all of it is accepted, where that is asked
     own_probs: list[float] = field(default_factory=list)  # the draft's own, where that is asked
     drawn_from: list[torch.Tensor] = field(default_factory=list)  # [vocab] each, if independent
+    page_ids: Sequence[int] = ()  # of its KV, from the page of its first token on
 
 
 @dataclass(slots=True)
@@ -94,6 +96,10 @@ class LmProposer:
             self._tracks.pop(request_id, None)
         for page_id in fresh_pages:
             self._ready[page_id] = 0
+        if fresh := frozenset(fresh_pages):
+            for track in self._tracks.values():
+                kept = takewhile(lambda page_id: page_id not in fresh, track.chain.page_ids)
+                track.chain.page_ids = tuple(kept)
         self._tuner.forget(request_ids)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
@@ -103,8 +109,9 @@ class LmProposer:
         live = self._catch_up(rows, tracks, chains)
         while live := [i for i in live if self._goes_on(rows[i], chains[i])]:
             live = self._advance(rows, chains, live)
-        for track, chain in zip(tracks, chains, strict=True):
+        for row, track, chain in zip(rows, tracks, chains, strict=True):
             track.chain = chain
+            chain.page_ids = row.page_ids[len(row.tokens) // self._pool.page_size :]
         return [self._draft(*each) for each in zip(rows, tracks, chains, strict=True)]
 
     def _goes_on(self, row: DraftRow, chain: _Chain) -> bool:
@@ -136,8 +143,19 @@ class LmProposer:
         if len(committed) > 0:
             greedy = row.sampling.params.temperature == 0.0
             self._confidence.observe(chain.own_probs[: len(committed)], agreed, greedy=greedy)
-        track.num_computed += min(agreed, len(chain.token_ids) - 1)
+        right = min(agreed, len(chain.token_ids) - 1)
+        track.num_computed += min(right, self._num_kept(row, track, chain))
         self._tuner.settle(row)
+
+    def _num_kept(self, row: DraftRow, track: _Track, chain: _Chain) -> int:
+        """Positions from the cursor on whose pages are those that a draft was written to.
+
+        Where the step behind it failed, its pages may have gone to others since.
+        """
+        page_size = self._pool.page_size
+        first = track.num_computed // page_size
+        num_pages = _common_len(chain.page_ids, row.page_ids[first:])
+        return max(0, (first + num_pages) * page_size - track.num_computed)
 
     def _skip_ready(self, row: DraftRow, track: _Track) -> None:
         """Move over pages that are ready, but leave the last token: its logits are wanted."""
@@ -274,10 +292,10 @@ def _backlog(row: DraftRow, track: _Track) -> int:
     return len(row.tokens) - track.num_computed
 
 
-def _common_len(drafted: Sequence[int], committed: Sequence[int]) -> int:
+def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the run on which the two agree."""
     length = 0
-    for ours, theirs in zip(drafted, committed, strict=False):
+    for ours, theirs in zip(one, other, strict=False):
         if ours != theirs:
             break
         length += 1

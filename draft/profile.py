@@ -8,7 +8,6 @@ tell what that is worth.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 
@@ -17,9 +16,11 @@ import numpy as np
 from ..core.batch import Segment
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
+from ..core.ops.device import make_stopwatch
 from .costs import LookBack, StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+GPU_ROWS = (*ROWS, 256, 512)  # where many rows take little longer than one
 NEAR, FAR = 32, 512  # tokens that the requests of a measurement look back on
 MANY = 8  # requests
 SECONDS = 0.1  # for one measurement: slow models repeat less
@@ -42,7 +43,8 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     far = min(FAR, longest - 1)
     near = max(0, min(NEAR, far // 2))
-    rows = {n: _measure(decoder, pool, [(near, n)]) for n in ROWS if near + n <= max(1, longest)}
+    asked = [n for n in _rows(decoder) if near + n <= max(1, longest)]
+    rows = {n: _measure(decoder, pool, [(near, n)]) for n in asked}
     cases = [(1, far), (MANY, near), (MANY, far)] if 1 in rows and far > near else []
     if not cases:
         return rows, LookBack()
@@ -50,6 +52,10 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
     more = [_measure(decoder, pool, [(back, 1)] * n) - rows[1] for n, back in cases]
     found = np.linalg.lstsq(np.array(work, dtype=float), np.array(more), rcond=None)[0]
     return rows, LookBack(*(max(0.0, float(value)) for value in found))
+
+
+def _rows(decoder: Decoder) -> tuple[int, ...]:
+    return ROWS if decoder.device.type == "cpu" else GPU_ROWS
 
 
 def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]) -> float:
@@ -61,12 +67,19 @@ def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]
         pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
         segments.append(Segment(array("q", [0] * n), start, array("q", pages), n))
     best, spent = float("inf"), 0.0
+    watch = make_stopwatch(decoder.device)
+    if decoder.device.type != "cpu":
+        _compute(decoder, pool, segments)  # kernels are compiled when they are first called
     for _ in range(REPEATS):
-        began = time.perf_counter()
-        batch = decoder.batch(segments, page_size=pool.page_size)
-        decoder.forward(batch, pool)
-        seconds = time.perf_counter() - began
+        watch.start()
+        _compute(decoder, pool, segments)
+        watch.stop()
+        seconds = watch.seconds()
         best, spent = min(best, seconds), spent + seconds
         if spent > SECONDS:
             break
     return best
+
+
+def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
+    decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool)

@@ -186,5 +186,8 @@ class ModelDriver:
 
 
 def void_item(pool: KVPool) -> float:
-    """What fills a pool so that all of it reads as NaN; scales are NaN if all their bits are 1."""
-    return torch.nan if pool.block.scales_at == 0 else -1
+    """What fills a pool so that all of it reads as NaN.
+
+    Bytes of -1 make scales of NaN; bytes of a float8 that is NaN make the items so.
+    """
+    return -1 if pool.data.dtype == torch.int8 else torch.nan

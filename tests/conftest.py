@@ -7,4 +7,5 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/gpu/conftest.py
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -9,6 +9,9 @@ import pytest
 import torch
 from house import REQUESTS, House, shuffled
 
+from foretoken.core.batch import RaggedBatch
+from foretoken.core.kv_pool import KVPool
+from foretoken.core.model import Decoder
 from foretoken.core.request import Request
 from foretoken.core.speculation import DraftPlan, FixedDepth
 from foretoken.core.step import Draft
@@ -84,3 +87,28 @@ def test_the_usage_counts_every_path(house: House) -> None:
         assert (
             sum(n * steps for n, steps in usage.steps_by_accepted.items()) == usage.accepted_tokens
         )
+
+
+def test_the_pages_of_all_branches_of_a_step_are_copied_in_one_call_before_and_one_behind(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a call is a kernel, and calls are what a step waits for."""
+    events: list[str | int] = []
+
+    def copy_pages(pool: KVPool, sources: Sequence[int], targets: Sequence[int]) -> None:
+        events.append(len(targets))
+        copied(pool, sources, targets)
+
+    def hidden_states(decoder: Decoder, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+        events.append("forward")
+        return computed(decoder, batch, pool)
+
+    copied, computed = KVPool.copy_pages, Decoder.hidden_states
+    monkeypatch.setattr(KVPool, "copy_pages", copy_pages)
+    monkeypatch.setattr(Decoder, "hidden_states", hidden_states)
+    house.run(shuffled(5)[:8], None, speculator=Trie(house.solo), max_batch_tokens=96)
+    steps = list(zip(*[iter(events)] * 3, strict=True))
+    assert all(forward == "forward" for _, forward, _ in steps)
+    opened, adopted = ([step[at] for step in steps] for at in (0, 2))
+    assert max(opened) >= 6, "three branches of several rows"
+    assert max(adopted) >= 2

@@ -86,3 +86,8 @@ def test_cuda_is_named_only_in_ops(path: Path) -> None:
     ]
     assert not named
     assert not any(name.startswith(("torch.cuda", "triton")) for name in _imports(path))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "core" / "ops").glob("*.py")), ids=_name)
+def test_triton_is_imported_only_beside_its_kernels(path: Path) -> None:
+    assert not any(name.split(".")[0] == "triton" for name in _imports(path))

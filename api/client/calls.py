@@ -12,20 +12,7 @@ import msgspec
 from ...core.errors import InvalidRequest
 from ...core.request import Usage
 from ..wire import Detokenized, Flushed, Head, Model, ModelList, Tokens
-from .answers import (
-    BranchesAnswer,
-    ChatAnswer,
-    ChatDelta,
-    CompletionDelta,
-    Raw,
-    TextAnswer,
-    read_branches,
-    read_chat,
-    read_chunk,
-    read_completion,
-    read_text_chunk,
-    read_usage,
-)
+from .answers import BranchesAnswer, ChatAnswer, ChatDelta, CompletionDelta, Raw, TextAnswer
 from .errors import ServerFailed
 from .options import (
     Messages,
@@ -37,6 +24,14 @@ from .options import (
     listed,
     mapped,
     streamed,
+)
+from .reading import (
+    read_branches,
+    read_chat,
+    read_chunk,
+    read_completion,
+    read_text_chunk,
+    read_usage,
 )
 
 T = TypeVar("T")

@@ -28,6 +28,7 @@ def load(job: Job) -> Generate:
     config = EngineConfig(
         draft=draft if job.depth else "none",
         speculation=job.depth or "off",
+        device="cpu",
         dtype="bfloat16",
         quantize=QUANTIZE[job.dtype],
         threads=job.threads,

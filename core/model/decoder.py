@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..batch import RaggedBatch, Segment, build_batch
 from ..kv_pool import KvDtype, KVPool
-from ..ops.base import ForwardPlan, HeadLayout, Ops
+from ..ops.base import HeadLayout, Ops
+from ..ops.layers import run_layers
 from ..ops.weights import DecoderWeights
 from .config import DecoderConfig
 from .rope import RopeTable
@@ -54,9 +55,18 @@ class Decoder:
 
     def batch(self, segments: Sequence[Segment], *, page_size: int) -> RaggedBatch:
         """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
-        return build_batch(
-            segments, page_size=page_size, device=self.device, min_rows=self.ops.min_rows
-        )
+        device = self.ops.batch_device or self.device
+        return build_batch(segments, page_size=page_size, device=device, min_rows=self.ops.min_rows)
+
+    @torch.inference_mode()
+    def warm_up(self, pool: KVPool, max_len: int) -> None:
+        """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
+
+        On a GPU, captures the graphs: seconds, and memory beside the pool's.
+        """
+        self._rope.table(max_len)
+        if self._fused is not None:
+            self._fused.warm_up(pool, self.heads, self._rope)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
@@ -65,38 +75,20 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden_states(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
-        """The final norm's output ``[num_rows, hidden]``; writes KV into the pool."""
-        ops, weights = self.ops, self.weights
-        plan = self._plan(batch, pool)
+        """The final norm's output ``[num_rows, hidden]``; writes KV into the pool.
+
+        It holds until the next pass, and so do the batch's `logits`.
+        """
+        plan = self.ops.plan(batch, pool, self.heads, self._rope)
         if self._fused is not None:
             return self._fused(batch.token_ids, plan)
-        residual = ops.embedding(batch.token_ids, weights.embedding)
-        x = ops.rms_norm(residual, weights.layers[0].input_norm, weights.norm_eps)
-        following = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
-        for index, next_norm in enumerate(following):
-            x, residual = self._layer(index, x, residual, next_norm, plan)
-        return x
+        return run_layers(self.ops, self.weights, batch.token_ids, plan)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
         """Logits ``[num_logits, vocab]`` float32 of the batch's logit rows."""
         if batch.num_logits == 0:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        wanted = hidden.index_select(0, batch.logit_rows)
+        is_all = batch.num_logits == len(hidden)
+        wanted = hidden if is_all else hidden.index_select(0, batch.logit_rows)
         return self.ops.logits(wanted, self.weights.lm_head)[: batch.num_logits]
-
-    def _plan(self, batch: RaggedBatch, pool: KVPool) -> ForwardPlan:
-        cos, sin = self._rope.rows(batch.positions, int(batch.stops.max()))
-        return self.ops.plan(batch, pool, self.heads, cos, sin)
-
-    def _layer(
-        self, index: int, x: Tensor, residual: Tensor, next_norm: Tensor, plan: ForwardPlan
-    ) -> tuple[Tensor, Tensor]:
-        """Normed input and residual of a layer to those of the next."""
-        ops, layer, eps = self.ops, self.weights.layers[index], self.weights.norm_eps
-        q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm)
-        attended = ops.attention(q, index, plan, layer.window)
-        x = ops.linear(attended, layer.o)
-        x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-        x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-        return ops.add_rms_norm(x, residual, next_norm, eps)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
+from ..kv_pool import KvDtype
 from ..ops import Backend, Quantize, choose_ops
 from ..ops.base import Exactness, HeadNorm, Ops, PackedLinear
+from ..ops.device import choose_device
 from ..ops.weights import DecoderWeights, LayerWeights
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, read_config
@@ -41,32 +43,45 @@ def load_decoder(
     exact: Exactness = "spec",
     backend: Backend = "torch",
     quantize: Quantize = "none",
+    kv_dtype: KvDtype = "auto",
 ) -> Decoder:
     """A decoder from a folder in Hugging Face layout.
 
     ``dtype="auto"`` keeps the checkpoint's, but computes float16 in float32 on the CPU, which
     holds every float16 value. ``load_format="random"`` needs config.json only and draws seeded
-    weights of the real shapes. ``quantize`` packs every matrix of the layers and the output as
-    int8 or int4, which the native backend computes. Raises `ModelLoadError` before memory is
-    spent on weights.
+    weights of the real shapes; on a GPU, where they are drawn there, others than on the CPU.
+    ``quantize`` packs every matrix of the layers and the output as int8 or int4, for the backends
+    that compute so; ``kv_dtype`` is that of the pools to come. Raises `ModelLoadError` before
+    memory is spent on weights.
     """
     config = read_config(path)
-    stored, read = _source(path, config, load_format)
+    device = choose_device(device)
+    checkpoint = None if load_format == "random" else _checkpoint(path, config)
+    stored = config.dtype if checkpoint is None else _stored_dtype(checkpoint)
     chosen = _choose_dtype(dtype, stored, device)
     heads = head_layout(config)
     ops = choose_ops(
-        device, exact=exact, backend=backend, dtype=chosen, heads=heads, quantize=quantize
+        device,
+        exact=exact,
+        backend=backend,
+        dtype=chosen,
+        heads=heads,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
     )
+    read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     return _assemble(config, read, ops, chosen, device)
 
 
-def _source(path: str | Path, config: DecoderConfig, load_format: LoadFormat) -> tuple[str, _Read]:
-    """The dtype that the weights are stored in, and what reads them."""
-    if load_format == "random":
-        return config.dtype, _random_reader(config)
+def _checkpoint(path: str | Path, config: DecoderConfig) -> Checkpoint:
+    """The files of a folder, which hold what the config implies."""
     checkpoint = Checkpoint(Path(path))
     checkpoint.check(tensor_shapes(config), ignored=_ignored(config))
-    return _STORED[checkpoint.entries[EMBEDDING].dtype], checkpoint.read
+    return checkpoint
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    return _STORED[checkpoint.entries[EMBEDDING].dtype]
 
 
 def _ignored(config: DecoderConfig) -> tuple[str, ...]:
@@ -74,8 +89,8 @@ def _ignored(config: DecoderConfig) -> tuple[str, ...]:
     return (LM_HEAD,) if config.tie_embeddings else ()
 
 
-def _choose_dtype(asked: str, stored: str, device: torch.device | str) -> torch.dtype:
-    on_cpu = torch.device(device).type == "cpu"
+def _choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
+    on_cpu = device.type == "cpu"
     if asked == "auto":
         return torch.float32 if stored == "float16" and on_cpu else _DTYPES[stored]
     if asked not in _DTYPES:
@@ -85,28 +100,35 @@ def _choose_dtype(asked: str, stored: str, device: torch.device | str) -> torch.
     return _DTYPES[asked]
 
 
-def _random_reader(config: DecoderConfig) -> _Read:
-    """Seeded by name, so a tensor does not depend on which others were read."""
+def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> _Read:
+    """Seeded by name, so a tensor does not depend on which others were read.
+
+    A CPU draws float32 whatever the dtype, so that all of them are roundings of the same weights.
+    A GPU draws in place: billions of them would take a CPU minutes.
+    """
     shapes = tensor_shapes(config)
+    drawn = torch.float32 if device.type == "cpu" else dtype
 
     def read(name: str) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shapes[name])
+            return torch.ones(shapes[name], dtype=drawn, device=device)
         factors = (f for suffix, f in _RANDOM_FACTORS.items() if name.endswith(suffix))
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(shapes[name], generator=generator)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(shapes[name], generator=generator, dtype=drawn, device=device)
         return values.mul_(_RANDOM_STD * next(factors, 1.0))
 
     return read
 
 
 def _assemble(
-    config: DecoderConfig, read: _Read, ops: Ops, dtype: torch.dtype, device: torch.device | str
+    config: DecoderConfig, read: _Read, ops: Ops, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
     """Read, cast and pack layer by layer, so that at most one layer exists twice."""
 
     def cast(name: str) -> Tensor:
-        return read(name).to(device=device, dtype=dtype)
+        # The bytes as they are stored go to the device and are cast there: in one call the host
+        # would make a copy in the other dtype first.
+        return read(name).to(device).to(dtype)
 
     builder = _Builder(config, cast, ops)
     embedding = cast(EMBEDDING)

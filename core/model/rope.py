@@ -139,9 +139,14 @@ class RopeTable:
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``."""
+        cos, sin = self.table(stop)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[stop or more, head_dim / 2]``; the same tensors until it must grow."""
         while len(self._cos) < stop:
             self._grow()
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self._cos, self._sin
 
     def _grow(self) -> None:
         start = len(self._cos)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.base import PackedLinear
+from ..quantize import INT4_GROUP, Quantize, quantize_int4, quantize_int8
 from .library import NativeLibrary
 from .memory import HugeArena
-from .quantize import INT4_GROUP, quantize_int4, quantize_int8
-
-Quantize: TypeAlias = Literal["none", "int8", "int4"]
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8, _INT4 = 2, 3

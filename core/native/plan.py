@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..batch import RaggedBatch
-from ..kv_pool import KVPool
+from ..kv_pool import KvDtype, KVPool
 from ..ops.base import HeadLayout
 from .library import DTYPES
 
@@ -60,10 +60,12 @@ class HeadsStruct(ctypes.Structure):
     )
 
 
-def unsuited(dtype: torch.dtype, heads: HeadLayout | None) -> str:
+def unsuited(dtype: torch.dtype, heads: HeadLayout | None, kv_dtype: KvDtype = "auto") -> str:
     """What of a model the kernels cannot compute, or nothing."""
     if dtype not in DTYPES:
         return f"{dtype}"
+    if kv_dtype == "fp8":  # no CPU multiplies it, and int8 takes no more memory
+        return "keys and values of fp8"
     if heads is not None and heads.head_dim > MAX_HEAD_DIM:
         return f"heads of {heads.head_dim} dimensions"
     if heads is not None and heads.group_size > MAX_GROUP:
@@ -72,13 +74,18 @@ def unsuited(dtype: torch.dtype, heads: HeadLayout | None) -> str:
 
 
 class NativePlan:
-    """What one forward pass lends to every kernel. Raises ValueError for rows of no segment."""
+    """What one forward pass lends to every kernel.
+
+    Raises ValueError for rows of no segment, and for a pool that the kernels cannot read.
+    """
 
     def __init__(
         self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
     ) -> None:
         if batch.num_rows != int(batch.lens.sum()):
             raise ValueError("the native kernels take batches without copies of their last row")
+        if pool.block.dtype not in (pool.dtype, torch.int8):
+            raise ValueError(f"the native kernels read no keys and values of {pool.block.dtype}")
         arrays = (batch.starts, batch.lens, batch.first_rows, batch.page_table)
         host = [np.ascontiguousarray(values, dtype=np.int64) for values in arrays]
         tensors = [batch.slots.contiguous(), cos.contiguous(), sin.contiguous()]

@@ -7,7 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..ops.base import ForwardPlan, PackedLinear
+from ..kv_pool import KVPool
+from ..ops.base import ForwardPlan, HeadLayout, PackedLinear, Rope
 from ..ops.weights import DecoderWeights, LayerWeights
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
@@ -77,6 +78,9 @@ class NativeStep:
         if failed:
             raise MemoryError("no memory for the activations of a step")
         return out
+
+    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
+        """Nothing: the first call is as fast as any."""
 
 
 def _layer_struct(layer: LayerWeights) -> LayerStruct:

@@ -8,7 +8,10 @@ from typing import Literal, TypeAlias
 import torch
 
 from ..errors import ModelLoadError
+from ..kv_pool import KvDtype
+from ..quantize import Quantize
 from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, Ops, PackedLinear
+from .device import choose_device
 from .torch_ops import TorchOps
 
 __all__ = [
@@ -26,8 +29,7 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
-Backend: TypeAlias = Literal["auto", "native", "torch"]
-Quantize: TypeAlias = Literal["none", "int8", "int4"]
+Backend: TypeAlias = Literal["auto", "native", "triton", "torch"]
 
 
 def choose_ops(
@@ -38,36 +40,79 @@ def choose_ops(
     dtype: torch.dtype = torch.float32,
     heads: HeadLayout | None = None,
     quantize: Quantize = "none",
+    kv_dtype: KvDtype = "auto",
 ) -> Ops:
-    """The backend for a device, a dtype and a shape of heads.
+    """The backend for a device, a dtype, a shape of heads and what keys and values are kept as.
 
-    ``auto`` takes the native kernels where they can be had. Raises `ModelLoadError` when the
-    device is not there, or the native kernels are asked for, as by ``quantize``, and are not.
+    ``auto`` takes the kernels of the device, native or Triton's, where they can be had, else
+    torch; a log line says why. Raises `ModelLoadError` when the device is not there, or kernels
+    are asked for by name, by ``quantize`` or by fp8, and cannot be had.
     """
-    kind = torch.device(device).type
-    if kind not in ("cpu", "cuda"):
-        raise ModelLoadError(f"device {kind} is not supported; use cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError("device cuda was asked for, but torch sees no CUDA device")
-    native = _native_ops(kind, dtype, heads, quantize) if backend != "torch" else None
-    if native is None and backend == "native":
-        raise ModelLoadError("backend native cannot be had here (the log says why); use torch")
-    if native is None and quantize != "none":
-        raise ModelLoadError(f"quantize {quantize} needs the native backend")
-    return native or TorchOps(exact=exact)
+    device = choose_device(device)
+    found: Ops | str = "torch was asked for"
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        found = _triton_ops(device, exact, dtype, heads, quantize, kv_dtype)
+    elif backend != "torch":
+        found = _native_ops(device, dtype, heads, quantize, kv_dtype)
+    if not isinstance(found, str):
+        return found
+    _refuse_torch(backend, quantize, kv_dtype, found)
+    if backend == "auto":
+        logger.warning("torch computes: %s", found)
+    return TorchOps(exact=exact)
+
+
+def _refuse_torch(backend: Backend, quantize: Quantize, kv_dtype: KvDtype, why: str) -> None:
+    """Where it cannot stand in for kernels that cannot be had."""
+    if backend in ("native", "triton"):
+        raise ModelLoadError(f"backend {backend} cannot be had here: {why}")
+    if quantize != "none":
+        others = " or triton" if quantize == "int8" else ""
+        raise ModelLoadError(f"quantize {quantize} needs the native backend{others}: {why}")
+    if kv_dtype == "fp8" and backend == "auto":  # torch would take longer than without it
+        raise ModelLoadError(f"kv_cache_dtype fp8 needs a GPU and the triton backend: {why}")
+
+
+def _triton_ops(
+    device: torch.device,
+    exact: Exactness,
+    dtype: torch.dtype,
+    heads: HeadLayout | None,
+    quantize: Quantize,
+    kv_dtype: KvDtype,
+) -> Ops | str:
+    """The Triton kernels, or why they do not suit. Triton is imported only if they do."""
+    from .triton.suits import unsuited
+
+    if quantize == "int4":
+        return "there are no Triton kernels for int4"
+    if problem := unsuited(device, dtype, heads, kv_dtype):
+        return problem
+    from .triton import probe
+    from .triton.triton_ops import TritonOps
+
+    if device.type == "cuda" and (problem := probe.why_not()):
+        return problem
+
+    return TritonOps(exact=exact, quantize=quantize)
 
 
 def _native_ops(
-    kind: str, dtype: torch.dtype, heads: HeadLayout | None, quantize: Quantize
-) -> Ops | None:
-    """The native kernels, if they suit; a log line says why not."""
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: HeadLayout | None,
+    quantize: Quantize,
+    kv_dtype: KvDtype,
+) -> Ops | str:
+    """The native kernels, or why they do not suit."""
     from ..native import native_library
     from ..native.plan import unsuited
     from .native_ops import NativeOps
 
-    problem = f"device {kind}" if kind != "cpu" else unsuited(dtype, heads)
+    problem = f"device {device.type}" if device.type != "cpu" else unsuited(dtype, heads, kv_dtype)
     if problem:
-        logger.warning("the native kernels do not support %s: torch computes", problem)
-        return None
+        return f"the native kernels do not support {problem}"
     library = native_library()
-    return None if library is None else NativeOps(library, quantize)
+    if library is None:
+        return "the native kernels are not available (the log says why)"
+    return NativeOps(library, quantize)

@@ -58,11 +58,27 @@ class ForwardPlan(Protocol):
     """What a backend prepares once per forward pass and shares between the layers."""
 
 
+class Rope(Protocol):
+    """cos and sin by position, float32. Backends gather rows of it, or read the table itself."""
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``, all of them below ``stop``."""
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[stop or more, head_dim / 2]`` of all positions from 0 up."""
+
+
 class Fused(Protocol):
     """All layers of one decoder in one call, to the same bits as one operation after another."""
 
     def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
-        """Token ids ``[T]`` to the final norm's output ``[T, hidden]``; writes KV to the pool."""
+        """Token ids ``[T]`` to the final norm's output ``[T, hidden]``; writes KV to the pool.
+
+        The output holds until the next call.
+        """
+
+    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
+        """Do what the first passes over a pool would else have to wait for; writes none of it."""
 
 
 class Ops(Protocol):
@@ -71,6 +87,10 @@ class Ops(Protocol):
     @property
     def min_rows(self) -> int:
         """The fewest rows that a batch for these operations may have."""
+
+    @property
+    def batch_device(self) -> str | None:
+        """Where a batch's tensors are made; None: beside the weights."""
 
     @property
     def sampler(self) -> Sampler:
@@ -99,10 +119,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The norm of ``x + residual``, and that sum."""
 
-    def plan(
-        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
-    ) -> ForwardPlan:
-        """Prepare a forward pass; ``cos`` and ``sin`` are ``[T, head_dim / 2]`` float32."""
+    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> ForwardPlan:
+        """Prepare a forward pass."""
 
     def rope_write(
         self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None

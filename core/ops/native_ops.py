@@ -8,11 +8,12 @@ from torch import Tensor
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..native.library import DTYPES, NativeLibrary
-from ..native.linear import NativeLinear, Quantize, linear, pack_linear
+from ..native.linear import NativeLinear, linear, pack_linear
 from ..native.plan import NativePlan
 from ..native.sampler import NativeSampler
 from ..native.step import NativeStep
-from .base import ForwardPlan, HeadLayout, HeadNorm, PackedLinear
+from ..quantize import Quantize
+from .base import ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from .weights import DecoderWeights
 
 
@@ -20,6 +21,7 @@ class NativeOps:
     """The operations of `Ops` in float32 and bfloat16. Exact for any number of rows."""
 
     min_rows = 1
+    batch_device = None
 
     def __init__(self, library: NativeLibrary, quantize: Quantize = "none") -> None:
         self.library = library
@@ -70,10 +72,9 @@ class NativeOps:
         self.library.c.ft_add_rms_norm(*pointers, *x.shape, eps, DTYPES[x.dtype])
         return out, total
 
-    def plan(
-        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
-    ) -> NativePlan:
+    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> NativePlan:
         """The structs that the kernels read."""
+        cos, sin = rope.rows(batch.positions, int(batch.stops.max()))
         return NativePlan(batch, pool, heads, cos, sin)
 
     def rope_write(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import IntArray, RaggedBatch
-from ..kv_pool import KVPool, from_int8, to_int8
+from ..kv_pool import KVPool, from_scaled, to_scaled
 from .base import HeadLayout
 
 BLOCK = 256  # positions
@@ -82,7 +82,7 @@ class TorchPlan:
         if scales is None:
             vectors[self._write_at] = kv.to(vectors.dtype)
         else:
-            vectors[self._write_at], scales[self._write_at] = to_int8(kv)
+            vectors[self._write_at], scales[self._write_at] = to_scaled(kv, vectors.dtype)
 
     def pages(self, layer: int) -> Tensor:
         """The pool's blocks, starting at a layer's."""
@@ -91,9 +91,11 @@ class TorchPlan:
     def read(self, pages: Tensor, block: Block) -> Tensor:
         """Keys, then values of a block, ``[2 * count * num_kv_heads, width, head_dim]``."""
         pool = self._pool
-        kv, scales = pool.split(pages.index_select(0, block.kv_rows))
+        # Of bytes: not every torch that computes on a GPU selects float8.
+        whole = pages.view(torch.int8) if pages.itemsize == 1 else pages
+        kv, scales = pool.split(whole.index_select(0, block.kv_rows).view(pages.dtype))
         if scales is not None:
-            kv = from_int8(kv, scales, pool.dtype)
+            kv = from_scaled(kv, scales, pool.dtype)
         if block.void_rows is not None:
             # NaN plus the mask, or times weight 0, would be NaN.
             kv.view(-1, pool.head_dim).index_fill_(0, block.void_rows, 0.0)

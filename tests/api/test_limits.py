@@ -23,7 +23,7 @@ DEFAULTS = {
     "max_connections": 1024, "max_header_bytes": 65536, "max_header_fields": 100,
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
     "ping_seconds": 10, "max_request_seconds": 600, "max_body_bytes": 4 * 2**20,
-    "max_json_depth": 64, "max_json_containers": 65536,
+    "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 262144,
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
     "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,
 }  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_body_over_its_limit_says_which(serve):
 
 
 def is_deeper(data, depth):
-    return find_excess(data, depth=depth, containers=2**31) == "max_json_depth"
+    return find_excess(data, depth=depth, containers=2**31, values=2**31) == "max_json_depth"
 
 
 def nested(depth, kind="[]"):
@@ -197,8 +197,9 @@ def test_a_body_that_is_nested_beyond_the_limit_is_refused_wherever_it_is(http, 
     ids=range(5),
 )  # fmt: skip
 def test_containers_are_counted_outside_texts(text, num):
-    assert find_excess(text.encode(), depth=9, containers=num) is None
-    assert find_excess(text.encode(), depth=9, containers=num - 1) == "max_json_containers"
+    bounds = {"depth": 9, "values": 2**31}
+    assert find_excess(text.encode(), containers=num, **bounds) is None
+    assert find_excess(text.encode(), containers=num - 1, **bounds) == "max_json_containers"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/cache/flush"])
@@ -210,6 +211,31 @@ def test_a_body_of_too_many_containers_is_refused_wherever_they_are(http, path):
         assert "limit of 65536 (--max-json-containers)" in message
     within = '{"user": [' + '"[{",' * 100_000 + "1]}"  # of a text, as in any program
     assert "--max-json-containers" not in http.post(path, content=within).text
+
+
+@pytest.mark.parametrize(
+    ("text", "num"),
+    [
+        ("[1,2,3]", 3), ('{"a":1,"b":[2,3]}', 4), ('["a,b,c",",","","\\",",1]', 5),
+        ('{"a,":"b,","c":","}', 2), ("[" + '",",' * 100_000 + "1]", 100_001),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_values_are_counted_by_the_commas_outside_texts(text, num):
+    bounds = {"depth": 9, "containers": 2**31}
+    assert find_excess(text.encode(), values=num, **bounds) is None
+    assert find_excess(text.encode(), values=num - 1, **bounds) == "max_json_values"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/detokenize"])
+def test_a_body_of_too_many_values_is_refused_wherever_they_are(http, path):
+    """Decoding two million token ids, or words, would hold everybody for a tenth of a second."""
+    for field, value in (("prompt", "1,"), ("bad_words", '"a",'), ("tokens", "7,")):
+        body = f'{{"{field}": [{value * 262_144}{value[:-1]}]}}'
+        message = error_of(http.post(path, content=body))["message"]
+        assert "more values than the limit of 262144 (--max-json-values)" in message
+    within = f'{{"user": "{"a, b, " * 200_000}"}}'  # of a text
+    assert "--max-json-values" not in http.post(path, content=within).text
 
 
 # -- bodies made to break things ----------------------------------------------------------------

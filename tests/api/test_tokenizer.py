@@ -41,8 +41,8 @@ def test_only_what_a_template_says_on_purpose_is_shown(own, caplog, error, shown
     def fail(messages, **settings):
         raise error
 
-    own._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
-    own._reserved_options = frozenset()
+    own._template._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
+    own._template._reserved_options = frozenset()
     with caplog.at_level("DEBUG", "foretoken"), pytest.raises(InvalidRequest) as info:
         asyncio.run(own.encode_chat(TALK, {}))
     assert info.value.param == "messages"
@@ -58,8 +58,8 @@ def test_what_is_nested_too_deeply_is_named_and_takes_one_line_of_the_log(own, c
     def fail(messages, **settings):
         raise RecursionError
 
-    own._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
-    own._reserved_options = frozenset()
+    own._template._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
+    own._template._reserved_options = frozenset()
     deep = {}
     for _ in range(600):
         deep = {"a": [deep]}
@@ -89,8 +89,8 @@ def test_nothing_is_logged_where_an_interrupt_may_come(own, caplog, error):
     def fail(*args, **settings):
         raise error
 
-    own._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
-    own._reserved_options = frozenset()
+    own._template._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
+    own._template._reserved_options = frozenset()
     own._encode = fail
     long = "x" * (INLINE_CHARS + 1)
     for job in (own.encode_chat(TALK, {}), own.encode_chat(TALK, {"a": long}), own.encode(long)):
@@ -132,11 +132,11 @@ def test_a_conversation_that_is_long_in_any_way_is_rendered_in_the_thread(
 ):
     seen = []
 
-    def render(messages, options):
+    def render(messages, options, most_chars):
         seen.append(threading.current_thread().name)
         return "x"
 
-    own._render = render
+    own._template.render = render
     asyncio.run(own.encode_chat(messages, options))
     assert seen[0].startswith("foretoken-tokenizer") == in_thread
 
@@ -169,7 +169,7 @@ def test_a_template_that_never_ends_fails_its_request_and_stalls_nobody(
 ):
     monkeypatch.setattr("foretoken.api.tokenizer.TEMPLATE_SECONDS", 0.2)
     loop = NESTED.replace("BODY", body)
-    own._hf.chat_template = "{% if messages[0].role == 'x' %}" + loop + "{% endif %}fine"
+    own._template._hf.chat_template = "{% if messages[0].role == 'x' %}" + loop + "{% endif %}fine"
 
     async def chat(role):
         return await own.encode_chat([{"role": role, "content": text}], {})
@@ -192,9 +192,42 @@ def test_a_template_that_never_ends_fails_its_request_and_stalls_nobody(
 
 def test_a_template_that_writes_far_too_much_is_a_prompt_that_is_too_long(own):
     own.max_model_len = 1000
-    own._hf.chat_template = "{{ 'x' * 9999999 }}"
+    own._template._hf.chat_template = "{{ 'x' * 9999999 }}"
     with pytest.raises(PromptTooLong):
         asyncio.run(own.encode_chat(TALK, {}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 'x' * 10 ** 8 }}",
+        "{{ 7 * messages[0].content }}" * 200,
+        "{% set x = [0] * 10 ** 7 %}",
+        "{% set x = 9 ** (9 ** 6) %}",
+        "{% set n = namespace(x='x' * 9) %}"
+        + "{% for i in range(20) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% macro m() %}{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}"
+        "{% endmacro %}{% set x = m() %}",
+    ],
+    ids=["text", "content", "list", "number", "doubled", "macro"],
+)
+def test_what_a_template_builds_is_bounded_by_what_may_fit(own, caplog, text):
+    own.max_model_len = 50
+    own._template._hf.chat_template = text
+    with pytest.raises(PromptTooLong):
+        asyncio.run(own.encode_chat(TALK, {}))
+    assert not [each for each in caplog.records if each.name.startswith("foretoken")]
+    own._template._hf.chat_template = "{{ 'fi' + 'ne' * 1 }}{{ 2 ** 3 * 2 }}{{ [1] + [2] }}"
+    assert asyncio.run(own.encode_chat(TALK, {})) == own.encode_word("fine16[1, 2]")
+
+
+def test_what_a_template_writes_beyond_its_bound_is_counted_and_not_kept(own):
+    own.max_model_len = 50
+    own._template._hf.chat_template = "{% for i in range(99999) %}" + "x" * 100 + "{% endfor %}"
+    with pytest.raises(PromptTooLong) as info:
+        asyncio.run(own.encode_chat(TALK, {}))
+    per_token = own._most_chars_per_token
+    assert f"{-(-9_999_900 // per_token)} tokens > 49 maximum" in str(info.value)
 
 
 def test_a_template_cannot_reach_beyond_its_sandbox(own):
@@ -203,6 +236,6 @@ def test_a_template_cannot_reach_beyond_its_sandbox(own):
         "{{ messages.append(1) }}",
         "{{ ''.__class__.mro() }}",
     ):
-        own._hf.chat_template = text + "{{ range(10 ** 9) | length }}"
+        own._template._hf.chat_template = text + "{{ range(10 ** 9) | length }}"
         with pytest.raises(InvalidRequest, match="the chat template"):
             asyncio.run(own.encode_chat(TALK, {}))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from contract.wire import get, opened, payloads, post
 
 import foretoken
@@ -113,16 +114,24 @@ def test_a_bad_flag_exits_2_with_one_line(args: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--device", "cuda"),
         ("--verify", "rejection"),
-        ("--kv-cache-dtype", "fp8"),
+        ("--quantize", "int3"),
     ],
 )
-def test_what_is_not_supported_yet_is_refused_by_name(flag: str, value: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(flag: str, value: str) -> None:
     done = call("run", "x", flag, value)
     assert done.returncode == 2
     assert_one_line(done)
     assert flag.strip("-").replace("-", "_") in done.stderr.replace("-", "_")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has it")
+@pytest.mark.parametrize(("flag", "value"), [("--device", "cuda"), ("--kv-cache-dtype", "fp8")])
+def test_what_a_machine_has_not_is_refused_with_one_line(flag: str, value: str) -> None:
+    done = call("run", "x", flag, value)
+    assert done.returncode == 1
+    assert_one_line(done)
+    assert flag.strip("-").replace("-", "_") in done.stderr
 
 
 @pytest.mark.parametrize("args", [["serve", "/no/such"], ["run", "x", "/no/such"]], ids=" ".join)

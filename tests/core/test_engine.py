@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -492,14 +493,14 @@ def test_an_audit_runs_between_two_steps_and_says_whose_every_page_is() -> None:
             await asyncio.sleep(0)
         assert not audit.done(), "the model thread computes"
         given_up.cancel()
-        check, num_checks = engine.scheduler.audit, 0
+        checks, num_checks = engine.scheduler.checks, 0
 
-        def counted() -> None:
+        def counted() -> Iterator[None]:
             nonlocal num_checks
             num_checks += 1
-            check()
+            return checks()
 
-        engine.scheduler.audit = counted  # type: ignore[method-assign]
+        engine.scheduler.checks = counted  # type: ignore[method-assign]
         others = [asyncio.create_task(engine.audit()) for _ in range(5)]
         await asyncio.sleep(0)
         runner.gate.release(10)
@@ -548,7 +549,12 @@ def test_an_idle_engine_audits_itself_once_a_minute_at_most(monkeypatch) -> None
     async def scenario() -> None:
         now, audits = 0.0, []
         engine = Engine(make_scheduler(), FakeRunner(4), clock=lambda: now)
-        monkeypatch.setattr(engine.scheduler, "audit", lambda: audits.append(now))
+
+        def checks() -> Iterator[None]:
+            audits.append(now)
+            yield
+
+        monkeypatch.setattr(engine.scheduler, "checks", checks)
         await engine.start()
         for now in (1.0, 30.0, 59.0, 61.0, 62.0, 130.0):  # noqa: B007
             await collect(engine.submit(make_request("a", [1, 2])))

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,8 @@ from foretoken.core.noise import (
     gumbel_rows,
     id_hashes,
     sibling_seed,
+    stream_keys,
+    stream_start,
     vocabulary_hashes,
 )
 
@@ -58,6 +61,15 @@ def test_noise_equals_the_hash_written_in_plain_integers(seed: int) -> None:
         noise = gumbel(seed, position, torch.tensor([0, 1, 5, 151_935])).tolist()
         expected = [reference(seed, position, i) for i in (0, 1, 5, 151_935)]
         assert noise == pytest.approx(expected, rel=2e-6, abs=2e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
+def test_keys_of_many_positions_are_those_written_in_plain_integers(seed: int) -> None:
+    golden, positions = 0x9E3779B97F4A7C15, [-1, 0, 1, 77, 2**31]
+    starts = np.full(5, stream_start(seed), np.uint64)
+    expected = [splitmix(splitmix(seed + golden) + golden * (p + 1)) for p in positions]
+    keys = stream_keys(starts, np.array(positions))
+    assert keys.view(np.uint64).tolist() == expected
 
 
 def test_noise_of_an_id_does_not_depend_on_the_other_ids_or_rows() -> None:

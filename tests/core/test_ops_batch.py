@@ -33,6 +33,16 @@ def test_segments_are_laid_out_row_after_row() -> None:
     assert batch.stops.tolist() == [6, 2]
 
 
+def test_pages_are_those_that_segments_read_or_write_and_a_table_pads_them() -> None:
+    batch = build(
+        Segment([1], 9, array("q", [3, 1, 4, 99]), 1), Segment([1, 2], 0, array("q", [5, 9]), 1)
+    )
+    assert batch.pages.tolist() == [3, 1, 4, 5]
+    assert batch.page_counts.tolist() == [3, 1]
+    assert batch.first_pages.tolist() == [0, 3]
+    assert batch.page_table.tolist() == [[3, 1, 4], [5, 5, 5]]
+
+
 def test_logits_are_of_the_last_rows_of_each_segment() -> None:
     segments = [Segment(range(n), 0, array("q", [n]), k) for n, k in ((3, 2), (4, 0), (2, 2))]
     assert ints(build(*segments).logit_rows) == [1, 2, 7, 8]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from turns import Turns
 
 from foretoken.core.batch import Segment, build_batch
 from foretoken.core.kv_pool import KVPool, bytes_per_page
@@ -77,8 +78,7 @@ def test_activation_is_silu_of_the_first_half_times_the_second(ops: TorchOps) ->
 
 def make_plan(pool: KVPool, segments: list[Segment], ops: TorchOps) -> TorchPlan:
     batch = build_batch(segments, page_size=pool.page_size, device="cpu", min_rows=ops.min_rows)
-    turns = torch.zeros(batch.num_rows, pool.head_dim // 2)
-    return ops.plan(batch, pool, HEADS, turns.cos(), turns.sin())
+    return ops.plan(batch, pool, HEADS, Turns(torch.zeros(pool.head_dim // 2)))
 
 
 def make_pool(page_size: int, num_layers: int = 2) -> KVPool:

@@ -38,12 +38,11 @@ BAD: list[tuple[str, object]] = [
     ("choice", ["x" * 2**17, "y" * (2**17 + 1)]),
 ]  # fmt: skip
 BAD_OPTIONS: list[tuple[str, object]] = [
-    *((name, None) for name in ("draft", "speculation", "exact", "page_size", "max_running")),
-    *((name, None) for name in ("max_batch_tokens", "max_queued", "dtype", "device")),
+    *((name, None) for name in ("draft", "speculation", "exact", "max_queued", "dtype", "device")),
     *((name, 10**30) for name in ("page_size", "kv_tokens", "max_running", "speculation")),
     ("draft", 5), ("speculation", "on"), ("speculation", -1), ("speculation", True),
-    ("verify", "lossy"), ("verify", "rejection"), ("exact", "no"), ("device", "cuda"),
-    ("dtype", "int3"), ("quantize", "int3"), ("kv_cache_dtype", "fp8"), ("page_size", 0),
+    ("verify", "lossy"), ("verify", "rejection"), ("exact", "no"), ("device", "tpu"),
+    ("dtype", "int3"), ("quantize", "int3"), ("kv_cache_dtype", "fp4"), ("page_size", 0),
     ("kv_tokens", 0), ("kv_tokens", 1.5), ("kv_memory", "much"), ("kv_memory", "9" * 400),
     ("kv_memory", 0), ("kv_memory", True), ("max_model_len", 1), ("max_batch_tokens", 1),
     ("max_running", 0), ("max_queued", -1), ("max_priority", -1), ("threads", 0),
@@ -91,6 +90,7 @@ def test_sequences_become_tuples_and_one_stop_string_a_list_of_one() -> None:
 def test_what_none_means_is_allowed() -> None:
     SamplingParams(max_tokens=None, seed=None, logprobs=None, deadline=None, speculation=None)
     EngineConfig(kv_memory=None, kv_tokens=None, max_model_len=None, threads=None)
+    EngineConfig(page_size=None, max_batch_tokens=None, max_running=None)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ from foretoken.core.step import StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 
 PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(16)]
+GPU_LOST = [
+    "CUDA error: an illegal memory access was encountered",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+]
 
 
 class Faulty(FakeRunner):
@@ -170,6 +174,26 @@ def test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told() ->
     assert len(runner.plans) == 3 * (3 + 2 * math.log2(4)) + 1, "and one of nobody's, no run more"
 
 
+@pytest.mark.parametrize("message", GPU_LOST)
+def test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody(message: str) -> None:
+    runner = Faulty(lambda plan: RuntimeError(message) if len(runner.plans) > 1 else None)
+    told, engine, was_alive = serve(runner, PROMPTS, max_running=4)
+    assert {type(one) for one in told} == {EngineDead}
+    assert not was_alive
+    assert message in str(engine.failure)
+    assert len(runner.plans) == 1 + (3 + 2 * math.log2(4)) + 1, "one step in parts, and the probe"
+
+
+def test_one_call_that_a_gpu_refuses_costs_the_request_of_that_step_alone() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        is_his = any(row.request_id == "3" for row in plan.rows)
+        return RuntimeError("CUDA error: invalid configuration argument") if is_his else None
+
+    told, _, was_alive = serve(Faulty(fault), max_running=1)
+    check_neighbours(told, {"3"})
+    assert was_alive
+
+
 def test_an_engine_that_can_choose_no_token_ends_although_its_model_computes() -> None:
     def fault(plan: StepPlan) -> Exception | None:
         return RuntimeError("no sampler") if any(row.samples for row in plan.rows) else None
@@ -291,6 +315,8 @@ OUT_OF_MEMORY = [
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 7 bytes"),
     type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
 
 
@@ -362,3 +388,13 @@ def test_a_step_may_have_more_of_prompts_again_when_memory_is_back() -> None:
     assert sizes[0] == 64
     assert sizes[5] == int(64 * (1 + REGROWTH) ** 5)
     assert sizes[:-1] == sorted(sizes[:-1])
+
+
+def test_a_tenant_pays_once_for_what_a_step_without_memory_did_not_get_to() -> None:
+    prompts = [[1 + (i + j) % 6 for j in range(200)] for i in range(3)]
+    paid = []
+    for runner in (Small(40, MemoryError()), Small(999, MemoryError())):
+        told, engine, _ = serve(runner, prompts, page_size=16, num_pages=64, max_running=3, depth=0)
+        assert told == [answer(prompt, 8) for prompt in prompts]
+        paid.append(engine.scheduler.waiting.counters[None])
+    assert paid[0] == paid[1] == 3 * (200 + 7), "all of a prompt, and of the answer but its end"

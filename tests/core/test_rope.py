@@ -28,3 +28,14 @@ def test_the_bits_do_not_depend_on_when_the_table_grew(stops: list[int]) -> None
         table.rows(torch.tensor([stop - 1]), stop)
     in_steps = table.rows(positions, stops[-1])
     assert all(torch.equal(*pair) for pair in zip(at_once, in_steps, strict=True))
+
+
+def test_the_table_stays_where_it_is_until_it_must_grow() -> None:
+    """A graph reads it at an address."""
+    table = RopeTable(RopeSpec(), DIM, "cpu")
+    cos, sin = table.table(5000)
+    assert len(cos) >= 5000
+    table.rows(torch.tensor([len(cos) - 1]), len(cos))
+    assert table.table(1)[0] is cos
+    assert table.table(len(cos))[1] is sin
+    assert torch.equal(table.table(len(cos) + 1)[0][: len(cos)], cos)

@@ -21,7 +21,6 @@ from foretoken.core.verify import (
     Choice,
     Verified,
     VerifyRow,
-    prompt_logprobs,
     sample,
     verify,
 )
@@ -543,31 +542,6 @@ def test_there_is_one_logprob_per_token_served_and_none_unless_asked() -> None:
     assert [entry.token_id for entry in asked.logprobs] == [1, 2]
     assert all(entry.top == () for entry in asked.logprobs)
     assert silent.logprobs == ()
-
-
-def test_prompt_logprobs_equal_log_softmax_at_the_given_tokens() -> None:
-    logits = torch.randn(20, 3000, generator=torch.Generator().manual_seed(9)) * 5
-    ids = list(range(0, 3000, 150))
-    entries = prompt_logprobs(logits, ids, 4)
-    expected = logits.double().log_softmax(-1)
-    for i, (entry, token_id) in enumerate(zip(entries, ids, strict=True)):
-        assert entry.token_id == token_id
-        assert entry.logprob == pytest.approx(float(expected[i, token_id]), abs=2e-6)
-        best = expected[i].topk(4)
-        assert [t for t, _ in entry.top] == best.indices.tolist()
-        assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=2e-6)
-
-
-@pytest.mark.parametrize("token_id", [-1, 5])
-def test_prompt_logprobs_refuse_tokens_outside_the_vocabulary(token_id: int) -> None:
-    with pytest.raises(IndexError, match="token id"):
-        prompt_logprobs(torch.zeros(1, 5), [token_id], 0)
-
-
-def test_prompt_logprobs_of_broken_logits_are_not_a_number() -> None:
-    for broken in BROKEN:
-        (entry,) = prompt_logprobs(torch.tensor([broken]), [0], 2)
-        assert math.isnan(entry.logprob) or entry.logprob == -INF
 
 
 # ---- independence of the batch -----------------------------------------------------------------

@@ -229,6 +229,30 @@ def test_kv_of_rejected_drafts_is_computed_anew(pair, num_accepted, num_unasked)
     assert torch.equal(ours, newcomers)
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_draft_whose_pages_went_to_others_behind_a_failed_step_is_not_believed(
+    pair, comes_back
+) -> None:
+    """Steps without drafts follow: they commit what was guessed, and get pages of their own."""
+    _, draft = pair
+    pools = [draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE) for _ in range(2)]
+    prompt = prompt_of(21)
+    old = LmProposer(draft, pools[0])
+    drafted = list(old.propose([row_of(prompt, max_draft=6)])[0].token_ids)
+    row = row_of([*prompt, *drafted])  # 24 and on are on the seventh page
+    pools[0].data[6] = 7.0  # another's
+    if not comes_back:
+        row.page_ids[6] = NUM_PAGES - 1
+    old.forget([], row.page_ids[6:7])
+    ours = old.propose([row])
+    assert ours == LmProposer(draft, pools[1]).propose([row])
+    pages = row.page_ids[:6].tolist()
+    assert torch.equal(pools[0].data[pages], pools[1].data[pages])
+    assert (
+        pools[0].data[row.page_ids[6], ..., :2, :].equal(pools[1].data[row.page_ids[6], ..., :2, :])
+    )
+
+
 def _positions(pool: KVPool, count: int) -> torch.Tensor:
     """The pool's content by position: [num_layers, 2, heads, positions, head_dim]."""
     return torch.cat(list(pool.data), dim=-2)[..., :count, :]

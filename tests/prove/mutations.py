@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .lists import (
+    bounds,
     commit,
     deciding,
     draft_model,
@@ -46,4 +47,5 @@ MUTATIONS = (
     *owners.MUTATIONS,
     *waiting.MUTATIONS,
     *forms.MUTATIONS,
+    *bounds.MUTATIONS,
 )

@@ -1,16 +1,12 @@
-"""Random verbs in random order, against a cache too naive to be wrong.
+"""Random verbs in random order, against a cache too naive to be wrong: see naive_cache.py.
 
-The oracle knows no nodes: it keeps one entry per cached page, under the whole token prefix, and
-evicts page by page, by quota and recency. Whatever the tree splits, grows, trims, counts or
-indexes must not show.
+Whatever the tree splits, grows, trims, counts or indexes must not show.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import takewhile
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,85 +18,13 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+from naive_cache import Borrower, NaiveCache, Prefix, nth, prefix_of
 
-from foretoken.radix_cache import KVLease, PrefixCache
-
-Prefix = tuple[str | None, tuple[int, ...]]  # namespace, tokens up to the end of the page
-
-
-@dataclass(eq=False)
-class Borrower:
-    lease: KVLease
-    tokens: list[int]
-    shared: list[Prefix] = field(default_factory=list)  # pages lent to it
-    private: list[int] = field(default_factory=list)  # page ids of its own
-
-
-@dataclass(eq=False)
-class NaiveCache:
-    """Pages by prefix; O(everything) at every turn."""
-
-    page_size: int
-    free: set[int]
-    quota: int | None  # pages of one namespace beyond which they go first
-    pages: dict[Prefix, int] = field(default_factory=dict)
-    used: dict[Prefix, int] = field(default_factory=dict)
-    live: list[Borrower] = field(default_factory=list)
-    clock: int = 0
-
-    def prefixes(self, namespace: str | None, tokens: list[int]) -> list[Prefix]:
-        ends = range(self.page_size, len(tokens) + 1, self.page_size)
-        return [(namespace, tuple(tokens[:end])) for end in ends]
-
-    def match(self, namespace: str | None, tokens: list[int]) -> list[Prefix]:
-        return list(takewhile(self.pages.__contains__, self.prefixes(namespace, tokens)))
-
-    def is_last(self, prefix: Prefix) -> bool:
-        namespace, tokens = prefix
-        end = len(tokens)
-        return not any(
-            ns == namespace and t[:end] == tokens and len(t) > end for ns, t in self.pages
-        )
-
-    def evictable(self) -> set[Prefix]:
-        return set(self.pages).difference(*(b.shared for b in self.live))
-
-    def evict(self, num_pages: int) -> None:
-        for _ in range(num_pages):
-            last = [p for p in self.evictable() if self.is_last(p)]
-            beyond = self.beyond()
-            first = [p for p in last if p[0] in beyond] or last
-            self.drop(min(first, key=self.used.__getitem__))
-
-    def beyond(self) -> set[str | None]:
-        owned = Counter(namespace for namespace, _ in self.pages)
-        if self.quota is None or len(owned) == 1:
-            return set()
-        return {name for name, count in owned.items() if count > self.quota}
-
-    def drop(self, prefix: Prefix) -> None:
-        self.free.add(self.pages.pop(prefix))
-
-    def publish(self, borrower: Borrower, num_computed: int) -> None:
-        namespace = borrower.lease.namespace
-        for prefix in self.prefixes(namespace, borrower.tokens[:num_computed]):
-            if prefix in borrower.shared:
-                continue
-            own = borrower.private.pop(0)
-            if prefix in self.pages:
-                self.free.add(own)
-            self.pages.setdefault(prefix, own)
-            borrower.shared.append(prefix)
-
-    def release(self, borrower: Borrower) -> None:
-        self.clock += 1
-        self.used.update(dict.fromkeys(borrower.shared, self.clock))
-        self.free.update(borrower.private)
-        self.live.remove(borrower)
-
+from foretoken.radix_cache import PrefixCache
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
-NAMESPACES = st.sampled_from([None, "a", "b"])
+NAMES = [None, "a", "b"]
+NAMESPACES = st.sampled_from(NAMES)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -112,9 +36,10 @@ class CacheMachine(RuleBasedStateMachine):
         num_pages=st.integers(12, 40),
         page_size=st.integers(1, 4),
         quota=st.sampled_from([1.0, 0.5, 0.25, 0.01]),
+        pin_quota=st.sampled_from([0.0, 0.25, 0.5]),
     )
-    def start(self, num_pages: int, page_size: int, quota: float) -> None:
-        self.cache = PrefixCache(num_pages, page_size, cache_quota=quota)
+    def start(self, num_pages: int, page_size: int, quota: float, pin_quota: float) -> None:
+        self.cache = PrefixCache(num_pages, page_size, cache_quota=quota, pin_quota=pin_quota)
         most = None if quota == 1.0 else max(1, int(num_pages * quota))
         self.oracle = NaiveCache(page_size, set(range(num_pages)), most)
 
@@ -139,10 +64,11 @@ class CacheMachine(RuleBasedStateMachine):
         }
         lease = self.cache.acquire(ids, namespace=namespace, limit=limit, priority=priority)
         assert num_cached == lease.num_cached_tokens == len(shared) * self.oracle.page_size
+        self.oracle.hit(shared)
         self.oracle.live.append(borrower := Borrower(lease, tokens, shared))
         for upto, fits in foreseen.items():
             needed = -(-upto // self.oracle.page_size) - len(shared)
-            assert fits == (needed <= len(self.oracle.free) + len(self.oracle.evictable()))
+            assert fits == (needed <= len(self.oracle.free) + len(self.oracle.idle()))
         return borrower
 
     @rule(borrower=borrowers, more=st.lists(st.integers(0, 2), min_size=1, max_size=6))
@@ -155,11 +81,15 @@ class CacheMachine(RuleBasedStateMachine):
         upto = len(borrower.tokens) + beyond
         held = len(borrower.shared) + len(borrower.private)
         needed = max(-(-upto // oracle.page_size) - held, 0)
-        available = len(oracle.free) + (len(oracle.evictable()) if evict else 0)
+        available = len(oracle.free) + (len(oracle.idle()) if evict else 0)
         fits = needed <= available
         assert self.cache.extend(lease, upto, evict=evict) == fits
         if not fits:
             return
+        for end in self.lost_pins():
+            lacking = needed - len(oracle.free) - len(oracle.evictable())
+            assert lacking > 0, "a pin gave way in vain"
+            oracle.unpin(end)
         oracle.evict(needed - len(oracle.free))
         taken = lease.page_ids[held:].tolist()
         assert len(taken) == needed
@@ -167,6 +97,60 @@ class CacheMachine(RuleBasedStateMachine):
         assert set(self.cache.take_fresh_pages()) == set(taken)
         oracle.free.difference_update(taken)
         borrower.private += taken
+
+    @rule(borrower=borrowers, beyond=st.integers(-3, 5))
+    def shrink(self, borrower: Borrower, beyond: int) -> None:
+        upto = len(borrower.tokens) + beyond
+        self.cache.shrink(borrower.lease, upto)
+        keep = max(0, -(-upto // self.oracle.page_size) - len(borrower.shared))
+        self.oracle.free.update(borrower.private[keep:])
+        del borrower.private[keep:]
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=4, max_size=14), namespace=NAMESPACES)
+    def serve(self, tokens: list[int], namespace: str | None) -> None:
+        borrower = self.acquire(tokens, namespace, None, 0)
+        self.extend(borrower, 0, evict=True)
+        self.release(borrower, 1.0, keep=True)
+
+    @rule(which=st.integers(0, 99), more=TOKENS, ttl=st.integers(1, 3), most=st.integers(1, 14))
+    def pin(self, which: int, more: list[int], ttl: int, most: int) -> None:
+        cache, oracle = self.cache, self.oracle
+        namespace, cached = nth(oracle.pages, which) if oracle.pages else (None, ())
+        tokens = [*cached, *more]
+        num_pinned = cache.pin(array("q", tokens), most, ttl=float(ttl), namespace=namespace)
+        limit = min(most, cache.pins.quota * oracle.page_size)
+        found = oracle.match(namespace, tokens[:limit])
+        assert num_pinned == len(found) * oracle.page_size
+        if found:
+            oracle.pin(found, float(ttl))
+        for end in self.lost_pins():
+            assert end != found[-1], "the newest pin gave way"
+            quotas = cache.pins.quota, cache.pins.total_quota
+            assert oracle.pins_too_much(end[0], *quotas), "a pin gave way and need not have"
+            oracle.unpin(end)
+
+    @rule(seconds=st.integers(0, 2))
+    def tick(self, seconds: int) -> None:
+        self.oracle.tick(seconds)
+        self.cache.tick(self.oracle.now)
+
+    def lost_pins(self) -> list[Prefix]:
+        """Pins that the cache has no more, the oldest first."""
+        left = {prefix_of(lock) for lock in self.cache.pins.locks()}
+        return [end for end in self.oracle.pins if end not in left]
+
+    @rule(which=st.integers(0, 99), more=st.lists(st.integers(0, 2), max_size=2))
+    def flush_prefix(self, which: int, more: list[int]) -> None:
+        oracle = self.oracle
+        if not oracle.pages:
+            return
+        namespace, cached = nth(oracle.pages, which)
+        tokens = [*cached, *more]
+        *above, top = oracle.prefixes(namespace, tokens)
+        below = [p for p in oracle.pages if p[0] == namespace and p[1][: len(top[1])] == top[1]]
+        freed = self.cache.flush_prefix(array("q", tokens), namespace=namespace)
+        oracle.unpin(*[end for end in oracle.pins if end in below])
+        assert freed == oracle.flush([*above, *below] if below else [])
 
     @rule(borrower=borrowers, share=st.floats(0, 1))
     def publish(self, borrower: Borrower, share: float) -> None:
@@ -185,11 +169,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES, everything=st.booleans())
     def flush(self, namespace: str | None, everything: bool) -> None:
-        gone = [p for p in self.oracle.evictable() if everything or p[0] == namespace]
+        oracle = self.oracle
+        oracle.unpin(*[p for p in oracle.pins if everything or p[0] == namespace])
         freed = self.cache.flush() if everything else self.cache.flush(namespace)
-        assert freed == len(gone)
-        for prefix in gone:
-            self.oracle.drop(prefix)
+        assert freed == oracle.flush([p for p in oracle.pages if everything or p[0] == namespace])
 
     def num_computed(self, borrower: Borrower, share: float) -> int:
         held = (len(borrower.shared) + len(borrower.private)) * self.oracle.page_size
@@ -202,6 +185,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.num_free_pages == len(oracle.free)
         assert cache.num_evictable_pages == len(oracle.evictable())
         assert cache.tree.num_pages == len(oracle.pages)
+        assert cache.num_pinned_pages == len(oracle.pinned())
+        assert [prefix_of(lock) for lock in cache.pins.locks()] == list(oracle.pins)
+        times = {prefix_of(p.lock): p.until for name in NAMES for p in cache.pins.of(name)}
+        assert times == {end: pin.until for end, pin in oracle.pins.items()}
         assert cache.tree.owned.num_pages == Counter(name for name, _ in oracle.pages)
         assert cache.tree.owned.beyond() == oracle.beyond()
         for borrower in oracle.live:

@@ -68,8 +68,9 @@ class Pages:
         self.page_size = page_size
         self.data: list[list[State | None]] = [[None] * page_size for _ in range(num_pages)]
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.data[target] = self.data[source][:]
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self.data[target] = self.data[source][:]
 
     def at(self, page_ids: Sequence[int], position: int) -> State | None:
         return self.data[page_ids[position // self.page_size]][position % self.page_size]
@@ -111,6 +112,7 @@ class HashDecoder:
 
     def __init__(self, violation: Violation) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB_SIZE)
+        self.device = torch.device("cpu")
         self.sampler = self
         self.rows: Sequence[PlanRow] = ()  # of the step under way
         self.broken: set[str] = set()  # requests whose rows come out as not a number

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to integers, ties to even
+EXPONENT = tl.constexpr(0x7F800000)  # of a float32's bits: with these alone it is a power of two
 
 
 @triton.jit
@@ -35,13 +36,34 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def to_scaled(x, dtype: tl.constexpr):
+    """A row of float32 as int8 or e4m3, and its scale: `to_scaled` of core/kv_pool.py, bit by bit.
+
+    Rounded here, not by the conversion, which is then exact: the interpreter's own is not to even.
+    """
+    IS_INT8: tl.constexpr = dtype == tl.int8
+    TOP: tl.constexpr = 127.0 if IS_INT8 else 448.0
+    # A maximum passes over NaN on a GPU: taken as infinite, it makes the row's scale so.
+    scale = tl.div_rn(tl.max(tl.where(x == x, tl.abs(x), float("inf")), 0), TOP)
+    items = tl.div_rn(x, tl.where(scale > 0.0, scale, float("inf")))
+    items = tl.where(items == items, items, 0.0)
+    items = tl.minimum(tl.maximum(items, -TOP), TOP)
+    rounder = ROUNDER
+    if not IS_INT8:  # an eighth of a number's power of two is its step, below 2 ** -6 that of these
+        power = (items.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+        rounder = tl.maximum(power, 0.015625) * (ROUNDER / 8)
+    return ((items + rounder) - rounder).to(dtype), scale
+
+
+@triton.jit
 def rope_write_kernel(
     qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     q_ptr,  # [T, NUM_HEADS * HEAD_DIM], written
     kv_ptr,  # the pool's blocks, written
-    scales_ptr,  # the pool's memory as float32, for int8
+    scales_ptr,  # the pool's memory as float32, written where SCALES_AT
     slots_ptr,  # [T] page * page size + place in the page; -1: no row
-    cos_ptr,  # [T, HEAD_DIM / 2] float32
+    positions_ptr,  # [T]
+    cos_ptr,  # [num_positions, HEAD_DIM / 2] float32
     sin_ptr,
     norm_ptr,  # [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM], read where HAS_NORM
     eps,
@@ -72,8 +94,8 @@ def rope_write_kernel(
             x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
             other = tl.load(norm_ptr + head * HEAD_DIM + (dims + HALF) % HEAD_DIM).to(tl.float32)
             swapped = swapped * factor * other
-        cos = tl.load(cos_ptr + row * HALF + half)
-        sin = tl.load(sin_ptr + row * HALF + half)
+        turn = tl.load(positions_ptr + row).to(tl.int64) * HALF + half
+        cos, sin = tl.load(cos_ptr + turn), tl.load(sin_ptr + turn)
         x = x * cos + tl.where(dims < HALF, -swapped, swapped) * sin
     if head < NUM_HEADS:
         out = (x * scale).to(q_ptr.dtype.element_ty)
@@ -85,13 +107,9 @@ def rope_write_kernel(
     if SCALES_AT == 0:
         tl.store(kv_ptr + place, x.to(kv_ptr.dtype.element_ty))
         return
-    top = tl.max(tl.abs(x), 0) / 127.0
-    items = tl.where(top > 0.0, x / tl.where(top > 0.0, top, 1.0), 0.0)
-    items = tl.where(items == items, items, 0.0)
-    items = tl.minimum(tl.maximum(items, -127.0), 127.0)
-    items = (items + ROUNDER) - ROUNDER
-    tl.store(kv_ptr + place, items.to(tl.int8))
-    tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + slot % PAGE_SIZE, top)
+    items, item_scale = to_scaled(x, kv_ptr.dtype.element_ty)
+    tl.store(kv_ptr + place, items)
+    tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + slot % PAGE_SIZE, item_scale)
 
 
 @triton.jit

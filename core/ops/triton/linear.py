@@ -1,7 +1,7 @@
-"""Linear layers for few rows: a row's bits do not depend on how many others there are.
+"""A linear layer in tiles: a row's bits do not depend on how many others there are.
 
-A library picks another kernel for one row than for five, which would make a verified token differ
-from a decoded one. Here every tile has 16 rows, there or not, and adds up in one order.
+A library picks another kernel for one row than for five or for five hundred, which would make a
+verified token differ from a decoded one. tiles.py says how a weight is cut up, and why so.
 """
 
 from __future__ import annotations
@@ -11,39 +11,140 @@ import triton.language as tl
 
 
 @triton.jit
+def halves_of(words, dtype: tl.constexpr):
+    """The lower and the upper int8 of int16 ``words``, each as ``dtype``."""
+    if dtype != tl.bfloat16:
+        return ((words << 8) >> 8).to(dtype), (words >> 8).to(dtype)
+    # Two at a time in a register: 128 and the lower seven bits, then from it 128, or 256 where the
+    # sign bit is set. A conversion of each by itself would take longer than its byte to arrive.
+    low = tl.inline_asm_elementwise(
+        """{
+            .reg .b32 bits, less, one;
+            mov.b32 one, 0x3F803F80;
+            lop3.b32 bits, $1, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 less, $1, 0x00800080, 0xC300C300, 0xEA;
+            fma.rn.bf16x2 $0, bits, one, less;
+        }""",
+        "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+    high = tl.inline_asm_elementwise(
+        """{
+            .reg .b32 upper, bits, less, one;
+            mov.b32 one, 0x3F803F80;
+            shr.u32 upper, $1, 8;
+            lop3.b32 bits, upper, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 less, upper, 0x00800080, 0xC300C300, 0xEA;
+            fma.rn.bf16x2 $0, bits, one, less;
+        }""",
+        "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+    return low, high
+
+
+@triton.jit
+def x_tile(x_at, is_row, inner, rest, IS_EVEN: tl.constexpr):
+    """Rows of x; zeros where there are none, or no input."""
+    if IS_EVEN:
+        return tl.load(x_at, mask=is_row[:, None], other=0.0)
+    return tl.load(x_at, mask=is_row[:, None] & (inner < rest)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "pieces"])
 def linear_kernel(
     x_ptr,  # [num_rows, IN]
-    weight_ptr,  # [OUT, IN], or of int8
-    scale_ptr,  # [OUT] float32, for int8
+    weight_ptr,  # [OUT, IN]; or two int8 in one of [OUT, steps * TILE_IN / 2]
+    scale_ptr,  # [OUT] float32, read where IS_INT8
     bias_ptr,  # [OUT], read where HAS_BIAS
     out_ptr,  # [num_rows, OUT]
+    parts_ptr,  # [pieces, num_rows, OUT] float32, used where IS_APART
+    arrived_ptr,  # [tiles] int32, zeros before and after, used where IS_APART
     num_rows,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    pieces,
+    IN,
+    OUT,
     TILE_ROWS: tl.constexpr,
     TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
+    IS_CUT: tl.constexpr,  # whether there is more than one piece
+    IS_APART: tl.constexpr,  # whether each has a program of its own
+    NEIGHBOURS: tl.constexpr,  # tiles of rows that share what is read of a weight
+    IS_EVEN: tl.constexpr,  # whether TILE_IN divides IN
     IS_INT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    POLICY: tl.constexpr,  # how the cache treats the weight
 ):
-    """One tile of the output."""
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
+    """One tile of the output, or one piece of it; the last piece to arrive adds them up."""
+    row_tile = tl.program_id(2) * NEIGHBOURS + tl.program_id(0)
+    if row_tile * TILE_ROWS >= num_rows:
+        return
+    column_tile = tl.program_id(1) // pieces if IS_APART else tl.program_id(1)
+    piece = tl.program_id(1) % pieces if IS_APART else 0
+    num_steps = tl.cdiv(IN, TILE_IN)
+    WIDTH: tl.constexpr = TILE_IN // 2 if IS_INT8 else TILE_IN
+    row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = column_tile * TILE_OUT + tl.arange(0, TILE_OUT)
+    inner = tl.arange(0, WIDTH)
     is_row, is_column = row < num_rows, column < OUT
-    x_at = x_ptr + row.to(tl.int64)[:, None] * IN
-    weight_at = weight_ptr + column.to(tl.int64)[:, None] * IN
-    total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
-    for lo in range(0, IN, TILE_IN):
-        inner = lo + tl.arange(0, TILE_IN)
-        is_inner = inner < IN
-        x = tl.load(x_at + inner[None, :], mask=is_row[:, None] & is_inner[None, :], other=0.0)
-        weight = tl.load(
-            weight_at + inner[None, :], mask=is_column[:, None] & is_inner[None, :], other=0
-        )
-        total += tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision="ieee")
+    x_at = x_ptr + row.to(tl.int64)[:, None] * IN + inner[None, :]
+    stride = num_steps * WIDTH if IS_INT8 else IN
+    # Columns that are not there read the last one again: they are not stored.
+    from_column = tl.minimum(column, OUT - 1).to(tl.int64)
+    weight_at = weight_ptr + from_column[:, None] * stride + inner[None, :]
+
+    steps = tl.cdiv(num_steps, pieces)  # of a piece; the last may have fewer
+    stop = tl.minimum((piece + 1) * steps, num_steps) if IS_APART else num_steps
     if IS_INT8:
-        total *= tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
+        total = tl.zeros([TILE_OUT, TILE_ROWS], tl.float32)
+    else:
+        total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
+    part = tl.zeros_like(total)
+    end = steps  # of the piece that is being added up
+    for step in range(piece * steps, stop):
+        lo = step * TILE_IN
+        x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
+        if IS_EVEN or IS_INT8:
+            weight = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
+        else:
+            is_inner = (inner < IN - lo)[None, :]
+            weight = tl.load(weight_at + lo, mask=is_inner, other=0.0, eviction_policy=POLICY)
+        if IS_INT8:
+            x_high = x_tile(x_at + lo + WIDTH, is_row, inner, IN - lo - WIDTH, IS_EVEN)
+            low, high = halves_of(weight, x.dtype)
+            part = tl.dot(low, tl.trans(x), part, input_precision="ieee")
+            part = tl.dot(high, tl.trans(x_high), part, input_precision="ieee")
+        else:
+            part = tl.dot(x, tl.trans(weight), part, input_precision="ieee")
+        # Not a loop around this one, which would wait for its first bytes once per piece.
+        if IS_CUT and not IS_APART:  # noqa: SIM102  (decided by the compiler; the other is not)
+            if step + 1 == end:
+                total += part
+                part = tl.zeros_like(part)
+                end += steps
+    total += part
+    if IS_INT8:
+        total = tl.trans(total)
+
+    is_out = is_row[:, None] & is_column[None, :]
+    at = row.to(tl.int64)[:, None] * OUT + column[None, :]
+    if IS_APART:
+        part_size = num_rows.to(tl.int64) * OUT
+        tl.store(parts_ptr + piece * part_size + at, total, mask=is_out)
+        tl.debug_barrier()  # all of this program's part is written before it says so
+        tile_at = arrived_ptr + column_tile * tl.cdiv(num_rows, TILE_ROWS) + row_tile
+        if tl.atomic_add(tile_at, 1, sem="acq_rel") < pieces - 1:
+            return
+        tl.store(tile_at, 0)  # for the next call
+        total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
+        for each in range(pieces):
+            part_at = parts_ptr + each * part_size + at
+            total += tl.load(part_at, mask=is_out, other=0.0, cache_modifier=".cg")
+    bias = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + row.to(tl.int64)[:, None] * OUT + column[None, :]
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        bias += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if IS_INT8:
+        scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
+        # Rounded once, whether a compiler likes to join the two or not.
+        total = tl.fma(total, tl.broadcast_to(scale, [TILE_ROWS, TILE_OUT]), bias)
+    else:
+        total += bias
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_out)

@@ -1,121 +1,179 @@
-"""TritonPlan: the index tensors of one pass, on the device."""
+"""TritonPlan: one pass on the host, and what its kernels read on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...batch import IntArray, RaggedBatch
+from ...batch import RaggedBatch
 from ...kv_pool import KVPool
-from ..base import HeadLayout
-from .work_list import Items, WorkList, build_work_list
+from ..base import HeadLayout, Rope
+from .packet import Packet
+from .pass_fields import Windows, fields, fill, words_needed
+from .work_list import WorkList, build_work_list
 
 NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceItems:
-    """`Items` as int32 on the device."""
+class Geometry:
+    """What does not change from pass to pass."""
 
-    rows: Tensor
-    first_rows: Tensor
-    num_rows: Tensor
-    tables: Tensor
-    first_splits: Tensor
-    last_splits: Tensor
-
-    @classmethod
-    def of(cls, items: Items, device: torch.device) -> DeviceItems:
-        """A copy of host arrays."""
-        return cls(*(_to(getattr(items, name), device) for name in cls.__slots__))
-
-    def __len__(self) -> int:
-        return len(self.tables)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """A `WorkList` on the device, and room for what its narrow items leave."""
-
-    narrow: DeviceItems
-    wide: DeviceItems
-    merged_rows: Tensor
-    bases: Tensor
-    first_splits: Tensor
-    last_splits: Tensor
-    sums: Tensor  # [num_places, num_heads, head_dim] float32
-    tops: Tensor  # [num_places, num_heads] float32
-    totals: Tensor  # [num_places, num_heads] float32
-
-
-class TritonPlan:
-    """Indices of one forward pass; work lists are made at the first layer that has a window."""
-
-    def __init__(
-        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
-    ) -> None:
-        device = pool.data.device
-        self.pool = pool
-        self.heads = heads
-        self.cos, self.sin = cos.contiguous(), sin.contiguous()
-        self.positions = batch.positions.to(torch.int32)
-        # Copies of the last row must not write where it does: who is last would be undefined.
-        is_copy = torch.arange(batch.num_rows, device=device) >= int(batch.lens.sum())
-        self.slots = batch.slots.masked_fill(is_copy, -1)
-        self.tables = _to(batch.page_table, device)
-        self.page_blocks = pool.num_layers * 2 * pool.num_kv_heads
-        self._batch = batch
-        self._works: dict[int | None, Work] = {}
+    pool: KVPool
+    heads: HeadLayout
+    rope: Rope
+    one_tile: bool  # whether chunks are cut into tiles as narrow as those of decoding rows
 
     @property
     def narrow_tile(self) -> int:
         """Queries of a narrow tile: a group at least."""
-        return max(NARROW_TILE, _power_of_two(self.heads.group_size))
+        return max(NARROW_TILE, power_of_two(self.heads.group_size))
 
     @property
     def wide_tile(self) -> int:
         """Queries of a wide tile."""
-        return max(WIDE_TILE, _power_of_two(self.heads.group_size))
+        return self.narrow_tile if self.one_tile else max(WIDE_TILE, self.narrow_tile)
+
+    @property
+    def page_blocks(self) -> int:
+        """Blocks of one page."""
+        return self.pool.num_layers * 2 * self.pool.num_kv_heads
 
     def layer_block(self, layer: int) -> int:
         """Index of a layer's first block in page 0."""
         return layer * 2 * self.pool.num_kv_heads
 
-    def work(self, window: int | None) -> Work:
-        """The work list of the layers with this window."""
-        if window not in self._works:
-            group = self.heads.group_size
-            work_list = build_work_list(
-                self._batch,
-                narrow_rows=self.narrow_tile // group,
-                wide_rows=self.wide_tile // group,
-                window=window,
-            )
-            self._works[window] = self._on_device(work_list)
-        return self._works[window]
 
-    def _on_device(self, work: WorkList) -> Work:
-        device, heads = self.pool.data.device, self.heads
-        places = (max(1, work.num_places), heads.num_heads)
-        return Work(
-            narrow=DeviceItems.of(work.narrow, device),
-            wide=DeviceItems.of(work.wide, device),
-            merged_rows=_to(work.merged_rows, device),
-            bases=_to(work.bases, device),
-            first_splits=_to(work.first_splits, device),
-            last_splits=_to(work.last_splits, device),
-            sums=torch.empty((*places, heads.head_dim), dtype=torch.float32, device=device),
-            tops=torch.empty(places, dtype=torch.float32, device=device),
-            totals=torch.empty(places, dtype=torch.float32, device=device),
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Room for what narrow items leave of each split, for `merge_kernel`; used layer by layer."""
+
+    sums: Tensor  # [num_places, num_heads, head_dim] float32
+    tops: Tensor  # [num_places, num_heads] float32
+    totals: Tensor  # [num_places, num_heads] float32
+
+    @classmethod
+    def of(cls, num_places: int, heads: HeadLayout, device: torch.device) -> Sums:
+        """Void room for so many rows times splits."""
+        shape = (max(1, num_places), heads.num_heads)
+        tops = torch.empty(shape, dtype=torch.float32, device=device)
+        sums = tops.new_empty((*tops.shape, heads.head_dim))
+        return cls(sums, tops, torch.empty_like(tops))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """The work list of the layers with one window. See `WorkList`."""
+
+    counts: Tensor  # [4] where in ``words`` the narrow items begin, and how many; the wide ones
+    places: Tensor  # [num_rows] where a row's sums of its first split are; -1: not a narrow row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePlan:
+    """What the kernels of a pass read: a packet's fields on the device, and room for sums.
+
+    Rows behind those of the batch have slot -1, place -1 and are in no item: nobody reads or
+    writes for them.
+    """
+
+    geometry: Geometry
+    token_ids: Tensor  # [num_rows] int32
+    positions: Tensor  # [num_rows] int32
+    slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
+    logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
+    words: Tensor  # int32: pages, rows of items, items
+    works: Mapping[int | None, Work]
+    sums: Sums
+    cos: Tensor  # [num_positions, head_dim / 2] float32
+    sin: Tensor
+    kinds: tuple[bool, bool]  # whether there may be narrow items, and wide ones
+
+
+class TritonPlan:
+    """A pass as the host has it. The device gets it when somebody asks for `on_device`."""
+
+    def __init__(self, batch: RaggedBatch, geometry: Geometry) -> None:
+        self.batch = batch
+        self.geometry = geometry
+        self._work_lists: dict[int | None, WorkList] = {}
+        self._device: DevicePlan | None = None
+
+    @property
+    def last_stop(self) -> int:
+        """First position behind all rows."""
+        return int(self.batch.stops.max())
+
+    @property
+    def has_wide(self) -> bool:
+        """Whether some rows are those of a long chunk."""
+        return any(len(work.wide) for work in self._work_lists.values())
+
+    def work_lists(self, windows: Windows) -> list[WorkList]:
+        """Made for each window when it is first asked for."""
+        for window in windows:
+            if window not in self._work_lists:
+                self._work_lists[window] = self._work_list(window)
+        return [self._work_lists[window] for window in windows]
+
+    def _work_list(self, window: int | None) -> WorkList:
+        geometry, group = self.geometry, self.geometry.heads.group_size
+        return build_work_list(
+            self.batch,
+            narrow_rows=geometry.narrow_tile // group,
+            wide_rows=geometry.wide_tile // group,
+            window=window,
         )
 
+    def on_device(self, windows: Windows = (), num_rows: int = 0) -> DevicePlan:
+        """The pass in a packet of its own, with room for ``num_rows`` at least."""
+        if self._device is None or not self._device.works.keys() >= set(windows):
+            works = self.work_lists(windows)
+            num_rows = max(num_rows, self.batch.num_rows)
+            device = self.geometry.pool.data.device
+            num_words = words_needed(self.batch, works)
+            packet = Packet(fields(num_rows, len(windows), num_words), device)
+            packet.upload(fill(packet.open(), self.batch, works))
+            num_places = max((work.num_places for work in works), default=0)
+            sums = Sums.of(num_places, self.geometry.heads, device)
+            tables = self.geometry.rope.table(self.last_stop)
+            kinds = (num_places > 0, self.has_wide)
+            self._device = device_plan(self.geometry, packet, windows, sums, tables, kinds)
+        return self._device
 
-def _to(values: IntArray, device: torch.device) -> Tensor:
-    return torch.from_numpy(values.astype(np.int32)).to(device)
+
+def device_plan(
+    geometry: Geometry,
+    packet: Packet,
+    windows: Windows,
+    sums: Sums,
+    tables: tuple[Tensor, Tensor],
+    kinds: tuple[bool, bool],
+) -> DevicePlan:
+    """The views of a packet with the `fields` of these windows."""
+    views = packet.device
+    works = {
+        window: Work(views[f"counts{index}"], views[f"places{index}"])
+        for index, window in enumerate(windows)
+    }
+    return DevicePlan(
+        geometry=geometry,
+        token_ids=views["token_ids"],
+        positions=views["positions"],
+        slots=views["slots"],
+        logit_rows=views["logit_rows"],
+        words=views["words"],
+        works=works,
+        sums=sums,
+        cos=tables[0],
+        sin=tables[1],
+        kinds=kinds,
+    )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The next one, from ``number`` up."""
     return 1 << (number - 1).bit_length()

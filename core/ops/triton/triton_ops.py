@@ -2,56 +2,87 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...batch import RaggedBatch
+from ...errors import ModelLoadError
 from ...kv_pool import KVPool
-from ...sampler import TorchSampler
-from ..base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear
+from ...quantize import Quantize
+from ..base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from ..weights import DecoderWeights
 from .attention import attend_kernel, merge_kernel
 from .elementwise import rms_norm_kernel, rope_write_kernel, silu_mul_kernel
-from .linear import linear_kernel
-from .plan import DeviceItems, TritonPlan, Work, _power_of_two
+from .graphs import MakeGraph, cuda_graphs
+from .pass_fields import ITEM_WORDS
+from .plan import DevicePlan, Geometry, TritonPlan, power_of_two
+from .sampler import TritonSampler
+from .step import TritonStep
+from .tiled_linear import TiledLinear, pack_tiled, tiled_linear
 from .work_list import SPLIT
 
-FEW_ROWS = 64  # up to which our own linear is used; beyond, the library's is bound by arithmetic
 KEYS_TILE = 32  # positions
 ACTIVATION_TILE = 1024  # columns
+PROGRAMS = 4  # of attention, on every multiprocessor
 
 
 class TritonOps:
     """The operations of `Ops`, each in one kernel.
 
-    ``exact``: "spec" keeps decoded and verified rows alike, "batch" all rows, by tiles of one
-    size; "off" leaves linears to the library.
+    ``exact``: "spec" and "batch" alike keep a row's bits the same beside any others, but for the
+    attention of long chunks, whose tiles are as narrow as those of decoding rows in "batch" only;
+    "off" leaves linears to the library, but not those of ``quantize`` int8. There is no int4.
+    ``graphs`` make the graph of a decoder's layers: with "auto", CUDA's do on a GPU; with "off",
+    and on a CPU, kernels are launched one by one, to the same bits.
     """
 
     min_rows = 1
+    batch_device = "cpu"  # a plan copies all of it to the device at once
 
-    def __init__(self, *, exact: Exactness = "spec") -> None:
+    def __init__(
+        self,
+        *,
+        exact: Exactness = "spec",
+        quantize: Quantize = "none",
+        graphs: MakeGraph | Literal["auto", "off"] = "auto",
+    ) -> None:
+        if quantize == "int4":
+            raise ModelLoadError("quantize int4 is not supported by the triton backend; use int8")
         self.exact: Exactness = exact
-        self.sampler = TorchSampler()
+        self.quantize: Quantize = quantize
+        self.sampler = TritonSampler()
+        self._graphs = graphs
 
     def set_threads(self, count: int) -> None:
         """The host's threads, for what little it computes."""
         torch.set_num_threads(count)
 
-    def fuse(self, weights: DecoderWeights) -> None:
-        """One kernel after another."""
+    def fuse(self, weights: DecoderWeights) -> TritonStep:
+        """All layers in one graph per number of rows."""
+        one_tile = self.exact == "batch"
+        make_graph = self._make_graph(weights.embedding.device)
+        return TritonStep(self, weights, one_tile=one_tile, make_graph=make_graph)
+
+    def _make_graph(self, device: torch.device) -> MakeGraph | None:
+        if self._graphs == "off" or (self._graphs == "auto" and device.type != "cuda"):
+            return None
+        return cuda_graphs() if self._graphs == "auto" else self._graphs
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """As it is."""
-        return PackedLinear(weight.contiguous(), bias, packed=False)
+        """Cut a weight into tiles, quantised if these ops were made so."""
+        if self.exact == "off" and self.quantize == "none":
+            return PackedLinear(weight.contiguous(), bias, packed=False)
+        return pack_tiled(weight, bias, is_int8=self.quantize == "int8")
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``."""
-        few = self.exact == "batch" or len(x) <= FEW_ROWS
-        if self.exact == "off" or not few:
-            return F.linear(x, weight.weight, weight.bias)
-        return tiled_linear(x, weight.weight, weight.bias)
+        if isinstance(weight, TiledLinear):
+            return tiled_linear(x, weight)
+        return F.linear(x, weight.weight, weight.bias)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
@@ -67,39 +98,42 @@ class TritonOps:
         """The norm of ``x + residual``, and that sum."""
         return _norm(x, residual, weight, eps)
 
-    def plan(
-        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
-    ) -> TritonPlan:
-        """Index tensors of the pass."""
-        return TritonPlan(batch, pool, heads, cos, sin)
+    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> TritonPlan:
+        """The pass on the host; its batch must be there."""
+        return TritonPlan(batch, Geometry(pool, heads, rope, self.exact == "batch"))
 
     def rope_write(
         self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the pool."""
-        assert isinstance(plan, TritonPlan)
-        heads, pool = plan.heads, plan.pool
+        device = _on_device(plan)
+        heads, pool = device.geometry.heads, device.geometry.pool
         q = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
         rope_write_kernel[(len(qkv), heads.num_heads + 2 * heads.num_kv_heads)](
-            qkv, q, pool.data, _scales(pool), plan.slots, plan.cos, plan.sin,
+            qkv, q, pool.data, _scales(pool), device.slots, device.positions,
+            device.cos, device.sin,
             qkv if norm is None else norm.weight, 0.0 if norm is None else norm.eps, heads.scale,
-            plan.layer_block(layer), plan.page_blocks,
+            device.geometry.layer_block(layer), device.geometry.page_blocks,
             **_shape(heads, pool), HAS_NORM=norm is not None,
         )  # fmt: skip
         return q
 
     def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
-        assert isinstance(plan, TritonPlan)
-        out, work, heads = torch.empty_like(q), plan.work(window), plan.heads
-        _attend(q, out, layer, plan, work, work.wide, window, is_narrow=False)
-        _attend(q, out, layer, plan, work, work.narrow, window, is_narrow=True)
-        if len(work.merged_rows):
-            merge_kernel[(len(work.merged_rows),)](
-                out, work.sums, work.tops, work.totals,
-                work.merged_rows, work.bases, work.first_splits, work.last_splits,
-                NUM_HEADS=heads.num_heads, HEADS_TILE=_power_of_two(heads.num_heads),
-                HEAD_DIM=heads.head_dim,
+        device = _on_device(plan, window)
+        out, heads = torch.empty_like(q), device.geometry.heads
+        has_narrow, has_wide = device.kinds
+        if has_wide:
+            _attend(q, out, layer, device, window, is_narrow=False)
+        if has_narrow:
+            _attend(q, out, layer, device, window, is_narrow=True)
+            sums = device.sums
+            merge_kernel[(len(q), heads.num_kv_heads)](
+                out, sums.sums, sums.tops, sums.totals,
+                device.positions, device.works[window].places,
+                NUM_HEADS=heads.num_heads, GROUP=heads.group_size,
+                GROUP_TILE=power_of_two(heads.group_size), HEAD_DIM=heads.head_dim,
+                SPLIT=SPLIT, WINDOW=window or 0,
             )  # fmt: skip
         return out
 
@@ -114,53 +148,48 @@ class TritonOps:
 
     def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32."""
+        if isinstance(weight, TiledLinear):
+            return tiled_linear(hidden, weight, torch.float32)
         return self.linear(hidden, weight).float()
-
-
-def tiled_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:
-    """``[T, in_features]`` times ``weight`` [out_features, in_features] in tiles of 16 rows.
-
-    ``scale`` [out_features] float32 where the weight is int8. A row's bits are its own.
-    """
-    num_rows, width = x.shape
-    out = x.new_empty((num_rows, len(weight)))
-    tile_in = min(128, max(16, _power_of_two(width)))
-    linear_kernel[(-(-len(weight) // 32), -(-num_rows // 16))](
-        x, weight, x if scale is None else scale, x if bias is None else bias, out, num_rows,
-        IN=width, OUT=len(weight), TILE_ROWS=16, TILE_OUT=32, TILE_IN=tile_in,
-        IS_INT8=scale is not None, HAS_BIAS=bias is not None,
-    )  # fmt: skip
-    return out
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     rms_norm_kernel[(len(x),)](
         x, x if residual is None else residual, weight, out, total, eps,
-        WIDTH=x.shape[1], TILE=_power_of_two(x.shape[1]), HAS_RESIDUAL=residual is not None,
+        WIDTH=x.shape[1], TILE=power_of_two(x.shape[1]), HAS_RESIDUAL=residual is not None,
     )  # fmt: skip
     return out, total
 
 
+def _on_device(plan: ForwardPlan, *windows: int | None) -> DevicePlan:
+    if isinstance(plan, TritonPlan):
+        return plan.on_device(windows)
+    assert isinstance(plan, DevicePlan)
+    return plan
+
+
 def _attend(
-    q: Tensor, out: Tensor, layer: int, plan: TritonPlan, work: Work, items: DeviceItems,
-    window: int | None, *, is_narrow: bool,
-) -> None:  # fmt: skip
-    if not len(items):
-        return
-    heads, pool = plan.heads, plan.pool
-    attend_kernel[(len(items), heads.num_kv_heads)](
-        q, out, pool.data, _scales(pool), work.sums, work.tops, work.totals,
-        plan.positions, work.bases, plan.tables,
-        items.rows, items.first_rows, items.num_rows, items.tables,
-        items.first_splits, items.last_splits,
-        plan.tables.shape[1], plan.layer_block(layer), plan.page_blocks,
+    q: Tensor, out: Tensor, layer: int, plan: DevicePlan, window: int | None, *, is_narrow: bool
+) -> None:
+    geometry, sums, work = plan.geometry, plan.sums, plan.works[window]
+    heads, pool = geometry.heads, geometry.pool
+    num_programs = max(1, PROGRAMS * _num_multiprocessors(q.device) // heads.num_kv_heads)
+    attend_kernel[(num_programs, heads.num_kv_heads)](
+        q, out, pool.data, _scales(pool), sums.sums, sums.tops, sums.totals,
+        plan.positions, work.places, work.counts, plan.words,
+        geometry.layer_block(layer), geometry.page_blocks,
         **_shape(heads, pool), SPLIT=SPLIT, TILE=KEYS_TILE,
-        TILE_ROWS=plan.narrow_tile if is_narrow else plan.wide_tile,
-        WINDOW=window or 0, IS_NARROW=is_narrow,
+        TILE_ROWS=geometry.narrow_tile if is_narrow else geometry.wide_tile,
+        WINDOW=window or 0, IS_NARROW=is_narrow, ITEM_WORDS=ITEM_WORDS,
     )  # fmt: skip
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shape(heads: HeadLayout, pool: KVPool) -> dict[str, int]:

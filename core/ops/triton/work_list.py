@@ -10,7 +10,6 @@ order, so what a row adds up does not depend on what rides beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,19 +68,20 @@ def build_work_list(
         first_splits = np.maximum(0, positions - window + 1) // SPLIT
     last_splits = positions // SPLIT
     is_narrow = batch.lens <= NARROW_LEN
-    merged = np.flatnonzero(is_narrow[rows])
+    merged = np.arange(len(rows)) if is_narrow.all() else np.flatnonzero(is_narrow[rows])
     counts = (last_splits - first_splits + 1)[merged]
+    ends = np.cumsum(counts)
     bases = np.zeros(len(rows), dtype=np.int64)
-    bases[merged] = np.cumsum(counts) - counts - first_splits[merged]
+    bases[merged] = ends - counts - first_splits[merged]
     spans = _Spans(batch, first_splits, last_splits)
     return WorkList(
-        narrow=_gather(_narrow(spans, np.flatnonzero(is_narrow), narrow_rows)),
-        wide=_gather(_wide(spans, np.flatnonzero(~is_narrow), wide_rows)),
+        narrow=_narrow(spans, np.flatnonzero(is_narrow), narrow_rows),
+        wide=_wide(spans, np.flatnonzero(~is_narrow), wide_rows),
         merged_rows=merged,
         bases=bases,
         first_splits=first_splits,
         last_splits=last_splits,
-        num_places=int(counts.sum()),
+        num_places=int(ends[-1]) if len(ends) else 0,
     )
 
 
@@ -91,48 +91,75 @@ class _Spans:
     first_splits: IntArray  # [num_rows]
     last_splits: IntArray  # [num_rows]
 
-    def rows(self, segment: int) -> IntArray:
-        first = int(self.batch.first_rows[segment])
-        return np.arange(first, first + int(self.batch.lens[segment]))
+
+def _wide(spans: _Spans, segments: IntArray, tile_rows: int) -> Items:
+    """Tiles of neighbouring rows, the longest context first: it must not be the last to end."""
+    if not len(segments):
+        return _NO_ITEMS
+    lens, firsts = spans.batch.lens[segments], spans.batch.first_rows[segments]
+    owners, rows = _spread(firsts, lens)
+    first_rows = np.flatnonzero((rows - firsts[owners]) % tile_rows == 0)
+    counts = np.diff(first_rows, append=len(rows))
+    lo, hi = rows[first_rows], rows[first_rows + counts - 1]  # positions grow with rows
+    order = np.argsort(spans.first_splits[lo] - spans.last_splits[hi], kind="stable")
+    return Items(
+        rows=rows,
+        first_rows=first_rows[order],
+        num_rows=counts[order],
+        tables=segments[owners[first_rows]][order],
+        first_splits=spans.first_splits[lo][order],
+        last_splits=spans.last_splits[hi][order],
+    )
 
 
-_Item = tuple[IntArray, int, int, int]  # rows, table, first split, last split
-
-
-def _wide(spans: _Spans, segments: IntArray, tile_rows: int) -> Iterator[_Item]:
-    for segment in segments.tolist():
-        rows = spans.rows(segment)
-        for at in range(0, len(rows), tile_rows):
-            some = rows[at : at + tile_rows]
-            first, last = spans.first_splits[some].min(), spans.last_splits[some].max()
-            yield some, segment, int(first), int(last)
-
-
-def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> Iterator[_Item]:
+def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> Items:
     """Split by split, the sharers of its pages together."""
-    order, shared = _by_pages(spans.batch, segments)
-    if not len(order):
-        return
-    for split in range(int(spans.last_splits.max()) + 1):
-        group: list[IntArray] = []
-        leader = -1
-        for segment, common in zip(order.tolist(), shared.tolist(), strict=True):
-            rows = spans.rows(segment)
-            sees = (spans.first_splits[rows] <= split) & (split <= spans.last_splits[rows])
-            if group and common < (split + 1) * SPLIT:
-                yield from _tiles(group, leader, split, tile_rows)
-                group = []
-            if sees.any():
-                leader = segment if not group else leader
-                group.append(rows[sees])
-        if group:
-            yield from _tiles(group, leader, split, tile_rows)
+    if not len(segments):
+        return _NO_ITEMS
+    batch = spans.batch
+    order, shared = _by_pages(batch, segments)
+    owners, rows = _spread(batch.first_rows[order], batch.lens[order])
+    # Every row with each of its splits, then those of a split together, in order within it.
+    firsts = spans.first_splits[rows]
+    entries, splits = _spread(firsts, spans.last_splits[rows] - firsts + 1)
+    by_split = np.argsort(splits.astype(np.int16), kind="stable")  # a radix sort
+    entries, splits = entries[by_split], splits[by_split]
+    owners, rows = owners[entries], rows[entries]
+    first_rows = _tile_starts(owners, splits, shared, tile_rows)
+    splits = splits[first_rows]
+    return Items(
+        rows=rows,
+        first_rows=first_rows,
+        num_rows=np.diff(first_rows, append=len(rows)),
+        tables=order[owners[first_rows]],
+        first_splits=splits,
+        last_splits=splits,
+    )
 
 
-def _tiles(group: list[IntArray], leader: int, split: int, tile_rows: int) -> Iterator[_Item]:
-    rows = np.concatenate(group)
-    for at in range(0, len(rows), tile_rows):
-        yield rows[at : at + tile_rows], leader, split, split
+def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
+    """Where a tile begins: with a row that has not the pages of the row before it, or is too many.
+
+    ``owners``: segments of the rows, counted in the order of ``shared``.
+    """
+    step, before = owners[1:] - owners[:-1], splits[1:] == splits[:-1]
+    joins = (step == 0) & before
+    if shared.any():
+        joins |= (step == 1) & before & (shared[owners[1:]] >= (splits[1:] + 1) * SPLIT)
+    if not joins.any():  # as when everybody decodes, with pages of its own
+        return np.arange(len(owners))
+    indices = np.arange(len(owners))
+    firsts = np.concatenate((indices[:1], np.where(joins, 0, indices[1:])))
+    return np.flatnonzero((indices - np.maximum.accumulate(firsts)) % tile_rows == 0)
+
+
+def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Each number and the ``counts - 1`` that follow it: (whose, the number)."""
+    ends, indices = np.cumsum(counts), np.arange(len(counts))
+    if ends[-1] == len(counts):
+        return indices, firsts
+    owners = np.repeat(indices, counts)
+    return owners, np.arange(ends[-1]) + (firsts - ends + counts)[owners]
 
 
 def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArray]:
@@ -140,27 +167,28 @@ def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArra
 
     Positions that a segment computes itself are its own, whoever else has the page.
     """
-    if not len(segments):
-        return segments, segments
-    tables = batch.page_table[segments]
-    order = np.lexsort(tables.T[::-1])
-    tables, starts = tables[order], batch.starts[segments[order]]
-    differs = np.ones((len(order), tables.shape[1] + 1), dtype=bool)
-    differs[1:, :-1] = tables[1:] != tables[:-1]
-    shared = differs.argmax(axis=1) * batch.page_size
-    shared[1:] = np.minimum(shared[1:], np.minimum(starts[1:], starts[:-1]))
-    return segments[order], shared
+    shared = np.zeros(len(segments), dtype=np.int64)
+    if not _may_share(batch, segments):
+        return segments, shared
+    pages, size = batch.pages.tobytes(), batch.pages.itemsize
+    ends = (batch.first_pages + batch.page_counts).tolist()
+    lists = [pages[lo * size : hi * size] for lo, hi in zip([0, *ends], ends, strict=False)]
+    order = np.array(sorted(segments.tolist(), key=lists.__getitem__))  # in any order of page ids
+    tables, starts = batch.page_table[order], batch.starts[order]
+    differs = np.ones((len(order) - 1, tables.shape[1] + 1), dtype=bool)
+    differs[:, :-1] = tables[1:] != tables[:-1]
+    common = differs.argmax(axis=1) * batch.page_size
+    shared[1:] = np.minimum(common, np.minimum(starts[1:], starts[:-1]))
+    return order, shared
 
 
-def _gather(items: Iterator[_Item]) -> Items:
-    made = list(items)
-    counts = np.array([len(rows) for rows, *_ in made], dtype=np.int64)
-    others = np.array([rest for _, *rest in made], dtype=np.int64).reshape(-1, 3)
-    return Items(
-        rows=np.concatenate([rows for rows, *_ in made]) if made else counts,
-        first_rows=np.cumsum(counts) - counts,
-        num_rows=counts,
-        tables=others[:, 0],
-        first_splits=others[:, 1],
-        last_splits=others[:, 2],
-    )
+def _may_share(batch: RaggedBatch, segments: IntArray) -> bool:
+    """Whether two of them have the page in which the first split ends: most often nobody has."""
+    last = (SPLIT - 1) // batch.page_size
+    long = segments[batch.page_counts[segments] > last]
+    pages = np.sort(batch.pages[batch.first_pages[long] + last])
+    return bool((pages[1:] == pages[:-1]).any())
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_ITEMS = Items(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)

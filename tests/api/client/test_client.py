@@ -22,7 +22,7 @@ from foretoken.api.client import (
     KeyRefused,
     message_from,
 )
-from foretoken.api.client.answers import read_chat, read_chunk
+from foretoken.api.client.reading import read_chat, read_chunk
 from foretoken.api.schema import ChatRequest, CompletionRequest
 
 SECONDS = 10

@@ -26,10 +26,12 @@ def decoders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Decoder, Decoder]:
     """The same weights over the oracle and over the kernels."""
-    folder = save(make_reference(request.param), tmp_path_factory.mktemp(request.param))
-    oracle = load_decoder(folder)
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        folder = save(make_reference(request.param), tmp_path_factory.mktemp(request.param))
+    oracle = load_decoder(folder, device=device)
     monkeypatch.setattr(loader, "choose_ops", lambda *_, **__: TritonOps(exact="batch"))
-    return oracle, load_decoder(folder)
+    return oracle, load_decoder(folder, device=device)
 
 
 def test_a_prompt_in_chunks_gives_the_oracles_logits(decoders) -> None:

@@ -83,6 +83,20 @@ def test_whoever_shares_an_item_has_its_pages(seed: int) -> None:
     assert batch.num_rows == len(owners)
 
 
+def test_sharers_of_one_split_and_no_more_read_it_together() -> None:
+    trunk = list(range(16))
+    segments = [Segment([1], 256, array("q", [*trunk, 50 + i]), 1) for i in range(3)]
+    assert work_of(segments).narrow.num_rows.tolist() == [3, 1, 1, 1]
+
+
+def test_the_tiles_of_long_chunks_that_read_most_come_first() -> None:
+    work = work_of([Segment(range(90), start, array("q", range(100)), 1) for start in (0, 1000)])
+    depths = (work.wide.last_splits - work.wide.first_splits).tolist()
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] == 4
+    assert depths[-1] == 0
+
+
 def test_eight_sharers_read_a_split_once_together() -> None:
     trunk = list(range(32))
     segments = [Segment([1], 512, array("q", [*trunk, 50 + i]), 1) for i in range(8)]

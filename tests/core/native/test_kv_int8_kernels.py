@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from turns import Turns
 
 from foretoken.core.batch import Segment, build_batch
-from foretoken.core.kv_pool import KvDtype, KVPool, from_int8
+from foretoken.core.kv_pool import KvDtype, KVPool, from_scaled
 from foretoken.core.native import native_library, variants
 from foretoken.core.ops import HeadLayout, HeadNorm, Ops, TorchOps
 from foretoken.core.ops.native_ops import NativeOps
@@ -72,8 +73,8 @@ class Kept:
 
     def plan(self, ops: Ops, segments: list[Segment]) -> object:
         batch = build_batch(segments, page_size=self.page_size, device="cpu", min_rows=1)
-        angles = batch.positions.unsqueeze(1) * 0.7 ** torch.arange(self.heads.head_dim // 2)
-        return ops.plan(batch, self.pool, self.heads, angles.cos(), angles.sin())
+        turns = Turns(0.7 ** torch.arange(self.heads.head_dim // 2))
+        return ops.plan(batch, self.pool, self.heads, turns)
 
     def write(self, ops: Ops, segments: list[Segment], qkv: Tensor) -> Tensor:
         """The rows' queries."""
@@ -94,7 +95,7 @@ class Kept:
         shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
         wide = Kept(shape, self.page_size, torch.float32, "auto")
         vectors, _ = wide.pool.split(wide.pool.blocks)
-        vectors.copy_(from_int8(*self.split(), torch.float32))
+        vectors.copy_(from_scaled(*self.split(), torch.float32))
         return wide
 
 

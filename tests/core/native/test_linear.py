@@ -10,8 +10,8 @@ from torch import Tensor
 
 from foretoken.core.native import native_library, variants
 from foretoken.core.native.library import NativeLibrary
-from foretoken.core.native.linear import NativeLinear, Quantize, linear, pack_linear
-from foretoken.core.native.quantize import quantize_int4, quantize_int8
+from foretoken.core.native.linear import NativeLinear, linear, pack_linear
+from foretoken.core.quantize import Quantize, quantize_int4, quantize_int8
 
 KINDS: list[tuple[Quantize, torch.dtype, float]] = [  # and the relative error that is allowed
     ("none", torch.float32, 1e-6),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from turns import Turns
 
 from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.batch import Segment, build_batch
@@ -66,17 +67,16 @@ class Layers:
         norm = torch.rand(num_heads + num_kv_heads, head_dim) + 0.5
         self.norm = HeadNorm(norm, 1e-6)
 
-    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = 0.7 ** torch.arange(self.heads.head_dim // 2)
-        angles = positions.unsqueeze(1) * frequencies
-        return angles.cos(), angles.sin()
+    @property
+    def turns(self) -> Turns:
+        return Turns(0.7 ** torch.arange(self.heads.head_dim // 2))
 
     def run(
         self, ops: Ops, segments: list[Segment], qkv: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """Queries and attention outputs of a batch, in the second layer."""
         batch = build_batch(segments, page_size=self.page_size, device="cpu", min_rows=1)
-        plan = ops.plan(batch, self.pool, self.heads, *self.turns(batch.positions))
+        plan = ops.plan(batch, self.pool, self.heads, self.turns)
         q = ops.rope_write(qkv.clone(), 1, plan, self.norm)
         return q, ops.attention(q, 1, plan, window)
 
@@ -200,7 +200,7 @@ def test_a_batch_with_copies_of_its_last_row_is_refused() -> None:
     segment = Segment([1], 0, array("q", [0]), 0)
     batch = build_batch([segment], page_size=4, device="cpu", min_rows=4)
     with pytest.raises(ValueError, match="copies"):
-        NativePlan(batch, layers.pool, layers.heads, *layers.turns(batch.positions))
+        NativePlan(batch, layers.pool, layers.heads, *layers.turns.rows(batch.positions, 1))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

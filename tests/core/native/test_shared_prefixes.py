@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
+from turns import Turns
 
 from checkpoints import ModelDriver, make_checkpoint, void_item
 from foretoken.core.batch import Segment, build_batch
@@ -98,8 +99,8 @@ class Crowd:
     def plan(self, ops: Ops, segments: Sequence[Segment] | None = None) -> NativePlan:
         chosen = self.segments if segments is None else segments
         batch = build_batch(chosen, page_size=self.page_size, device="cpu", min_rows=1)
-        angles = batch.positions.unsqueeze(1) * 0.7 ** torch.arange(self.heads.head_dim // 2)
-        return ops.plan(batch, self.pool, self.heads, angles.cos(), angles.sin())  # type: ignore[return-value]
+        turns = Turns(0.7 ** torch.arange(self.heads.head_dim // 2))
+        return ops.plan(batch, self.pool, self.heads, turns)  # type: ignore[return-value]
 
     def write(self, ops: Ops) -> Tensor:
         """KV of every position up to the last rows, which stand in random order; their queries."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..mutation import Mutation
 
-KV_INT8 = "tests/core/test_kv_int8.py"
+KV_POOL = "tests/core/test_kv_pool.py"
 FAMILIES = "tests/core/test_model_families.py"
 EXACTNESS = "tests/core/test_model_exactness.py"
 TORCH_OPS = "tests/core/test_ops_torch.py"
@@ -14,17 +14,17 @@ MUTATIONS = (
     Mutation(
         "pool-scale-beyond-int8",
         "core/kv_pool.py",
-        "INT8_TOP = 127.0",
-        "INT8_TOP = 160.0",
-        (f"{KV_INT8}::test_a_vector_comes_back_to_half_a_step_of_its_largest_item",),
+        "torch.int8: 127.0",
+        "torch.int8: 160.0",
+        (f"{KV_POOL}::test_a_vector_comes_back_to_half_a_step",),
         "a vector comes back to half a step",
     ),
     Mutation(
         "pool-hides-nan",
         "core/kv_pool.py",
-        "scales = rows.abs().amax(dim=-1) / INT8_TOP",
-        "scales = rows.nan_to_num().abs().amax(dim=-1) / INT8_TOP",
-        (f"{KV_INT8}::test_a_vector_that_is_not_finite_stays_so_and_harms_no_other",),
+        "largest = rows.abs().amax(dim=-1)",
+        "largest = rows.nan_to_num().abs().amax(dim=-1)",
+        (f"{KV_POOL}::test_a_vector_that_is_not_finite_stays_so_and_harms_no_other",),
         "a vector that is not finite stays so",
     ),
     Mutation(
@@ -38,8 +38,8 @@ MUTATIONS = (
     Mutation(
         "pool-copies-the-wrong-way",
         "core/kv_pool.py",
-        "self.data[target].copy_(self.data[source])",
-        "self.data[source].copy_(self.data[target])",
+        "[pages[i] for i in targets], [pages[i] for i in sources]",
+        "[pages[i] for i in sources], [pages[i] for i in targets]",
         ("tests/test_branches.py::test_a_branch_that_wins_changes_no_token",),
         "I7: a branch begins with its row's page",
     ),
@@ -134,8 +134,8 @@ MUTATIONS = (
     Mutation(
         "runner-branch-is-not-adopted",
         "core/runner.py",
-        "self.pool.copy_page(branch.page_ids[page], row.page_ids[page])",
-        "self.pool.copy_page(row.page_ids[page], row.page_ids[page])",
+        "best = _furthest(outcomes) if row.branches else 0",
+        "best = 0",
         ("tests/test_branches.py::test_a_branch_that_wins_changes_no_token",),
         "I7: the pages hold the KV of the branch that won",
     ),

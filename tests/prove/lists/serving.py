@@ -86,18 +86,28 @@ MUTATIONS = (
     ),
     Mutation(
         "engine-flush-stops-at-the-speculator",
-        "core/engine.py",
-        "        finally:\n            num_pages = self.scheduler.cache.flush(*namespaces)",
-        "        except ValueError:\n            pass\n"
-        "        else:\n            num_pages = self.scheduler.cache.flush(*namespaces)",
+        "core/flush.py",
+        "    finally:\n        num_pages = scheduler.cache.flush(*namespaces)",
+        "    except ValueError:\n        pass\n"
+        "    else:\n        num_pages = scheduler.cache.flush(*namespaces)",
         (f"{ENGINE}::test_a_flush_reaches_the_cache_even_if_the_speculator_fails",),
         "a flush reaches the cache even if the speculator fails",
     ),
     Mutation(
+        "stepper-goes-on-without-its-gpu",
+        "core/stepper.py",
+        "lost = may_have_lost_gpu(retrial.failure) and not retrial.num_passed",
+        "lost = False",
+        (
+            "tests/core/test_recovery.py::test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody",
+        ),
+        "a GPU that is lost ends the engine at once",
+    ),
+    Mutation(
         "stepper-goes-on-after-three-failures",
         "core/stepper.py",
-        "if self._num_failures == MAX_FAILURES:",
-        "if self._num_failures > 3 * MAX_FAILURES:",
+        "if lost or self._num_failures == MAX_FAILURES:",
+        "if lost or self._num_failures > 3 * MAX_FAILURES:",
         (
             "tests/core/test_recovery.py::test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told",
         ),

@@ -71,9 +71,10 @@ MUTATIONS = (
     ),
     Mutation(
         "renderer-logs-where-it-is-interrupted",
-        "api/tokenizer.py",
+        "api/template.py",
         "            param = deeper(messages, options)\n",
-        "            param = deeper(messages, options)\n            logger.warning('x')\n",
+        "            param = deeper(messages, options)\n"
+        "            __import__('logging').getLogger('foretoken').warning('x')\n",
         ("tests/api/test_tokenizer.py::test_nothing_is_logged_where_an_interrupt_may_come",),
         "an interrupt leaves no lock behind",
     ),

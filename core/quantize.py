@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 from torch import Tensor
+
+Quantize: TypeAlias = Literal["none", "int8", "int4"]
 
 INT4_GROUP = 32  # neighbours along in_features that share a scale
 

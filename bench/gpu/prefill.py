@@ -1,0 +1,54 @@
+"""Prompts in chunks: what share of the card's arithmetic they use."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from ..phases_limits import shape_of
+from ..report import Spread
+from .bed import PAGE_SIZE, Bed
+from .shapes import LLAMA, QWEN, SMALL
+from .stage import Stage
+
+REPEATS = 3
+TABLE = "Prefill"
+
+
+def run(stage: Stage) -> None:
+    """Each model's prompts, in chunks of 2,048 and of 8,192 tokens."""
+    stage.try_each({name: partial(_model, stage, name) for name in stage.few(QWEN, SMALL, LLAMA)})
+
+
+def _model(stage: Stage, name: str) -> None:
+    prompt_len, chunks = (256, (64, 256)) if stage.rehearses else (16384, (2048, 8192))
+    bed = Bed.make(stage.place.decoder(stage.place.shape(name)), 1, prompt_len + PAGE_SIZE)
+    shape, limits = shape_of(bed.decoder, bed.pool), stage.result.limits
+    for chunk in chunks:
+        _prompt(bed, prompt_len, chunk)
+        seconds = Spread.of([_prompt(bed, prompt_len, chunk) for _ in range(REPEATS)])
+        ops = shape.prefill_ops(prompt_len)
+        stage.add(
+            TABLE,
+            {
+                "model": name,
+                "prompt": prompt_len,
+                "chunk": chunk,
+                "seconds": seconds,
+                "tokens/s": prompt_len / seconds.median,
+                "TFLOP/s": ops / seconds.median / 1e12,
+                "of the measured matrix rate": (
+                    ops / seconds.median / limits.matrix if limits else "-"
+                ),
+            },
+        )
+
+
+def _prompt(bed: Bed, prompt_len: int, chunk: int) -> float:
+    """Seconds from an empty context to the first token."""
+    whole = bed.plan(1, 0, length=prompt_len).rows[0]
+    plans = [bed.part(whole, start, start + chunk) for start in range(0, prompt_len, chunk)]
+    began = time.perf_counter()
+    for plan in plans:
+        bed.runner.step(plan)
+    return time.perf_counter() - began

@@ -1,0 +1,107 @@
+"""The device: which one computes, how much of its memory is free, how long it takes.
+
+Whoever wants to know asks here or an `Ops`: `torch.cuda` is named in this folder alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Protocol
+
+import torch
+
+from ..errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(asked: torch.device | str) -> torch.device:
+    """The device of that name; ``auto`` is cuda where torch sees one, else cpu.
+
+    Raises `ModelLoadError` for one that is not there, or of another kind.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+        logger.info("device auto: %s", _describe(asked))
+    device = torch.device(asked)
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"device {device.type} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(f"device cuda was asked for, but {_why_no_cuda()}")
+    return device
+
+
+def _describe(kind: str) -> str:
+    return f"cuda, {torch.cuda.get_device_name()}" if kind == "cuda" else f"cpu, {_why_no_cuda()}"
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return "torch sees no CUDA device"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be had on a device now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of memory that was freed is free as well
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Stopwatch(Protocol):
+    """Seconds that the device of a model took for what it was asked between two moments.
+
+    A GPU computes behind the host's back: what the host sees is how long asking took.
+    """
+
+    def start(self) -> None:
+        """Begin, behind all that was asked so far."""
+
+    def stop(self) -> None:
+        """End, behind all that was asked since."""
+
+    def seconds(self) -> float:
+        """How long that took; waits until the device is there."""
+
+
+def make_stopwatch(device: torch.device) -> Stopwatch:
+    """One that may be started again and again."""
+    return _CudaStopwatch() if device.type == "cuda" else _HostStopwatch()
+
+
+class _HostStopwatch:
+    """The CPU is done when a call returns."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+
+class _CudaStopwatch:
+    """Two events in the stream, so that nobody waits before the time is wanted."""
+
+    def __init__(self) -> None:
+        self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        self._began.record()
+
+    def stop(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        self._ended.synchronize()
+        milliseconds: float = self._began.elapsed_time(self._ended)
+        return milliseconds / 1000

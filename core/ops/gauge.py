@@ -1,0 +1,136 @@
+"""Gauge: what a device is and how long it takes, by its own clock. Benchmarks ask it, steps never.
+
+Here, because nothing outside of ops names a kind of device.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from .device import make_stopwatch
+
+WARM_UP = 3  # calls before those that are timed
+
+
+@dataclass(slots=True)
+class Activity:
+    """What a device did in a while. Empty where it has no profiler."""
+
+    busy_seconds: float = 0.0  # in which at least one kernel or copy ran
+    num_kernels: int = 0
+    seconds_by_name: Counter[str] = field(default_factory=Counter)
+
+
+class Gauge:
+    """Times calls on one device: by its events on a GPU, by the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.is_gpu = self.device.type == "cuda"
+
+    def card(self) -> dict[str, object]:
+        """Name, memory in bytes, multiprocessors, cache and capability of a GPU."""
+        if not self.is_gpu:
+            return {"name": self.device.type}
+        found = torch.cuda.get_device_properties(self.device)
+        return {
+            "name": found.name,
+            "memory_bytes": found.total_memory,
+            "multiprocessors": found.multi_processor_count,
+            "cache_bytes": found.L2_cache_size,
+            "capability": f"{found.major}.{found.minor}",
+            "cuda": torch.version.cuda,
+        }
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def release(self) -> None:
+        """Give back the memory of what nobody holds any more."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that tensors took since the last `release`; 0 where nobody counts."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else 0
+
+    def seconds(self, call: Callable[[], object], *, repeats: int) -> list[float]:
+        """Seconds of each of some calls on the device, asked for one behind the other."""
+        for _ in range(WARM_UP):
+            call()
+        self.synchronize()
+        watches = [make_stopwatch(self.device) for _ in range(repeats)]
+        for watch in watches:
+            watch.start()
+            call()
+            watch.stop()
+        return [watch.seconds() for watch in watches]
+
+    def host_seconds(self, call: Callable[[], object], *, repeats: int) -> float:
+        """Host seconds to launch a call, the device's own work left out: mean of many."""
+        for _ in range(WARM_UP):
+            call()
+        self.synchronize()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        spent = time.perf_counter() - began
+        self.synchronize()
+        return spent / repeats
+
+    def graph(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The same call as one CUDA graph, to be replayed; the call itself elsewhere."""
+        if not self.is_gpu:
+            return call
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # what a first call allocates must not be captured
+            call()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        return captured.replay
+
+    @contextmanager
+    def watch(self) -> Iterator[Activity]:
+        """Fill an `Activity` with what the device does meanwhile, by whatever thread."""
+        found = Activity()
+        if not self.is_gpu:
+            yield found
+            return
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            yield found
+            self.synchronize()
+        _add_up(profiler.events(), found)
+
+
+def _add_up(events: Any, found: Activity) -> None:  # noqa: ANN401 - the profiler's own
+    """Time in which anything ran: kernels may overlap, so their sum would be too much."""
+    spans = []
+    for event in events:
+        if event.device_type.name != "CUDA":
+            continue
+        start, end = event.time_range.start, event.time_range.end  # microseconds
+        spans.append((start, end))
+        found.seconds_by_name[event.name] += (end - start) / 1e6
+    found.num_kernels = len(spans)
+    reached = float("-inf")
+    for start, end in sorted(spans):
+        found.busy_seconds += max(0.0, end - max(start, reached)) / 1e6
+        reached = max(reached, end)

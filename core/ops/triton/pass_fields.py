@@ -1,0 +1,82 @@
+"""The fields of a pass's packet, and how the host writes them.
+
+``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
+grows with the work: the pages of all segments, then, for each window and kind of tile, the rows
+of its items and the items. They point to each other by their place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
+
+from ...batch import IntArray, RaggedBatch
+from .packet import Field, HostFields
+from .work_list import Items, WorkList
+
+Windows: TypeAlias = Sequence[int | None]
+ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split, last split
+
+
+def fields(num_rows: int, num_windows: int, num_words: int) -> list[Field]:
+    """Room for so many rows, work lists and words."""
+    rows = ("token_ids", "positions", "slots", "logit_rows")
+    return [
+        *(Field(name, num_rows) for name in rows),
+        *(Field(f"counts{window}", 4) for window in range(num_windows)),
+        *(Field(f"places{window}", num_rows) for window in range(num_windows)),
+        Field("words", num_words),  # the last, of which only a part is copied
+    ]
+
+
+def words_needed(batch: RaggedBatch, works: Sequence[WorkList]) -> int:
+    """Words that a pass takes."""
+    kinds = [items for work in works for items in (work.narrow, work.wide)]
+    return len(batch.pages) + sum(len(k.rows) + ITEM_WORDS * len(k) for k in kinds)
+
+
+def fill(to: HostFields, batch: RaggedBatch, works: Sequence[WorkList]) -> int:
+    """Write a pass, rows that are not there included; how many words it took."""
+    count = int(batch.lens.sum())  # copies of the last row must not write where it does
+    _put(to["token_ids"], batch.token_ids.numpy()[:count], 0)
+    _put(to["positions"], batch.positions.numpy()[:count], 0)
+    _put(to["slots"], batch.slots.numpy()[:count], -1)
+    _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
+    words, used = to["words"], len(batch.pages)
+    words[:used] = batch.pages
+    for index, work in enumerate(works):
+        counts, places = to[f"counts{index}"], to[f"places{index}"]
+        for kind, items in enumerate((work.narrow, work.wide)):
+            counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
+            used = _put_items(words, used, items, batch.first_pages)
+        places[:] = -1
+        places[work.merged_rows] = (work.bases + work.first_splits)[work.merged_rows]
+    return used
+
+
+def fill_idle(to: HostFields) -> int:
+    """A pass without rows."""
+    for name, field in to.items():
+        field[:] = -1 if name.startswith(("slots", "places")) else 0
+    return 0
+
+
+def _put(field: NDArray[Any], values: IntArray, rest: int) -> None:
+    field[: len(values)] = values
+    field[len(values) :] = rest
+
+
+def _put_items(words: NDArray[Any], at: int, items: Items, first_pages: IntArray) -> int:
+    """Rows, then items; where they end."""
+    items_at = at + len(items.rows)
+    words[at:items_at] = items.rows
+    end = items_at + ITEM_WORDS * len(items)
+    table = words[items_at:end].reshape(-1, ITEM_WORDS)
+    table[:, 0] = items.first_rows + at
+    table[:, 1] = items.num_rows
+    table[:, 2] = first_pages[items.tables]
+    table[:, 3] = items.first_splits
+    table[:, 4] = items.last_splits
+    return end

@@ -1,0 +1,168 @@
+"""TritonStep: all layers of a decoder as one graph per number of rows."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ...kv_pool import KVPool
+from ..base import ForwardPlan, HeadLayout, Ops, Rope
+from ..layers import run_layers
+from ..weights import DecoderWeights
+from .graphs import Graph, MakeGraph
+from .packet import Packet
+from .pass_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
+from .plan import DevicePlan, Geometry, Sums, TritonPlan, device_plan
+from .work_list import NARROW_LEN, SPLIT, WorkList
+
+logger = logging.getLogger(__name__)
+BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
+MAX_WORDS = 2**20  # of a graph's packet: four mebibytes
+MAX_SUMS = 2**28  # bytes that narrow items may leave between two kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """A graph, the packet that it reads and the rows that it leaves."""
+
+    graph: Graph
+    packet: Packet
+    hidden: Tensor  # [bucket, hidden]
+    num_positions: int  # of the RoPE tables
+    num_places: int  # for sums of splits
+
+    def fits(self, plan: TritonPlan, works: list[WorkList]) -> bool:
+        """Whether the buffers have room for a pass."""
+        return (
+            plan.last_stop <= self.num_positions
+            and max(work.num_places for work in works) <= self.num_places
+            and words_needed(plan.batch, works) <= len(self.packet.device["words"])
+        )
+
+    def run(self, plan: TritonPlan, works: list[WorkList]) -> Tensor:
+        """Replay for a pass that fits; its rows hold until the next."""
+        self.packet.upload(fill(self.packet.open(), plan.batch, works))
+        self.graph.replay()
+        plan.batch.logit_rows = self.packet.device["logit_rows"][: len(plan.batch.logit_rows)]
+        return self.hidden[: plan.batch.num_rows]
+
+
+class _PoolGraphs:
+    """The graphs over one pool, and what all of them use. Does not keep the pool alive."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        pool, heads = geometry.pool, geometry.heads
+        self.tables = geometry.rope.table(1)
+        self.num_positions = _num_positions(geometry)
+        self.num_splits = -(-self.num_positions // SPLIT)
+        place_bytes = 4 * heads.num_heads * (heads.head_dim + 2)
+        self.num_places = min(BUCKETS[-1] * self.num_splits, MAX_SUMS // place_bytes)
+        self.sums = Sums.of(self.num_places, heads, pool.data.device)
+        self.captured: dict[tuple[int, bool], _Captured] = {}
+
+    def num_words(self, bucket: int, page_size: int, num_windows: int) -> int:
+        """Words for rows that share nothing, each as long as can be; or `MAX_WORDS`."""
+        row_words = -(-self.num_positions // page_size)
+        row_words += num_windows * self.num_splits * (1 + ITEM_WORDS)
+        return min(MAX_WORDS, bucket * row_words)
+
+
+def _num_positions(geometry: Geometry) -> int:
+    """Positions that a pool has room for, as far as the RoPE tables go by now."""
+    pool = geometry.pool
+    return min(len(geometry.rope.table(1)[0]), pool.num_pages * pool.page_size)
+
+
+class TritonStep:
+    """`Fused` for the Triton kernels.
+
+    A graph computes a fixed number of rows, a *bucket*, of which a pass leaves some empty; what
+    is in them it reads from its packet. Long chunks have kernels of their own, so that a bucket
+    which may have them has two graphs. What fits none runs as the same kernels one by one: more
+    rows than the largest bucket, or more pages, splits or positions than the graph has room for.
+    """
+
+    def __init__(
+        self, ops: Ops, weights: DecoderWeights, *, one_tile: bool, make_graph: MakeGraph | None
+    ) -> None:
+        self._ops = ops
+        self._weights = weights
+        self._windows = tuple(dict.fromkeys(layer.window for layer in weights.layers))
+        self._one_tile = one_tile
+        self._make_graph = make_graph
+        self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
+        self._has_said = False  # that a pass did not fit
+
+    def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
+        """Token ids ``[T]``, those of the plan, to the final norm's output ``[T, hidden]``.
+
+        Writes KV to the pool. The output holds until the next call.
+        """
+        assert isinstance(plan, TritonPlan)
+        works = plan.work_lists(self._windows)
+        num_rows = len(token_ids)
+        bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
+        if bucket is not None:
+            captured = self._captured(plan.geometry, bucket, plan.has_wide)
+            if captured is not None and captured.fits(plan, works):
+                return captured.run(plan, works)
+            if captured is not None:
+                self._say(plan)
+        device = plan.on_device(self._windows, bucket or num_rows)
+        plan.batch.logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
+        return self._layers(device)[:num_rows]
+
+    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
+        """Capture every graph over a pool, the largest first: the others fit in its memory."""
+        geometry = Geometry(pool, heads, rope, self._one_tile)
+        known = self._graphs.get(pool)
+        if known is not None and known.num_positions < _num_positions(geometry):
+            del self._graphs[pool]  # they read tables that have become too short
+        for bucket in reversed(BUCKETS):
+            for has_wide in (True, False) if bucket > NARROW_LEN else (False,):
+                self._captured(geometry, bucket, has_wide)
+
+    def _say(self, plan: TritonPlan) -> None:
+        """Once: such passes take longer."""
+        if not self._has_said:
+            self._has_said = True
+            batch = plan.batch
+            logger.warning(
+                "no graph has room for %d rows, %d pages, %d positions: kernels are launched one by"
+                " one", batch.num_rows, len(batch.pages), plan.last_stop,
+            )  # fmt: skip
+
+    def _captured(self, geometry: Geometry, bucket: int, has_wide: bool) -> _Captured | None:
+        """The graph, captured when it is first asked for; None where that cannot be."""
+        shared = self._graphs.get(geometry.pool)
+        if shared is not None and (bucket, has_wide) in shared.captured:
+            return shared.captured[bucket, has_wide]
+        if self._make_graph is None:
+            return None
+        try:
+            shared = shared or _PoolGraphs(geometry)
+            captured = self._capture(self._make_graph(), geometry, shared, bucket, has_wide)
+        except Exception:
+            logger.exception("no graph of %d rows: it and others to come run without", bucket)
+            self._make_graph = None
+            return None
+        self._graphs[geometry.pool] = shared
+        shared.captured[bucket, has_wide] = captured
+        return captured
+
+    def _capture(
+        self, graph: Graph, geometry: Geometry, shared: _PoolGraphs, bucket: int, has_wide: bool
+    ) -> _Captured:
+        pool, windows = geometry.pool, self._windows
+        num_words = shared.num_words(bucket, pool.page_size, len(windows))
+        packet = Packet(fields(bucket, len(windows), num_words), pool.data.device)
+        packet.upload(fill_idle(packet.open()))
+        plan = device_plan(geometry, packet, windows, shared.sums, shared.tables, (True, has_wide))
+        hidden = graph.capture(lambda: self._layers(plan))
+        return _Captured(graph, packet, hidden, shared.num_positions, shared.num_places)
+
+    def _layers(self, plan: DevicePlan) -> Tensor:
+        return run_layers(self._ops, self._weights, plan.token_ids, plan)

@@ -1,0 +1,365 @@
+"""A decoder's layers as graphs: captured once, replayed for every pass that fits, to its bits."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from foretoken.core.batch import Segment
+from foretoken.core.kv_pool import KvDtype, KVPool
+from foretoken.core.model import Decoder
+from foretoken.core.model.config import DecoderConfig
+from foretoken.core.model.rope import RopeSpec
+from foretoken.core.ops import Ops
+from foretoken.core.ops.base import HeadNorm
+from foretoken.core.ops.weights import DecoderWeights, LayerWeights
+
+pytest.importorskip("triton")
+
+from fake_graph import FakeGraph
+
+from foretoken.core.ops.triton import step, work_list
+from foretoken.core.ops.triton.graphs import Graph, cuda_graphs
+from foretoken.core.ops.triton.packet import Packet
+from foretoken.core.ops.triton.step import TritonStep
+from foretoken.core.ops.triton.triton_ops import TritonOps
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Rows of a bucket that are not there are void, and so are lanes of a tile without a row.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+PAGE_SIZE, NUM_PAGES, SIZE, VOCAB = 16, 60, 16, 20
+CONFIG = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=SIZE,
+    intermediate_size=SIZE,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    norm_eps=1e-6,
+    rope=RopeSpec(),
+    max_model_len=NUM_PAGES * PAGE_SIZE,
+    windows=(None, 40),
+)
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment of five rows is a long chunk already: the interpreter is slow."""
+    for module in (step, work_list):
+        monkeypatch.setattr(module, "NARROW_LEN", 4)
+
+
+class CountedGraph:
+    """A fake graph, or CUDA's where the tests run on a GPU."""
+
+    def __init__(self) -> None:
+        on_gpu = torch.get_default_device().type == "cuda"
+        self._graph: Graph = cuda_graphs()() if on_gpu else FakeGraph()
+        self.num_replayed = 0
+
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        return self._graph.capture(work)
+
+    def replay(self) -> None:
+        self.num_replayed += 1
+        self._graph.replay()
+
+
+class Graphs:
+    """Makes graphs and keeps them."""
+
+    def __init__(self) -> None:
+        self.made: list[CountedGraph] = []
+
+    def __call__(self) -> CountedGraph:
+        self.made.append(CountedGraph())
+        return self.made[-1]
+
+    @property
+    def num_replayed(self) -> int:
+        return sum(graph.num_replayed for graph in self.made)
+
+
+def make_decoder(graphs: Graphs | None) -> Decoder:
+    """Seeded weights; linears are the library's, which the interpreter does not slow down."""
+    ops = TritonOps(exact="off", graphs=graphs or "off")
+    torch.manual_seed(0)
+    layers = tuple(make_layer(ops, window) for window in CONFIG.windows)
+    embedding = torch.randn(VOCAB, SIZE)
+    head = ops.pack_linear(embedding)
+    weights = DecoderWeights(embedding, layers, torch.rand(SIZE) + 0.5, head, CONFIG.norm_eps)
+    return Decoder(CONFIG, weights, ops)
+
+
+def make_layer(ops: Ops, window: int | None) -> LayerWeights:
+    return LayerWeights(
+        input_norm=torch.rand(SIZE) + 0.5,
+        qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
+        head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
+        o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
+        post_norm=torch.rand(SIZE) + 0.5,
+        gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
+        down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
+        window=window,
+    )
+
+
+def make_pool(decoder: Decoder, kv_dtype: KvDtype = "auto") -> KVPool:
+    """Every page holds something, as if it had been computed before."""
+    pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
+    torch.manual_seed(1)
+    vectors, scales = pool.split(pool.blocks)
+    drawn = torch.randn(vectors.shape)
+    vectors.copy_(drawn if scales is None else drawn * 50)
+    if scales is not None:
+        scales.copy_(torch.rand(scales.shape) / 50)
+    return pool
+
+
+class Twins:
+    """A decoder with graphs and one without, each over a pool of its own with the same content."""
+
+    def __init__(self, kv_dtype: KvDtype = "auto") -> None:
+        self.graphs = Graphs()
+        self.graphed, self.eager = make_decoder(self.graphs), make_decoder(None)
+        self.pools = make_pool(self.graphed, kv_dtype), make_pool(self.eager, kv_dtype)
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """The next pass leaves the same rows, logits and pools."""
+        hidden, logits = run(self.graphed, self.pools[0], segments)
+        expected, expected_logits = run(self.eager, self.pools[1], segments)
+        assert hidden.isfinite().all()
+        assert torch.equal(hidden, expected)
+        assert torch.equal(logits, expected_logits)
+        assert torch.equal(self.pools[0].data, self.pools[1].data)
+
+
+def run(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    batch = decoder.batch(segments, page_size=PAGE_SIZE)
+    hidden = decoder.hidden_states(batch, pool)
+    return hidden.clone(), decoder.logits(hidden, batch)
+
+
+def segment(start: int, count: int, pages: Sequence[int], num_logits: int = 1) -> Segment:
+    token_ids = [(7 * start + index) % VOCAB for index in range(count)]
+    return Segment(token_ids, start, array("q", pages), num_logits)
+
+
+TRUNK = range(17)  # a split and a page
+DECODE = [segment(300, 1, range(19)), segment(5, 1, [40]), segment(256, 2, range(20, 37))]
+PASSES = {
+    "decode": DECODE,
+    "fewer rows on other pages": [segment(17, 2, [50, 51]), segment(270, 1, range(30, 47))],
+    "a chunk beside a row": [segment(252, 7, range(18)), segment(30, 1, [50, 51])],
+    "sharers, one of them verifying": [
+        segment(272, 1, [*TRUNK, 41]),
+        segment(272, 3, [*TRUNK, 42], num_logits=3),
+    ],
+    "rows whose logits nobody wants": [segment(8, 3, [43], num_logits=0), segment(0, 1, [44])],
+    "one row": [segment(64, 1, range(45, 50))],
+    "decode again": DECODE,
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "names", "num_graphs"),
+    [("auto", tuple(PASSES), 3), ("int8", tuple(PASSES)[1:4], 2)],
+)
+def test_passes_one_after_another_have_the_bits_of_kernels_launched_one_by_one(
+    kv_dtype: KvDtype, names: Sequence[str], num_graphs: int
+) -> None:
+    twins = Twins(kv_dtype)
+    for name in names:
+        twins.check(PASSES[name])
+    assert twins.graphs.num_replayed == len(names)
+    assert len(twins.graphs.made) == num_graphs, "one for each number of rows"
+
+
+def test_a_chunk_and_rows_of_many_requests_have_graphs_of_their_own() -> None:
+    twins = Twins()
+    twins.check([segment(0, 5, [3])])
+    twins.check([segment(0, 3, [3]), segment(0, 3, [4])])
+    assert len(twins.graphs.made) == 2
+    assert twins.graphs.num_replayed == 2
+
+
+def test_rows_of_a_bucket_that_are_not_there_write_nothing() -> None:
+    decoder = make_decoder(Graphs())
+    pool = make_pool(decoder)
+    run(decoder, pool, DECODE)
+    before = pool.data.clone()
+    run(decoder, pool, DECODE)
+    assert torch.equal(pool.data, before), "the same rows have the same KV"
+    run(decoder, pool, [segment(12, 3, [55])])
+    written = (pool.data != before).any(dim=-1).any(dim=(1, 2, 3)).nonzero().tolist()
+    assert written == [[55, 12], [55, 13], [55, 14]]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [("BUCKETS", (1, 2)), ("MAX_WORDS", 20), ("MAX_SUMS", 4 * 4 * 2 * 18)],
+)
+def test_a_pass_that_no_graph_has_room_for_is_computed_without(
+    limit: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, limit, value)
+    twins = Twins()
+    twins.check(DECODE)  # four rows, 37 pages, seven splits
+    assert twins.graphs.num_replayed == 0
+    twins.check([segment(5, 1, [40])])
+    assert twins.graphs.num_replayed == 1
+
+
+def test_positions_beyond_the_table_that_a_graph_reads_are_computed_without_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = Twins()
+    twins.check([segment(5, 1, [40])])
+    (shared,) = graphs_of(twins.graphed).values()
+    assert shared.num_positions == NUM_PAGES * PAGE_SIZE, "no pool has more"
+    (captured,) = shared.captured.values()
+    short = step._Captured(captured.graph, captured.packet, captured.hidden, 6, 100)
+    monkeypatch.setitem(shared.captured, (1, False), short)
+    for _ in range(2):
+        twins.check([segment(6, 1, [40])])
+    assert twins.graphs.num_replayed == 1
+    twins.check([segment(5, 1, [40])])
+    assert twins.graphs.num_replayed == 2
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "no graph has room for 1 rows, 1 pages, 7 positions"
+    ]
+
+
+def graphs_of(decoder: Decoder) -> Any:
+    assert isinstance(decoder._fused, TritonStep)
+    return decoder._fused._graphs
+
+
+def test_each_pool_has_graphs_of_its_own_which_go_with_it() -> None:
+    graphs = Graphs()
+    decoder, row = make_decoder(graphs), [segment(5, 1, [40])]
+    pools = [make_pool(decoder) for _ in range(2)]
+    untouched = pools[1].data.clone()
+    run(decoder, pools[0], row)
+    assert torch.equal(pools[1].data, untouched)
+    first = run(decoder, pools[1], row)[0]
+    assert torch.equal(pools[0].data, pools[1].data)
+    assert torch.equal(first, run(decoder, pools[0], row)[0])
+    assert [graph.num_replayed for graph in graphs.made] == [2, 1]
+    assert len(graphs_of(decoder)) == 2
+    pools.clear()
+    gc.collect()
+    assert len(graphs_of(decoder)) == 0
+
+
+def test_warming_up_captures_every_graph_the_largest_first_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "BUCKETS", (1, 4, 5))
+    graphs = Graphs()
+    decoder = make_decoder(graphs)
+    pool = make_pool(decoder)
+    before = pool.data.clone()
+    decoder.warm_up(pool, NUM_PAGES * PAGE_SIZE)
+    (shared,) = graphs_of(decoder).values()
+    assert list(shared.captured) == [(5, True), (5, False), (4, False), (1, False)]
+    assert torch.equal(pool.data, before)
+    run(decoder, pool, DECODE)
+    assert len(graphs.made) == 4
+    assert graphs.num_replayed == 1
+
+
+def test_warming_up_for_longer_contexts_captures_graphs_that_read_the_longer_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step, "BUCKETS", (1,))
+    graphs = Graphs()
+    decoder = make_decoder(graphs)
+    pool = decoder.make_pool(300, page_size=PAGE_SIZE)
+    found = []
+    for max_len in (100, 100, 4500, 100):
+        decoder.warm_up(pool, max_len)
+        found.append((len(graphs.made), graphs_of(decoder)[pool].num_positions))
+    assert found == [(1, 4096), (1, 4096), (2, 4800), (2, 4800)]
+
+
+def test_where_capturing_fails_kernels_are_launched_one_by_one_and_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    twins, row = Twins(), [segment(5, 1, [40])]
+    twins.check(row)
+    monkeypatch.setattr(CountedGraph, "capture", fail)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            twins.check([segment(17, 2, [50, 51])])
+    twins.check(row)
+    assert twins.graphs.num_replayed == 2, "a graph from before is still used"
+    assert [record.message for record in caplog.records] == [
+        "no graph of 2 rows: it and others to come run without"
+    ]
+
+
+class NoWaiting(TorchFunctionMode):
+    """Refuses what waits for the value of a tensor. (`numpy` does not: a device's has none.)"""
+
+    REFUSED = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        if name in self.REFUSED:
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("graphs", [Graphs(), None])
+def test_nothing_waits_for_the_device_in_a_pass_and_one_copy_goes_there(
+    graphs: Graphs | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = make_decoder(graphs)
+    pool = make_pool(decoder)
+    run(decoder, pool, DECODE)
+    copies: list[Packet] = []
+    upload = Packet.upload
+
+    def counted(self: Packet, num_last: int | None = None) -> None:
+        copies.append(self)
+        upload(self, num_last)
+
+    monkeypatch.setattr(Packet, "upload", counted)
+    batch = decoder.batch([segment(8, 3, [43]), segment(0, 1, [44])], page_size=PAGE_SIZE)
+    with NoWaiting():
+        logits = decoder.logits(decoder.hidden_states(batch, pool), batch)
+    assert logits.shape == (2, VOCAB)
+    (packet,) = copies
+    assert batch.logit_rows.data_ptr() == packet.device["logit_rows"].data_ptr()
+    with pytest.raises(AssertionError, match="item waits"), NoWaiting():
+        logits[0, 0].item()
+
+
+def test_the_fake_replays_numbers_as_they_were_and_tensors_as_they_are() -> None:
+    number, tensor, graph = [2.0], torch.ones(3, device="cpu"), FakeGraph()
+    out = graph.capture(lambda: tensor * number[0] + 1)
+    assert out.isnan().all()
+    tensor.fill_(5.0)
+    number[0] = 7.0
+    graph.replay()
+    assert out.tolist() == [11.0, 11.0, 11.0]
+    with pytest.raises(RuntimeError, match="reads the device"):
+        FakeGraph().capture(lambda: tensor * tensor[0].item())

@@ -1,0 +1,170 @@
+"""An engine over the Triton kernels: what a request says depends on nothing but the request."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from house import make_speculator
+
+from checkpoints import make_reference, save
+from fake_model import Driver
+from foretoken.api.build import build
+from foretoken.core.admission import SchedulerLimits
+from foretoken.core.config import EngineConfig
+from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.params import SamplingParams
+from foretoken.core.proposer import Proposer
+from foretoken.core.request import Request
+from foretoken.core.runner import ModelRunner
+from foretoken.core.scheduler import Scheduler
+from foretoken.core.speculation import FixedDepth, Speculator
+from foretoken.core.step import RowSampling
+from foretoken.draft.lm import LmProposer
+from foretoken.radix_cache import PrefixCache
+
+pytest.importorskip("triton")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+# The interpreter takes a millisecond for each of a kernel's programs.
+TINY = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+PAGE_SIZE, NUM_TOKENS = 4, 4
+PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 11, 12])
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
+    SamplingParams(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.2, logprobs=1, max_tokens=NUM_TOKENS
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and a draft that often agrees with it: the target with a little noise."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    with torch.device("cpu"), torch.no_grad():
+        model = make_reference("qwen3", **TINY)
+        target = save(model, tmp_path_factory.mktemp("target"))
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        return target, save(model, tmp_path_factory.mktemp("draft"))
+
+
+@pytest.fixture(scope="module")
+def decoders(folders: tuple[Path, Path], device: torch.device) -> list[Decoder]:
+    options = {"device": device, "dtype": "float32", "backend": "triton", "exact": "batch"}
+    return [load_decoder(folder, **options) for folder in folders]  # type: ignore[arg-type]
+
+
+def requests() -> list[Request]:
+    return [
+        Request(
+            request_id=str(index),
+            tokens=array("q", prompt),
+            sampling=RowSampling(params=params, seed=7 + index, prompt_len=len(prompt)),
+        )
+        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+    ]
+
+
+def make_driver(
+    decoders: Sequence[Decoder],
+    *,
+    speculator: Speculator,
+    with_lm: bool = False,
+    num_pages: int = 40,
+    page_size: int = PAGE_SIZE,
+    max_batch_tokens: int = 32,
+) -> Driver:
+    limits = SchedulerLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_running=4,
+        max_queued=9,
+        max_model_len=40,
+        vocab_size=TINY["vocab_size"],  # type: ignore[arg-type]
+    )
+    target, draft = decoders
+    pools = [each.make_pool(num_pages, page_size=page_size) for each in decoders]
+    for pool in pools:
+        pool.data.fill_(torch.nan)
+    proposer: Proposer | None = LmProposer(draft, pools[1], window=16) if with_lm else None
+    scheduler = Scheduler(PrefixCache(num_pages, page_size), limits, speculator)
+    return Driver(scheduler, ModelRunner(target, pools[0], proposer))  # type: ignore[arg-type]
+
+
+def serve(driver: Driver, asked: Sequence[Request]) -> dict[str, list[int]]:
+    driver.ended.clear()
+    driver.add(*asked)
+    driver.run()
+    assert set(driver.ended.values()) == {"length"}
+    return dict(driver.served)
+
+
+@pytest.fixture(scope="module")
+def alone(decoders: Sequence[Decoder]) -> dict[str, list[int]]:
+    """What each request says by itself, token by token."""
+    told = {}
+    for request in requests():
+        told |= serve(make_driver(decoders, speculator=FixedDepth(0)), [request])
+    return told
+
+
+def test_neither_a_batch_nor_a_cached_prompt_nor_look_ups_change_a_token(decoders, alone) -> None:
+    driver = make_driver(decoders, speculator=make_speculator("all"))
+    assert serve(driver, requests()) == alone
+    again = requests()
+    assert serve(driver, again) == alone
+    assert all(request.usage.cached_tokens >= PAGE_SIZE for request in again)
+    assert sum(request.usage.accepted_tokens for request in again) > 0
+
+
+def test_a_draft_model_changes_no_token_and_is_often_right(decoders, alone) -> None:
+    driver = make_driver(decoders, speculator=FixedDepth(2), with_lm=True)
+    asked = requests()
+    assert serve(driver, asked) == alone
+    assert sum(request.usage.accepted_tokens for request in asked) > 0
+
+
+def test_neither_chunks_nor_preemption_change_a_token(decoders, alone) -> None:
+    few = {"num_pages": 7, "page_size": 2, "max_batch_tokens": 6}
+    driver = make_driver(decoders, speculator=FixedDepth(0), **few)
+    assert serve(driver, requests()) == alone
+    assert driver.scheduler.num_preemptions > 0
+
+
+def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.device) -> None:
+    config = EngineConfig(
+        device=device.type,  # type: ignore[arg-type]
+        backend="triton",
+        dtype="float32",
+        exact="batch",
+        draft=f"ngram,{folders[1]}",
+        speculation=2,
+        kv_tokens=160,
+        max_model_len=40,
+        max_batch_tokens=32,
+        max_running=4,
+    )
+
+    async def scenario() -> dict[str, list[int]]:
+        engine = build(folders[0], config).engine
+        await engine.start()
+        streams = {each.request_id: engine.submit(each) for each in requests()}
+        told = {}
+        for name, stream in streams.items():
+            told[name] = [token_id async for delta in stream for token_id in delta.token_ids]
+        await engine.close()
+        return told
+
+    assert asyncio.run(scenario()) == alone

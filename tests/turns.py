@@ -1,0 +1,23 @@
+"""Turns: RoPE of frequencies that a test chooses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Turns:
+    """`Rope` by the formula: ``frequencies`` [head_dim / 2] are radians per position."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        self.frequencies = frequencies
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``."""
+        assert int(positions.max()) < stop
+        angles = positions.unsqueeze(1) * self.frequencies
+        return angles.cos(), angles.sin()
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[stop, head_dim / 2]``."""
+        return self.rows(torch.arange(stop), stop)
