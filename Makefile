@@ -7,7 +7,7 @@ ARGS ?=
 CLIENTS := .venv-clients
 JS := tests/clients/js
 
-.PHONY: serve test lint bench profile bench-peers soak prove simulate fuzz train-builtin clean
+.PHONY: serve test lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -38,6 +38,10 @@ fuzz: $(VENV)/.test
 SEEDS ?= 20000
 simulate: $(VENV)/.test
 	cd tests && nice -n 10 ../$(BIN)/python -m simulation --seeds $(SEEDS) $(ARGS)
+
+# Everything that is measured on a GPU; `make bench-gpu ARGS=--rehearse` needs none.
+bench-gpu:
+	bench/gpu_check.sh $(ARGS)
 
 # Where the time of a step goes.
 profile: $(VENV)/.serve

@@ -33,6 +33,10 @@ OUTCOME = re.compile(r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+?)::(.+?)
 REASON = re.compile(r"^(?:FAILED|ERROR) (.+?) - (.+)$", re.MULTILINE)
 ON_DEVICE = "test_triton_*.py"  # tests of kernels; the others are of what the host does
 REHEARSED = "test_work_list.py"
+WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
+MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (QWEN, {}), (LLAMA, {}), (SMALL, {}), (QWEN, WINDOW),
+)  # fmt: skip
 NUM_LAYERS = 2
 NUM_PAGES = 256
 NUM_CASES = 12
@@ -41,15 +45,11 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}  # of ||ours - oracle|| over ||o
 
 def run(stage: Stage) -> None:
     """Tests first, for they are the finest."""
-    wide = [(QWEN, {}), (LLAMA, {}), (SMALL, {}), (QWEN, {"use_sliding_window": True,
-        "sliding_window": 100, "max_window_layers": 1})]  # fmt: skip
-    stage.try_each(
-        {"tests": partial(_run_tests, stage)}
-        | {
-            f"{name}{', window' if more else ''}": partial(_layers, stage, name, more)
-            for name, more in wide[: 1 if stage.rehearses else None]
-        }
-    )
+    layers = {
+        f"{name}{', window' if more else ''}": partial(_layers, stage, name, more)
+        for name, more in stage.few(*MODELS)
+    }
+    stage.try_each({"tests": partial(_run_tests, stage)} | layers)
 
 
 # -- tests --------------------------------------------------------------------------------------
