@@ -65,7 +65,7 @@ class Limits:
     max_body_bytes: int = _count(4 * 2**20, "of a body")
     max_json_depth: int = _count(64, "arrays and objects inside each other", least=8, most=500)
     max_json_containers: int = _count(2**16, "arrays and objects in a body")
-    max_json_values: int = _count(2**18, "values in a body, each token id of a prompt one")
+    max_json_values: int = _count(2**19, "values in a body, each token id of a prompt one")
     max_messages: int = _count(10_000, "of a conversation")
     max_tools: int = _count(512, "of a request", most=MAX_TOOLS)
     max_prompts: int = _count(64, "of a request")

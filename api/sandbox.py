@@ -17,6 +17,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
+from ..core.errors import ModelLoadError
 from .template import TooLong
 
 _most_chars: ContextVar[int | None] = ContextVar("most_chars", default=None)
@@ -49,7 +50,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             num_chars += len(piece)
             if num_chars > most:
                 kept.clear()
-            else:
+            elif piece:
                 kept.append(piece)
         _check(num_chars)
         return "".join(kept)
@@ -72,7 +73,9 @@ def _size(operator: str, left: object, right: object) -> int:
         return len(left) + len(right)
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
-        return bits * right if operator == "**" else bits + right.bit_length()
+        if operator == "**":
+            return bits * right if bits > 1 else 1
+        return bits + right.bit_length()
     if isinstance(left, Sized) and isinstance(right, int):
         return len(left) * right
     if isinstance(left, int) and isinstance(right, Sized):
@@ -83,7 +86,8 @@ def _size(operator: str, left: object, right: object) -> int:
 def install() -> None:
     """Have transformers compile chat templates so; it asks nobody which environment to take.
 
-    Raises AttributeError for a version of it that takes another one: it would have no bounds.
+    Raises `ModelLoadError` for a version of it that takes another one: it would have no bounds.
     """
-    _ = chat_template_utils.ImmutableSandboxedEnvironment  # type: ignore[attr-defined]
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[attr-defined]
+    if not hasattr(chat_template_utils, "ImmutableSandboxedEnvironment"):
+        raise ModelLoadError("this version of transformers leaves chat templates without bounds")
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment

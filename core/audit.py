@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SECONDS = 60.0  # between two audits in idle moments, at least
 SLICE = 1000  # steps of an audit in an idle moment between turns of others: about a millisecond
+QUIET = 1.0  # seconds without a request until an audit that one cut short is begun again
 Verdict = dict[str, object]
 
 
@@ -80,6 +82,7 @@ class Auditor:
         self._scheduler = scheduler
         self._asked: list[asyncio.Future[Verdict]] = []
         self._passed = -SECONDS  # when it last did so by itself
+        self._was_cut = False  # the last time that it tried
 
     def ask(self) -> asyncio.Future[Verdict]:
         """The verdict that the next `answer` gives."""
@@ -98,12 +101,19 @@ class Auditor:
     async def rest(self, now: float, wake: asyncio.Event) -> None:
         """Nobody waits: a good moment, now and then, for a large pool takes a while.
 
-        Others have their turns meanwhile. Whoever sets ``wake`` ends it until the next rest.
+        Others have their turns meanwhile. Whoever sets ``wake`` ends it until the next rest: then
+        it waits for a longer one, or short pauses would be full of audits that never end.
         """
-        is_over = now - self._passed < SECONDS
-        while not is_over and not wake.is_set():
-            if is_over := await self._inspect_slowly(wake):
-                self._passed = now
+        if now - self._passed < SECONDS:
+            return
+        if self._was_cut:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    await wake.wait()
+        self._was_cut = True
+        while self._was_cut and not wake.is_set():
+            if await self._inspect_slowly(wake):
+                self._passed, self._was_cut = now, False
 
     async def _inspect_slowly(self, wake: asyncio.Event) -> bool:
         """Whether it came to its end before anything changed, by a flush for example."""

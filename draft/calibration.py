@@ -141,6 +141,13 @@ class Calibration:
             bend.fade(track.num_scored)
         return np.exp(bend.hazard * curve.log_survival[:length])
 
+    def chance(self, source: str, kind: int, request_id: str) -> float:
+        """Chance that the first token comes true: `survival` at a glance, without arrays."""
+        track = self._tracks[source]
+        curve, bend = track.curves[kind], track.bends.get(request_id)
+        chance = min(CHANCE_RANGE[1], curve.hits[0] / curve.trials[0])
+        return chance if bend is None else float(chance**bend.hazard)
+
     def score(self, source: str, kind: int, request_id: str, num_hits: int, missed: bool) -> None:
         """``num_hits`` leading tokens of a guess came true; then one was wrong if ``missed``.
 

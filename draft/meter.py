@@ -12,6 +12,9 @@ from .controller import Controller
 REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
 MAX_REST, MAX_REST_S = 48, 0.1  # steps, seconds: such a verdict holds no longer than both
 BRIEF_REST = 2  # steps that tell what plain decoding costs
+PEEK_SHARE = 0.002  # of the time that looks for a reason to end a rest may take
+FIRST_PEEK = 6  # steps of a rest after something new
+MAX_PATIENCE = 16  # times longer between them, where such reasons came to nothing
 MEAN_RATE = 0.1  # of a new value in a running mean
 OBSERVE_SHARE = 0.002  # of the time that learning from steps without drafts may take
 OBSERVE_EVERY, OBSERVE_LEAST = 8, 64  # of so many of these, at most and at least one is learnt from
@@ -43,6 +46,10 @@ class Meter:
         self._num_rested = 0  # steps of which the controller does not know yet
         self._rest_s = 0.0  # seconds of them, at most
         self._num_wanted = 0  # steps of a brief rest, all of which are learnt from
+        self._peek_s = 0.0  # seconds of a peek; running mean
+        self._peek_in = 0  # steps
+        self._peek_patience = 1
+        self._has_peeked = False  # and so ended the last rest
         self._num_unseen = 0  # steps since one without drafts was learnt from
         self._observe_s = 0.0  # seconds that this takes; running mean
         self._late_s = 0.0  # host seconds of this round that are the last step's
@@ -76,6 +83,9 @@ class Meter:
 
         ``briefly``: only to see what it costs.
         """
+        if self._has_peeked:
+            self._peek_patience = min(MAX_PATIENCE, 2 * self._peek_patience)
+            self._has_peeked = False
         if briefly:
             self._rest = self._num_wanted = BRIEF_REST
             self._rest_s = math.inf
@@ -91,6 +101,25 @@ class Meter:
         """
         if not self._num_wanted:
             self._rest = min(self._rest, num_steps)
+
+    def may_peek(self) -> bool:
+        """Whether to look, before this step of a rest, for a reason to end it."""
+        self._peek_in -= 1
+        return self._peek_in < 0
+
+    def peek_soon(self) -> None:
+        """A request joined, or what one repeated ended: what it repeats next shows soon."""
+        self._peek_in = min(self._peek_in, FIRST_PEEK)
+
+    def peeked(self, seconds: float, *, found: bool) -> None:
+        """That took so long; a rest in which something was ``found`` is over."""
+        self._peek_s += (MEAN_RATE if self._peek_s else 1.0) * (seconds - self._peek_s)
+        if self._step_s > 0.0:
+            interval = self._peek_s / (PEEK_SHARE * self._step_s)
+            self._peek_in = min(MAX_REST, round(self._peek_patience * interval))
+        if found:
+            self._has_peeked = True
+            self.shorten_rest(0)
 
     def decided(self, seconds: float) -> None:
         """The controller allocated this step; that took so long."""
@@ -115,6 +144,9 @@ class Meter:
             self._step.is_resting = False
             self._rested(seconds)
         drafts = not plan.is_plain and output.num_rows > plan.num_tokens
+        if drafts:
+            self._peek_patience, self._has_peeked = 1, False
+            self.peek_soon()
         if not self._step.is_allocated and not drafts and self._may_skip():
             return
         step, self._step = self._step, _Step()

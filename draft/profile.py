@@ -23,6 +23,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 GPU_ROWS = (*ROWS, 256, 512)  # where many rows take little longer than one
 NEAR, FAR = 32, 512  # tokens that the requests of a measurement look back on
 MANY = 8  # requests
+DRAFTED = 8  # rows of a request with drafts
 SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 4
 
@@ -44,7 +45,7 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
     far = min(FAR, longest - 1)
     near = max(0, min(NEAR, far // 2))
     asked = [n for n in _rows(decoder) if near + n <= max(1, longest)]
-    rows = {n: _measure(decoder, pool, [(near, n)]) for n in asked}
+    rows = {n: _measure(decoder, pool, _requests(decoder, near, n)) for n in asked}
     cases = [(1, far), (MANY, near), (MANY, far)] if 1 in rows and far > near else []
     if not cases:
         return rows, LookBack()
@@ -56,6 +57,16 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
 
 def _rows(decoder: Decoder) -> tuple[int, ...]:
     return ROWS if decoder.device.type == "cpu" else GPU_ROWS
+
+
+def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int]]:
+    """Whose rows to time: one request's; of many rows on a GPU, as drafts of several have them.
+
+    There a long chunk takes other kernels than verification does.
+    """
+    if decoder.device.type == "cpu" or num_rows <= DRAFTED:
+        return [(near, num_rows)]
+    return [(near, DRAFTED)] * (num_rows // DRAFTED)
 
 
 def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]) -> float:

@@ -15,7 +15,7 @@ class Turns:
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[T, head_dim / 2]`` of positions ``[T]``."""
         assert int(positions.max()) < stop
-        angles = positions.unsqueeze(1) * self.frequencies
+        angles = positions.unsqueeze(1) * self.frequencies.to(positions.device)
         return angles.cos(), angles.sin()
 
     def table(self, stop: int) -> tuple[Tensor, Tensor]:

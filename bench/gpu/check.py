@@ -112,7 +112,7 @@ def run_stage(name: str, place: Place, seconds: float) -> int:
     stage.save()
     module, _, function = PARTS[name].code.partition(":")
     run: Callable[[Stage], None] = getattr(importlib.import_module(f".{module}", HERE), function)
-    with stage.part(name):
+    with stage.listening(), stage.part(name):
         run(stage)
     result.status = "failed" if result.errors else "ok"
     stage.save()
@@ -151,7 +151,8 @@ def _run_all(args: argparse.Namespace, place: Place) -> int:
         found[name] = _run_part(name, place, seconds)
         found[name].command = _shown(args)
         _tell(place, found[name])
-    _keep(args, place, found)
+        page = _keep(args, place, found)  # at once: whoever ends this run leaves what there is
+    print(f"\n{page}")
     return int(any(each.status != "ok" for each in found.values()))
 
 
@@ -236,8 +237,11 @@ def _outcome(name: str, place: Place, code: int | None, seconds: float) -> Resul
 # -- what is kept -------------------------------------------------------------------------------
 
 
-def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -> None:
-    """The JSON of each stage, the page of all; and both with the log where ``OUT`` says."""
+def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -> str:
+    """The JSON of each stage, the page of all; and both with the log where ``OUT`` says.
+
+    Returns the page.
+    """
     out = place.work / "results" if place.rehearses else args.out
     for name, result in found.items():
         write_json(out / f"gpu-{name}.json", msgspec.to_builtins(result))
@@ -247,7 +251,7 @@ def _keep(args: argparse.Namespace, place: Place, found: Mapping[str, Result]) -
         path.write_text(page, encoding="utf-8")
     if folder := os.environ.get("OUT"):
         _copy_out(Path(folder), place, found, page)
-    print(f"\n{page}")
+    return page
 
 
 def _copy_out(folder: Path, place: Place, found: Mapping[str, Result], page: str) -> None:

@@ -31,8 +31,8 @@ AFTER_TESTS = 25.0  # seconds that are kept for what follows them
 BAD = ("FAILED", "ERROR")
 OUTCOME = re.compile(r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+?)::(.+?) *$", re.MULTILINE)
 REASON = re.compile(r"^(?:FAILED|ERROR) (.+?) - (.+)$", re.MULTILINE)
-ON_DEVICE = "test_triton_*.py"  # tests of kernels; the others are of what the host does
-REHEARSED = "test_work_list.py"
+ON_DEVICE = ("test_triton_*.py", "test_graphs.py")  # the others are of what the host does
+REHEARSED = ("test_work_list.py",)
 WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
     (QWEN, {}), (LLAMA, {}), (SMALL, {}), (QWEN, WINDOW),
@@ -58,11 +58,13 @@ def run(stage: Stage) -> None:
 def _run_tests(stage: Stage) -> None:
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-o", "filterwarnings=default", "-n", "1" if stage.rehearses else str(WORKERS)]
+    patterns = REHEARSED if stage.rehearses else ON_DEVICE
+    command += [str(file) for pattern in patterns for file in TESTS.glob(pattern)]
     log = stage.place.work / "tests.log"
     with log.open("w", encoding="utf-8") as output:
         try:
             subprocess.run(
-                [*command, *map(str, TESTS.glob(REHEARSED if stage.rehearses else ON_DEVICE))],
+                command,
                 cwd=ROOT,
                 env=os.environ | {"FORETOKEN_TEST_DEVICE": stage.place.device},
                 stdout=output,

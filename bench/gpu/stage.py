@@ -6,6 +6,7 @@ What is found is written at once, so that a stage that fails or runs out of time
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from ..report import Row, write_json
 from .shapes import TINY, write_shape
 
 T = TypeVar("T")
+PACKAGE = __name__.partition(".")[0]
 Tables = dict[str, list[dict[str, object]]]
 
 
@@ -146,6 +148,16 @@ class Stage:
         self.save()
 
     @contextmanager
+    def listening(self) -> Iterator[None]:
+        """What is logged is found, too: graphs that cannot be captured raise nothing, say."""
+        logger, listener = logging.getLogger(PACKAGE), _Listener(self.result)
+        logger.addHandler(listener)
+        try:
+            yield
+        finally:
+            logger.removeHandler(listener)
+
+    @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A part whose failure is told and costs nothing else of the stage."""
         try:
@@ -171,6 +183,25 @@ class Stage:
         """Write what there is."""
         self.result.seconds = time.monotonic() - self._began
         write_json(self.place.result(self.result.stage), msgspec.to_builtins(self.result))
+
+
+class _Listener(logging.StreamHandler[TextIO]):
+    """Prints what is logged, and keeps errors as errors and warnings as notes, each once.
+
+    The model's thread logs: whoever saves the result next writes them.
+    """
+
+    def __init__(self, result: Result) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self._result = result
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        is_error, text = record.levelno >= logging.ERROR, f"logged: {record.getMessage()}"
+        known = self._result.errors if is_error else self._result.notes
+        if text not in known:
+            known.append(text)
 
 
 def first_line(error: BaseException) -> str:

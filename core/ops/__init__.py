@@ -85,7 +85,7 @@ def _triton_ops(
     from .triton.suits import unsuited
 
     if quantize == "int4":
-        return "there are no Triton kernels for int4"
+        return "there are no Triton kernels for int4; device cpu has native ones"
     if problem := unsuited(device, dtype, heads, kv_dtype):
         return problem
     from .triton import probe

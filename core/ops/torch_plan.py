@@ -82,7 +82,8 @@ class TorchPlan:
         if scales is None:
             vectors[self._write_at] = kv.to(vectors.dtype)
         else:
-            vectors[self._write_at], scales[self._write_at] = to_scaled(kv, vectors.dtype)
+            items, scales[self._write_at] = to_scaled(kv, vectors.dtype)
+            vectors.view(torch.int8)[self._write_at] = items.view(torch.int8)  # bytes, as in `read`
 
     def pages(self, layer: int) -> Tensor:
         """The pool's blocks, starting at a layer's."""

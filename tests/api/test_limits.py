@@ -23,7 +23,7 @@ DEFAULTS = {
     "max_connections": 1024, "max_header_bytes": 65536, "max_header_fields": 100,
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
     "ping_seconds": 10, "max_request_seconds": 600, "max_body_bytes": 4 * 2**20,
-    "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 262144,
+    "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 524288,
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
     "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,
 }  # fmt: skip
@@ -231,10 +231,10 @@ def test_values_are_counted_by_the_commas_outside_texts(text, num):
 def test_a_body_of_too_many_values_is_refused_wherever_they_are(http, path):
     """Decoding two million token ids, or words, would hold everybody for a tenth of a second."""
     for field, value in (("prompt", "1,"), ("bad_words", '"a",'), ("tokens", "7,")):
-        body = f'{{"{field}": [{value * 262_144}{value[:-1]}]}}'
+        body = f'{{"{field}": [{value * 524_288}{value[:-1]}]}}'
         message = error_of(http.post(path, content=body))["message"]
-        assert "more values than the limit of 262144 (--max-json-values)" in message
-    within = f'{{"user": "{"a, b, " * 200_000}"}}'  # of a text
+        assert "more values than the limit of 524288 (--max-json-values)" in message
+    within = f'{{"user": "{"a, b, " * 300_000}"}}'  # of a text
     assert "--max-json-values" not in http.post(path, content=within).text
 
 

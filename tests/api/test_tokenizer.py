@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 from jinja2 import TemplateError, UndefinedError
 
 from foretoken import InvalidRequest, PromptTooLong
+from foretoken.api.sandbox import BoundedEnvironment, bounded
 from foretoken.api.template import INLINE_CHARS
 from foretoken.api.text import BYTE_OF_CHAR, ByteDetokenizer
 from foretoken.api.tokenizer import Tokenizer
@@ -228,6 +231,16 @@ def test_what_a_template_writes_beyond_its_bound_is_counted_and_not_kept(own):
         asyncio.run(own.encode_chat(TALK, {}))
     per_token = own._most_chars_per_token
     assert f"{-(-9_999_900 // per_token)} tokens > 49 maximum" in str(info.value)
+
+
+def test_a_template_that_writes_nothing_for_ever_takes_no_memory():
+    tracemalloc.start()
+    try:
+        with bounded(10):
+            assert BoundedEnvironment.concat(itertools.repeat("", 100_000)) == ""
+        assert tracemalloc.get_traced_memory()[1] < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_template_cannot_reach_beyond_its_sandbox(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import subprocess
@@ -161,6 +162,33 @@ def test_a_stage_that_dies_or_hangs_costs_itself_alone(tmp_path, monkeypatch, ca
     assert "ended after 4 s" in page
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_what_a_stage_found_is_kept_before_the_next_one_begins(tmp_path, monkeypatch) -> None:
+    def run_part(name: str, *_: object) -> Result:
+        if name == "decode":
+            raise KeyboardInterrupt
+        return made_up(name)
+
+    monkeypatch.setattr(check, "PARTS", {n: Part(n, "", 9.0) for n in ("facts", "decode")})
+    monkeypatch.setattr(check, "_run_part", run_part)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    args = Namespace(minutes=9.0, only=None, rehearse=True, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        check._run_all(args, Place(work=tmp_path, rehearses=True))
+    kept = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
+    assert kept["facts"]["status"] == "ok"
+
+
+def test_an_error_that_is_only_logged_fails_a_stage_and_a_warning_is_a_note(tmp_path) -> None:
+    stage, logger = make_stage(tmp_path), logging.getLogger("foretoken.core.ops")
+    with stage.listening():
+        for _ in range(2):
+            logger.error("no graph of %d rows", 8)
+        logger.warning("it takes long")
+    logger.error("of another stage")
+    assert stage.result.errors == ["logged: no graph of 8 rows"]
+    assert stage.result.notes == ["logged: it takes long"]
 
 
 def test_a_stage_is_not_begun_when_the_time_is_over(tmp_path) -> None:

@@ -53,6 +53,7 @@ def fill(engine: Engine, number: int) -> None:
 
 def run(scenario: Callable[[Rest], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "SLICE", SLICE)
+    monkeypatch.setattr(audit, "QUIET", 0.0)
 
     async def bounded() -> None:
         async with asyncio.timeout(30):
@@ -101,6 +102,28 @@ def test_a_request_that_comes_into_an_audit_is_served_and_the_next_rest_begins_a
         await rest.is_over.wait()
         assert rest.num_begun == 2
         assert rest.engine.num_audit_failures == 0
+
+    run(scenario, monkeypatch)
+
+
+def test_an_audit_that_was_cut_short_is_begun_again_only_when_it_is_quiet(monkeypatch) -> None:
+    """Else who asks now and then has each of its pauses filled with an audit that never ends."""
+
+    async def ask(rest: Rest, name: str) -> None:
+        async for _ in rest.engine.submit(make_request(name, [1, 2])):
+            pass
+        await rest.engine._mail.idle.wait()
+
+    async def scenario(rest: Rest) -> None:
+        monkeypatch.setattr(audit, "QUIET", 3600.0)
+        await rest.reaches(SLICE)
+        for name in "abc":
+            await ask(rest, name)
+        assert rest.num_begun == 1
+        monkeypatch.setattr(audit, "QUIET", 0.0)
+        await ask(rest, "d")
+        await rest.is_over.wait()
+        assert rest.num_begun == 2
 
     run(scenario, monkeypatch)
 

@@ -127,3 +127,12 @@ def test_a_request_long_silent_is_trusted_again_in_part() -> None:
     before = hazard(made, "bad")
     feed(made, 0.9, 600, request_id="good", seed=1)
     assert 1.0 < hazard(made, "bad") < 0.9 * before
+
+
+def test_the_chance_at_a_glance_is_that_of_the_first_token() -> None:
+    made = calibration(0.6)
+    feed(made, 0.8, 30)
+    for request_id in ("a", "new"):
+        glance = made.chance("lm", 0, request_id)
+        assert glance == pytest.approx(first(made, request_id))
+    assert made.chance("lm", 0, "a") != made.chance("lm", 0, "new")

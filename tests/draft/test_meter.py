@@ -11,7 +11,16 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.draft.controller import Controller
 from foretoken.draft.costs import CostModel
-from foretoken.draft.meter import BRIEF_REST, MAX_REST, OBSERVE_EVERY, OBSERVE_LEAST, Meter
+from foretoken.draft.meter import (
+    BRIEF_REST,
+    FIRST_PEEK,
+    MAX_PATIENCE,
+    MAX_REST,
+    OBSERVE_EVERY,
+    OBSERVE_LEAST,
+    PEEK_SHARE,
+    Meter,
+)
 
 SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=1)
 ROW = PlanRow(
@@ -109,3 +118,34 @@ def test_a_clock_that_stands_still_is_borne() -> None:
     meter.steps(100, 0.0)
     meter.rest()
     assert meter.steps(100, 0.0) == 0
+
+
+def steps_until_peek(meter: Meter) -> int:
+    return next(step for step in range(1, 1000) if meter.may_peek())
+
+
+def test_a_rest_is_looked_into_as_often_as_that_is_cheap() -> None:
+    meter = decided(0.010, 0.1)
+    assert meter.may_peek()
+    meter.peeked(10 * PEEK_SHARE * 0.010, found=False)
+    assert steps_until_peek(meter) == 11
+    meter.peeked(1.0, found=False)
+    assert steps_until_peek(meter) == MAX_REST + 1
+    meter.peeked(1.0, found=False)
+    meter.peek_soon()
+    assert steps_until_peek(meter) == FIRST_PEEK + 1
+
+
+def test_who_ends_rests_in_vain_looks_more_seldom_until_a_draft_is_made() -> None:
+    meter = decided(0.010, 0.1)
+    waits = []
+    for _ in range(6):
+        meter.peeked(PEEK_SHARE * 0.010, found=True)
+        assert not meter.is_resting
+        meter.rest()  # the verdict is the same
+        waits.append(steps_until_peek(meter) - 1)
+    assert waits == [1, 2, 4, 8, MAX_PATIENCE, MAX_PATIENCE]
+    meter.decided(0.0)
+    meter.end(PLAN, replace(OUTPUT, num_rows=5), 0.010)
+    meter.peeked(PEEK_SHARE * 0.010, found=False)
+    assert steps_until_peek(meter) - 1 == 1

@@ -357,3 +357,41 @@ def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
         output = RowOutput(request_id=request.request_id, token_ids=[1])
         bench.speculator.observe(request, row, output, 1)
     assert asked < 15
+
+
+def rested_steps(bench: Bench, said: Sequence[int]) -> int:
+    """Steps of a long rest, while a request says so, until deciding is worth it again."""
+    request = bench.request([90, 91, 92])
+    bench.step(request, [93])
+    meter = bench.speculator.meter
+    meter.decide_s = 100.0
+    meter.rest()
+    assert meter.is_resting
+    for count, token_id in enumerate(said):
+        request.tokens.append(token_id)
+        request.num_computed = len(request.tokens) - 1
+        if not bench.speculator.rests():
+            return count + 1
+    return len(said) + 1
+
+
+def test_a_rest_ends_soon_after_the_text_begins_to_repeat_what_was_said() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    repeating = rested_steps(bench, [95, 96, *TEXT])
+    assert 8 <= repeating <= 12, "six tokens in a row are enough to trust a look-up"
+
+
+def test_a_rest_goes_on_over_text_that_nobody_said() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    assert rested_steps(bench, range(200, 230)) == 31
+
+
+def test_a_rest_goes_on_where_look_ups_never_came_true() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    for kind in range(5):
+        for _ in range(40):
+            bench.speculator.calibration.score("suffix", kind, "another", 0, True)
+    assert rested_steps(bench, [95, *TEXT]) == len(TEXT) + 2

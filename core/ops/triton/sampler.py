@@ -31,7 +31,9 @@ from .packet import Field, Packet
 TILE = 1024  # tokens
 LIST_TILE = 512  # values of a cut row, weighed together
 EDIT_TILE = 256  # edits
-BLOCK = 2**25  # logits handled at once: bounds the working space
+# Logits handled at once: bounds the working space. A second block waits until the pass is over,
+# so 256 rows of the largest vocabularies must fit into one.
+BLOCK = 2**26
 ROUNDED = {"enable_fp_fusion": False}  # after every operation
 _ALIGN = 4  # numbers: 16 bytes
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}

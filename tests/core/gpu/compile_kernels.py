@@ -131,12 +131,13 @@ def linear_variants() -> dict[str, Variant]:
 
 VARIANTS |= linear_variants()
 _LINEAR = VARIANTS["linear bf16, 64 x 128 streamed"]
+_LINEAR_INT8 = VARIANTS["linear int8, 64 x 128 streamed"]
+FLOAT16 = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "fp16")
 VARIANTS |= {
     "linear logits": _LINEAR._replace(dtypes={"out_ptr": "fp32"}),
     "linear odd": _LINEAR._replace(constants={**_LINEAR.constants, "IS_EVEN": False}),
-    "linear float16": _LINEAR._replace(
-        dtypes=dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "fp16")
-    ),
+    "linear float16": _LINEAR._replace(dtypes=FLOAT16),
+    "linear float16 int8": _LINEAR_INT8._replace(dtypes={**FLOAT16, "weight_ptr": "i16"}),
 }
 
 

@@ -61,7 +61,9 @@ def test_it_multiplies_by_the_weight_and_adds_the_bias(kind, shape, biased) -> N
     if weight.bias is not None:
         expected += weight.bias.double()
     wide = tiled_linear(x, weight, torch.float32)
-    torch.testing.assert_close(wide.double(), expected, atol=5e-6, rtol=0)
+    # A tensor core cuts off what it adds up where the interpreter rounds it.
+    tolerance = 5e-6 if x.device.type == "cpu" else 5e-5
+    torch.testing.assert_close(wide.double(), expected, atol=tolerance, rtol=0)
     assert torch.equal(tiled_linear(x, weight), wide.to(x.dtype))
 
 
@@ -160,8 +162,13 @@ def test_every_int8_is_widened_to_bfloat16_without_a_conversion() -> None:
 
 
 def test_a_model_with_int8_weights_stays_near_the_plain_one(tmp_path) -> None:
-    folder = save(make_reference("qwen3"), tmp_path)
-    decoders = load_decoder(folder), load_decoder(folder, backend="triton", quantize="int8")
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        folder = save(make_reference("qwen3"), tmp_path)
+    decoders = (
+        load_decoder(folder, device=device),
+        load_decoder(folder, device=device, backend="triton", quantize="int8"),
+    )
     drivers = [ModelDriver(decoder) for decoder in decoders]
     with torch.inference_mode():
         plain, quantised = (driver.prefill(driver.add([7, 9, 200, 3]), 4) for driver in drivers)

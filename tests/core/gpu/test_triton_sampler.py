@@ -106,7 +106,8 @@ def test_noise_is_as_accurate_for_the_rarest_words() -> None:
     hashes, noise = torch.tensor([hash_of(word) for word in words]), torch.empty(128)
     noise_kernel[(1,)](hashes, noise, NUM=128)
     expected = _gumbel_of_words(torch.tensor(words + [0] * (128 - len(words))))
-    torch.testing.assert_close(noise[: len(words)], expected[: len(words)], rtol=5e-7, atol=5e-7)
+    bound = 5e-7 if noise.device.type == "cpu" else 2e-6  # a GPU divides less exactly
+    torch.testing.assert_close(noise[: len(words)], expected[: len(words)], rtol=bound, atol=bound)
 
 
 # ---- a row on its own --------------------------------------------------------------------------

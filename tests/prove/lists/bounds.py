@@ -27,6 +27,14 @@ MUTATIONS = (
         "what is audited does not change meanwhile",
     ),
     Mutation(
+        "audits-fill-every-pause",
+        "core/audit.py",
+        "        if self._was_cut:\n",
+        "        if False:\n",
+        (f"{AUDIT}::test_an_audit_that_was_cut_short_is_begun_again_only_when_it_is_quiet",),
+        "short pauses are not full of audits that never end",
+    ),
+    Mutation(
         "engine-forgets-who-came-while-it-audits",
         "core/engine.py",
         "            await self._auditor.rest(self._clock(), self._mail.wake)\n",

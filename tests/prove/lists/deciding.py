@@ -121,4 +121,20 @@ MUTATIONS = (
         (CONTROLLER,),
         "what cannot come is not drafted",
     ),
+    Mutation(
+        "rests-are-never-looked-into",
+        "draft/speculator.py",
+        "elif self._sources and self.meter.may_peek():",
+        "elif not self._sources and self.meter.may_peek():",
+        ("tests/draft/test_speculator.py",),
+        "text that begins to repeat is drafted soon",
+    ),
+    Mutation(
+        "rests-end-for-look-ups-that-never-came-true",
+        "draft/speculator.py",
+        "and chance(guess.source, guess.kind, request.request_id) >= PROMISE",
+        "and chance(guess.source, guess.kind, request.request_id) >= 0.0",
+        ("tests/draft/test_speculator.py",),
+        "a promise is what calibration says",
+    ),
 )
