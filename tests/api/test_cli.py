@@ -299,6 +299,7 @@ def test_chat_without_a_stdin_ends_at_once(here, monkeypatch):
     assert cli.main(["chat"]) == 0
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_chat_that_waits_for_a_line(here, monkeypatch):
     typed = threading.Event()  # never, as long as chat runs
 

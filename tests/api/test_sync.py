@@ -87,14 +87,6 @@ def test_in_a_forked_child_an_llm_refuses_and_does_not_keep_it_from_ending(llm, 
     assert next(stream).token_ids, "the parent goes on"
 
 
-@pytest.fixture
-def ctrl_c():
-    """SIGINT raises, also where the suite was started in the background and it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("n", [1, 2])
 def test_ctrl_c_in_a_stream_is_a_keyboard_interrupt_and_aborts(llm, engine, n):
