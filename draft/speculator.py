@@ -22,6 +22,7 @@ from .calibration import Calibration
 from .controller import Candidates, Controller
 from .grammar import GrammarSource
 from .meter import Meter
+from .peek import Peek
 from .source import INDEX_CHUNK, CarefulSource, Guess, Source
 from .track import LM, NO_SURVIVAL, Track, padded
 from .trie import Path, Survival, merge
@@ -30,8 +31,6 @@ LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those befor
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-PROMISE = 0.75  # chance of a guess's first token at which a rest ends
-MOST_PEEKED = 4  # requests looked at for that, in turn
 NEWS_REST = 4  # steps that a verdict against drafts still holds when a request joins others
 
 
@@ -65,7 +64,7 @@ class DraftSpeculator:
         self._tracks: dict[str, Track] = {}  # of those that may draft
         self._own_depth: set[str] = set()  # of these, who said how deep
         self._constrained: set[str] = set()  # of these, with a grammar
-        self._next_peek = 0  # of the tracks, by their order
+        self._glance = Peek(self._sources, calibration)
         self._has_news = False  # a prompt that may not be indexed yet
         self._left: list[Request] = []  # ended; their tokens are still to be kept
         for source in self._sources:
@@ -89,26 +88,11 @@ class DraftSpeculator:
         return self.meter.rests()
 
     def _peek(self) -> None:
-        """End the rest where a look-up promises much: text may begin to repeat at any token."""
-        began = self.meter.clock()
-        tracks = list(self._tracks.values())
-        self._next_peek = (self._next_peek + MOST_PEEKED) % len(tracks)
-        some = (tracks[self._next_peek :] + tracks)[:MOST_PEEKED]
-        found = any(track.decodes and self._promises(track) for track in some)
+        """End the rest where a look-up promises something to who lets the controller decide."""
+        began, others = self.meter.clock(), self._own_depth | self._constrained
+        free = [t.request for name, t in self._tracks.items() if t.decodes and name not in others]
+        found = self._glance.finds(free)
         self.meter.peeked(self.meter.clock() - began, found=found)
-
-    def _promises(self, track: Track) -> bool:
-        request = track.request
-        if request.sampling.constraint is not None or self._depth(request) != "auto":
-            return False
-        guesses = (source.propose(request, 1) for source in self._sources)
-        chance = self.calibration.chance
-        return any(
-            guess is not None
-            and len(guess.token_ids) > 0
-            and chance(guess.source, guess.kind, request.request_id) >= PROMISE
-            for guess in guesses
-        )
 
     def _decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
         tracks = (self._tracks[each] for each in request_ids)

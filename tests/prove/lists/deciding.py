@@ -131,7 +131,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rests-end-for-look-ups-that-never-came-true",
-        "draft/speculator.py",
+        "draft/peek.py",
         "and chance(guess.source, guess.kind, request.request_id) >= PROMISE",
         "and chance(guess.source, guess.kind, request.request_id) >= 0.0",
         ("tests/draft/test_speculator.py",),
