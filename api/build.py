@@ -86,6 +86,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
                 _warm_up, (target, pool), pair, scheduler.limits, costs if measures else None
             ),
             supervision=_supervision(config, sizes, target),
+            overlap=config.overlap == "on" or (config.overlap == "auto" and runner.launches),
         ),
         folder=folder,
         name=BUILTIN_NAME if model is None else _name(model),

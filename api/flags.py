@@ -99,6 +99,11 @@ def add_engine_flags(parser: Parser) -> None:
         metavar="X",
         help="how many times longer a step may take for prompts beside running answers",
     )
+    add(
+        "--overlap",
+        choices=("auto", "on", "off"),
+        help="begin a step before the one ahead of it is looked at; auto: on a GPU",
+    )
     add("--max-running", type=int, metavar="N", help="requests in one step (64, on cuda 256)")
     add("--max-queued", type=int, metavar="N", help="requests that may wait")
     add(

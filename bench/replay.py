@@ -20,6 +20,7 @@ class ReplayRunner(ModelRunner):
     """Steers every request of ``recorded`` (by request id) along its recorded answer."""
 
     recorded: Mapping[str, Sequence[int]] = {}
+    launches = False  # what is to be said must be known when the tokens are chosen
 
     @classmethod
     def over(cls, runner: ModelRunner) -> ReplayRunner:

@@ -65,6 +65,8 @@ class EngineConfig:
     fp8 is for a GPU.
     ``max_slowdown``: how many times longer a step may take because prompts are computed beside
     running answers; more brings first tokens sooner and makes streams halt longer.
+    ``overlap``: whether a step that only goes on may be begun before the outcome of the one ahead
+    of it is looked at; auto is on a GPU, where it waits for the host otherwise.
     ``aging_seconds``: a request that waits so long counts as one priority more urgent.
     ``max_priority``: a request may ask for one from minus this to this, 0: for none.
     ``step_timeout``: seconds after which a step is given up and the engine with it, 0 is never; a
@@ -89,6 +91,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_batch_tokens: int | None = None
     max_slowdown: float = 2.0
+    overlap: Literal["auto", "on", "off"] = "auto"
     max_running: int | None = None
     max_queued: int = 256
     aging_seconds: float = 10.0

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from .audit import Auditor, Verdict
 from .dump import Report, make_report, write_report
 from .errors import EngineDead, InvalidRequest, QueueFull
+from .flight import StepRunner
 from .flush import flush, flush_prefix
 from .mail import Mail
 from .metrics import EngineMetrics
@@ -26,7 +27,7 @@ from .report import SpeculationLog
 from .request import Request
 from .scheduler import Scheduler
 from .step import StepOutput, StepPlan
-from .stepper import Stepper, StepRunner
+from .stepper import Stepper
 from .stream import TokenStream
 from .watchdog import Supervision, Watchdog
 
@@ -53,6 +54,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
         supervision: Supervision = DEFAULT_SUPERVISION,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.metrics = EngineMetrics(scheduler, self)
@@ -79,6 +81,7 @@ class Engine:
             tell=self._mail.tell,
             meanwhile=self._meanwhile,
             clock=clock,
+            overlap=overlap,
         )
 
     # -- callers --------------------------------------------------------------------------------
@@ -124,6 +127,7 @@ class Engine:
         except QueueFull as full:
             full.retry_after = self._mail.retry_after()
             raise
+        self._stepper.withdraw()  # or the first token would wait for one step more
         return self._mail.take(request, self._clock())
 
     def abort(self, request_id: str) -> None:
@@ -265,7 +269,7 @@ class Engine:
         """Once round: inbox, plan, step. Readers are told while the model computes."""
         self._mail.read(self._clock())
         self._auditor.answer()
-        plan = self.scheduler.schedule(self._clock())
+        plan = self._stepper.under_way or self.scheduler.schedule(self._clock())
         if not plan.rows:
             self._deliver()
             await self._rest()
@@ -304,6 +308,7 @@ class Engine:
     def _end_everything(self, error: EngineDead | None) -> None:
         """Aborted without an error, or failed with one; also those that are still in the inbox."""
         last = error or EngineDead(CLOSED)
+        self._stepper.withdraw()
         try:
             self._mail.tell(self.scheduler.abort_all(self._clock(), error))
             self._deliver()

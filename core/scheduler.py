@@ -120,9 +120,10 @@ class Scheduler:
         chunks = self._plan_chunks(budget, {each.request_id for each in decodes}, now)
         # Drafts take what pages are left: a chunk that had to evict for them would cost hits.
         rows = list(map(self._draft_row, decodes, drafts or repeat(NOTHING)))
-        return self._make_plan(rows + chunks, is_plain=drafts is None)
+        return self.make_plan(rows + chunks, is_plain=drafts is None)
 
-    def _make_plan(self, rows: list[PlanRow], *, is_plain: bool) -> StepPlan:
+    def make_plan(self, rows: list[PlanRow], *, is_plain: bool) -> StepPlan:
+        """A plan of these rows, which tells what was not told yet."""
         if not rows:  # nobody will read it: what has to be told waits for the next plan
             return StepPlan(rows=(), fresh_pages=array("q"))
         departed, self._departed = self._departed, []
@@ -132,6 +133,14 @@ class Scheduler:
             is_plain=is_plain,
             departed=departed,
         )
+
+    def drop(self, plan: StepPlan) -> None:
+        """A plan of one token a row is not carried out: the next one tells what it had to tell."""
+        self._departed = [*plan.departed, *self._departed]
+        self.cache.return_fresh_pages(plan.fresh_pages)
+        for row in plan.rows:
+            if (request := self.running.get(row.request_id)) is not None:
+                request.num_prepaid += 1
 
     def _plan_decodes(self, budget: int) -> list[Request]:
         """Requests that lack one token, with a page for it, in order."""
@@ -176,11 +185,14 @@ class Scheduler:
 
         Drafts are charged when they are verified: the model thread says how many there are.
         """
-        num_tokens = stop - request.num_computed
+        self.charge(request, stop - request.num_computed)
+        return make_row(request, stop, plan, branches)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Tokens of a request are in a plan: its tenant pays, but for what it paid before."""
         num_due = max(0, num_tokens - request.num_prepaid)
         request.num_prepaid -= num_tokens - num_due
         self.waiting.charge(request.tenant, num_due)
-        return make_row(request, stop, plan, branches)
 
     def _plan_chunks(self, budget: int, planned: set[str], now: float) -> list[PlanRow]:
         """Prefill chunks, with pages, for what is left of the token budget."""
@@ -255,11 +267,16 @@ class Scheduler:
     # -- commit ---------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
-        """Take a step's outcome: the only place where ``tokens`` and ``num_computed`` grow."""
+        """Take a step's outcome: the only place where ``tokens`` and ``num_computed`` grow.
+
+        A request may have ended while a plan made ahead was carried out.
+        """
         self._pace.observe(plan, output)
         events = []
         for row, out in zip(plan.rows, output.rows, strict=True):
-            request = self.running[row.request_id]
+            request = self.running.get(row.request_id)
+            if request is None:
+                continue
             if out.num_proposed:  # accepted or not: rows were computed for them
                 self.waiting.charge(request.tenant, out.num_proposed + len(row.branches))
             delta = self._commit_row(request, row, out, now, learns=not plan.is_plain)
@@ -285,7 +302,8 @@ class Scheduler:
         elif request.lease is not None:
             if row.stop - row.start > 1 or row.start < request.prompt_len:
                 publish(self.cache, request)
-            self.cache.shrink(request.lease, len(request.tokens))
+            if learns:  # else it has no page for a draft, and maybe one for a step under way
+                self.cache.shrink(request.lease, len(request.tokens))
         if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
             pin_prompt(self.cache, request)
         return delta

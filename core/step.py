@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import overload
 
 import msgspec
 
@@ -25,7 +26,8 @@ class RowSampling:
     """What the sampler must know of one request, resolved once at admission.
 
     Equal to itself alone, so that what is derived from it can be cached by it, while it lives.
-    ``constraint`` belongs to the model thread; others fork it.
+    ``constraint`` belongs to the model thread; others fork it. ``reads_text``: it takes more than
+    the logits and the position of a token to choose it and to tell of it.
     """
 
     params: SamplingParams
@@ -34,6 +36,58 @@ class RowSampling:
     stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
+    reads_text: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Ask once, not in every step."""
+        params = self.params
+        reads_text = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or bool(self.bad_words_ids)
+            or self.constraint is not None
+        )
+        object.__setattr__(self, "reads_text", reads_text)
+
+
+class AheadTokens(Sequence[int]):
+    """A request's tokens up to the one that a step under way is still choosing, that one included.
+
+    In a plan made ahead it stands for ``PlanRow.tokens``. Its length is known at once, ``last``
+    when that step is over. ``known`` may grow meanwhile: what is behind is not looked at.
+    """
+
+    __slots__ = ("_known", "_length", "last")
+
+    def __init__(self, known: array[int], length: int) -> None:
+        self._known, self._length = known, length
+        self.last: int | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> array[int]: ...
+    def __getitem__(self, at: int | slice) -> int | array[int]:
+        """As an array of them gives it. Raises LookupError for the last while it is not chosen."""
+        numbers = range(self._length)[at]
+        if isinstance(numbers, range):
+            return array("q", map(self.__getitem__, numbers))
+        return self._known[numbers] if numbers < self._length - 1 else self._chosen()
+
+    def buffer_info(self) -> tuple[int, int]:
+        """Address and length, as of an array: there is nothing to read at address 0."""
+        return 0, self._length
+
+    def _chosen(self) -> int:
+        if self.last is None:
+            raise LookupError("the token is not chosen yet")
+        return self.last
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):

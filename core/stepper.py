@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
 
+from .ahead import is_steady, plan_ahead, replan
 from .dump import StepLog
 from .errors import ForetokenError
+from .flight import Flight, Grounded, StepRunner
+from .launch import Launcher
 from .metrics import EngineMetrics
 from .model_thread import Job, StepThread
 from .recovery import Retrial, drafts, forget_frames, is_out_of_memory, may_have_lost_gpu
@@ -21,18 +22,12 @@ MAX_FAILURES = 3  # of steps of which nothing came through, in a row
 Tell = Callable[[list[Event]], None]
 
 
-class StepRunner(Protocol):
-    """What the model thread runs."""
-
-    def step(self, plan: StepPlan) -> StepOutput:
-        """Compute one ragged batch; blocking."""
-
-
 class Stepper:
-    """One step at a time, on behalf of an engine's loop.
+    """One step at a time, on behalf of an engine's loop, and the next one ahead if it is known.
 
     ``tell`` takes the events of what was committed; ``meanwhile`` is called while the thread
-    computes. The rows of a step that raises are run again in parts: those that fail by themselves
+    computes. ``overlap``: whether a step may be given to the thread before the one ahead of it is
+    committed. The rows of a step that raises are run again in parts: those that fail by themselves
     end, the others never know.
     """
 
@@ -46,6 +41,7 @@ class Stepper:
         tell: Tell,
         meanwhile: Callable[[], None],
         clock: Callable[[], float],
+        overlap: bool = False,
     ) -> None:
         self.log = StepLog()
         self.num_failed_steps = 0  # runs that raised
@@ -53,7 +49,20 @@ class Stepper:
         self._scheduler, self._metrics = scheduler, metrics
         self._thread, self._watchdog = thread, watchdog
         self._tell, self._meanwhile, self._clock = tell, meanwhile, clock
+        self._overlap = overlap
+        self._ahead: Flight | None = None  # of a plan made ahead
+        self._ended = 0.0  # when the last run did, on the clock
         self._num_failures = 0  # of steps of which nothing came through, in a row
+
+    @property
+    def under_way(self) -> StepPlan | None:
+        """The plan that was made ahead, if there is one: the next to be stepped."""
+        return None if self._ahead is None else self._ahead.plan
+
+    def withdraw(self) -> None:
+        """Somebody came: compute no step without them, if the thread has not come to it yet."""
+        if self._ahead is not None and self._ahead.withdraw():
+            self._drop()
 
     async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
         """Compute and commit a plan; None where that took several runs.
@@ -61,32 +70,63 @@ class Stepper:
         Raises `StepHung`, and what the step raised where nothing came through for the third time
         in a row, and nothing else does either.
         """
-        output = await self._run(plan, runner)
+        flight, self._ahead = self._ahead, None
+        if flight is None:
+            flight = self._start(plan, runner)
+        self._go_ahead(flight, runner)
+        output = await self._run(flight)
         if isinstance(output, Exception):
-            await self._recover(plan, runner, output)
+            await self._abandon()
+            plan = replan(self._scheduler, flight.plan) if flight.is_ahead else plan
+            if plan.rows:
+                await self._recover(plan, runner, output)
             return None
         self._num_failures = 0
         return output
 
-    async def _run(self, plan: StepPlan, runner: StepRunner) -> StepOutput | Exception:
-        began = self._clock()
-        output = await self._compute(plan, runner, began)
+    def _start(self, plan: StepPlan, runner: StepRunner, after: Flight | None = None) -> Flight:
+        may_launch = self._overlap and isinstance(runner, Launcher) and runner.launches
+        launches = may_launch and is_steady(plan)
+        flight = Flight(plan, runner, self._clock(), after=after, launches=launches)
+        flight.start(self._thread)
+        return flight
+
+    def _go_ahead(self, flight: Flight, runner: StepRunner) -> None:
+        plan = plan_ahead(self._scheduler, flight.plan, self._clock()) if self._overlap else None
+        if plan is not None:
+            self._ahead = self._start(plan, runner, after=flight)
+
+    async def _abandon(self) -> None:
+        """What was to follow a step that failed is not computed."""
+        flight = self._ahead
+        if flight is not None:
+            await self._compute(flight, self._clock())  # to its end
+            self._drop()
+
+    def _drop(self) -> None:
+        flight, self._ahead = self._ahead, None
+        if flight is not None:
+            self._scheduler.drop(flight.plan)
+
+    async def _run(self, flight: Flight) -> StepOutput | Exception:
+        began = max(flight.began, self._ended)
+        output = await self._compute(flight, began)
         if not isinstance(output, Exception):
-            now = self._clock()
-            self._tell(self._scheduler.commit(plan, output, now))
-            self._metrics.observe_step(plan, output, began=began, computed=now, ended=self._clock())
+            plan, self._ended = flight.plan, self._clock()
+            self._tell(self._scheduler.commit(plan, output, self._ended))
+            self._metrics.observe_step(
+                plan, output, began=began, computed=self._ended, ended=self._clock()
+            )
         return output
 
-    async def _compute(
-        self, plan: StepPlan, runner: StepRunner, began: float
-    ) -> StepOutput | Exception:
-        job = self._thread.start(partial(runner.step, plan))
+    async def _compute(self, flight: Flight, began: float) -> StepOutput | Exception:
+        job = flight.outcome(self._thread)
         self.log.begin(began)
         self._watchdog.watch(job)
         try:
             self._meanwhile()
         finally:
-            output = await self._outcome(job, plan)  # requests must not change under it
+            output = await self._outcome(job, flight.plan)  # requests must not change under it
         return output
 
     async def _outcome(self, job: Job[StepOutput], plan: StepPlan) -> StepOutput | Exception:
@@ -98,7 +138,7 @@ class Stepper:
             raise
         except Exception as raised:
             failure = raised
-            self.num_failed_steps += 1
+            self.num_failed_steps += not isinstance(raised, Grounded)
             return raised
         finally:
             self._watchdog.rest()
@@ -112,7 +152,7 @@ class Stepper:
         forget_frames(failure)
         retrial = Retrial(plan, failure)
         while (part := retrial.next()) is not None:
-            output = await self._run(part, runner)
+            output = await self._run(self._start(part, runner))
             if isinstance(output, Exception):
                 forget_frames(output)
                 retrial.failed(part, output)
@@ -134,7 +174,8 @@ class Stepper:
         that is asked again and again. A GPU that is lost fails all alike: nobody is blamed for it.
         """
         plan = retrial.probe(self._scheduler.cache.page_size)
-        if isinstance(await self._compute(plan, runner, self._clock()), Exception):
+        flight = self._start(plan, runner)
+        if isinstance(await self._compute(flight, flight.began), Exception):
             raise retrial.failure
         self._num_failures = 0
 

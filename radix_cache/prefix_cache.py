@@ -154,7 +154,7 @@ class PrefixCache:
         taken = self._free[-needed:]
         taken.reverse()
         del self._free[-needed:]
-        lease.page_ids += taken
+        lease.page_ids = lease.page_ids + taken  # a step under way may read the old table
         self._fresh += taken
         return True
 
@@ -247,6 +247,10 @@ class PrefixCache:
         fresh = array("q", dict.fromkeys(self._fresh))
         self._fresh = array("q")
         return fresh
+
+    def return_fresh_pages(self, page_ids: array[int]) -> None:
+        """The step that they were taken for did not come: the next call tells of them again."""
+        self._fresh = page_ids + self._fresh
 
     def flush(self, *namespaces: str | None) -> int:
         """Drops what is cached and not borrowed, in these namespaces or in all when none is named.

@@ -90,7 +90,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "cache-quota": "0.4", "max-model-len": "99",
         "max-batch-tokens": "8", "aging-seconds": "3", "max-priority": "4",
-        "max-slowdown": "3",
+        "max-slowdown": "3", "overlap": "on",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d",
     }  # fmt: skip

@@ -59,7 +59,7 @@ class Totals:
 
     def add(self, findings: Findings) -> None:
         """One seed more."""
-        for name in ("num_requests", "num_steps", "num_preemptions", "num_accepted"):
+        for name in ("num_requests", "num_steps", "num_ahead", "num_preemptions", "num_accepted"):
             self._counts[name.removeprefix("num_")] += getattr(findings, name)
         self._ends += findings.ends
         self._faults += findings.faults

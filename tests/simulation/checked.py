@@ -6,7 +6,7 @@ from typing import Any
 
 from foretoken.core.request import Request, RequestStatus
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.step import PlanRow, StepOutput, StepPlan
+from foretoken.core.step import AheadTokens, PlanRow, StepOutput, StepPlan
 
 
 class CheckedScheduler(Scheduler):
@@ -22,12 +22,20 @@ class CheckedScheduler(Scheduler):
         return plan
 
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> Any:
-        before = {row.request_id: self.running[row.request_id] for row in plan.rows}
+        before = [each for row in plan.rows if (each := self._owner(row)) is not None]
         events = super().commit(plan, output, now)
         self.audit()
-        for request in before.values():
+        for request in before:
             _check_request(request)
         return events
+
+    def _owner(self, row: PlanRow) -> Request | None:
+        """Whose row it is; only of a plan made ahead they may be gone."""
+        request = self.running.get(row.request_id)
+        is_ahead = isinstance(row.tokens, AheadTokens)
+        assert request is not None or is_ahead, "a request ended while it was in a step"
+        assert request is None or row.stop <= len(request.tokens), "a row goes too far"
+        return request
 
     def _check_plan(self, plan: StepPlan) -> None:
         ids = [row.request_id for row in plan.rows]

@@ -10,6 +10,7 @@ true sometimes.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,9 +22,10 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.batch import Segment
+from foretoken.core.launch import Launched
 from foretoken.core.proposer import Proposer
 from foretoken.core.runner import ModelRunner
-from foretoken.core.step import PlanRow, RowSampling, StepOutput, StepPlan
+from foretoken.core.step import AheadTokens, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.core.verify import NOT_FINITE, Verified, VerifyRow
 
 VOCAB_SIZE = 6
@@ -86,9 +88,9 @@ class Chains:
         self._known: WeakKeyDictionary[RowSampling, list[State]] = WeakKeyDictionary()
 
     def of(self, row: PlanRow) -> list[State]:
-        """One for each token; tokens only grow."""
+        """One for each token before the last of a row, which may be a guess; tokens only grow."""
         chain = self._known.setdefault(row.sampling, [])
-        for token in row.tokens[len(chain) :]:
+        for token in row.tokens[len(chain) : row.stop - 1]:
             chain.append(advance(chain[-1] if chain else root(row.sampling.seed), token))
         return chain
 
@@ -191,6 +193,26 @@ def _verified(draft: Sequence[int], chosen: Sequence[tuple[int, bool]]) -> Verif
     return Verified(tuple(token_ids), len(draft))
 
 
+@dataclass
+class SimulatedLaunch:
+    """What the device has for the host, if it waits for it."""
+
+    outcome: StepOutput | Exception
+
+    def finish(self) -> StepOutput:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def tell(self, row: PlanRow) -> bool:
+        """Give a row of the next step the token that it goes on from, if there is one."""
+        assert isinstance(self.outcome, StepOutput)
+        assert isinstance(row.tokens, AheadTokens)
+        out = next(out for out in self.outcome.rows if out.request_id == row.request_id)
+        row.tokens.last = out.token_ids[-1] if out.token_ids else None
+        return bool(out.token_ids)
+
+
 class SimulatedRunner(ModelRunner):
     """The real runner over pages of hashes; faults come from ``before`` and ``after`` each step.
 
@@ -206,9 +228,38 @@ class SimulatedRunner(ModelRunner):
         before: Callable[[StepPlan], None],
         after: Callable[[StepPlan], None],
         seconds: Callable[[], float],
+        fails_late: random.Random | None = None,
     ) -> None:
         super().__init__(decoder, pool, proposer)  # type: ignore[arg-type]
         self._before, self._after, self._part_seconds = before, after, seconds
+        self._fails_late = fails_late
+
+    @property
+    def launches(self) -> bool:
+        """With ``fails_late``, as on a GPU: some failures are told when a step is waited for."""
+        return self._fails_late is not None
+
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> SimulatedLaunch:
+        """Compute it at once: a device keeps the order, whenever it comes to it.
+
+        What it makes of a row without a token, or behind a step that failed, nobody reads.
+        """
+        assert self._fails_late is not None
+        assert after is None or isinstance(after, SimulatedLaunch)
+        if after is not None and isinstance(after.outcome, Exception):
+            return after
+        rows = [row for row in plan.rows if after is None or after.tell(row)]
+        void = [RowOutput(request_id=row.request_id) for row in plan.rows]
+        try:
+            output = self.step(replace(plan, rows=rows)) if rows else StepOutput(rows=())
+        except RuntimeError as failure:
+            if self._fails_late.random() < 0.5:
+                raise
+            return SimulatedLaunch(failure)
+        found = {out.request_id: out for out in output.rows}
+        return SimulatedLaunch(
+            replace(output, rows=[found.get(out.request_id, out) for out in void])
+        )
 
     def step(self, plan: StepPlan) -> StepOutput:
         self.decoder.rows = plan.rows

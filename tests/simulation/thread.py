@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from foretoken.core.errors import EngineDead
+from foretoken.core.flight import Flight
 from foretoken.core.model_thread import Job
-from foretoken.core.step import StepPlan
+from foretoken.core.step import AheadTokens, StepPlan
 
 from .loop import SimulatedLoop
 
@@ -21,7 +23,7 @@ class SimulatedThread:
 
     ``seconds`` tells how long each call takes, or `HANGS`, which only steps do: nobody watches the
     warm-up. A call computes at its beginning or at its end, by lot: either way, what it was lent
-    must not change until then.
+    must not change until then. Calls follow each other: one begins when the one before has ended.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class SimulatedThread:
         self.num_calls = 0
         self.is_closed = False
         self.under_way = 0
+        self._queue: deque[Job[Any]] = deque()  # the first one is under way
         self._rng = rng
         self._seconds = seconds
         self._on_change = on_change
@@ -43,27 +46,37 @@ class SimulatedThread:
         """Begin a call. Raises `EngineDead` once closed."""
         if self.is_closed:
             raise EngineDead("the engine was closed")
-        if self.under_way:
-            self._on_change("two calls are under way in the one model thread")
+        if self.under_way == 3:  # a step, the one made ahead, one that was withdrawn before them
+            self._on_change("four calls are under way in the one model thread")
         self.num_calls += 1
         self.under_way += 1
-        job, seconds = Job(work), self._seconds()
-        outcome = _outcome(work) if self._rng.random() < 0.5 else None
-        if seconds != HANGS or not _plans(work):
-            loop = job.loop
-            assert isinstance(loop, SimulatedLoop)
-            loop.call_later(max(0.0, seconds), self._end, job, outcome, _lent(work))
+        job = Job(work)
+        self._queue.append(job)
+        if self.under_way == 1:
+            self._begin()
         return job
 
     def close(self) -> None:
         """Begin nothing more."""
         self.is_closed = True
 
+    def _begin(self) -> None:
+        job, seconds = self._queue[0], self._seconds()
+        outcome = _outcome(job.work) if self._rng.random() < 0.5 else None
+        if seconds != HANGS or not _plans(job.work):
+            loop = job.loop
+            assert isinstance(loop, SimulatedLoop)
+            loop.call_later(max(0.0, seconds), self._end, job, outcome, _lent(job.work))
+
     def _end(self, job: Job[Any], outcome: tuple[Any, Any] | None, lent: list[Any]) -> None:
         self.under_way -= 1
+        self._queue.popleft()
+        outcome = outcome or _outcome(job.work)
         if _lent(job.work) != lent:
             self._on_change("what a step was lent changed while it ran")
-        job.end(*(outcome or _outcome(job.work)))
+        if self._queue:
+            self._begin()
+        job.end(*outcome)
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -74,9 +87,15 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _lent(work: Callable[[], Any]) -> list[Any]:
-    """A copy of the arrays that a plan lends to the thread."""
-    return [(row.tokens[:], row.page_ids[:]) for plan in _plans(work) for row in plan.rows]
+    """A copy of the arrays that a plan lends to the thread; of one made ahead, the page tables."""
+    return [
+        (None if isinstance(row.tokens, AheadTokens) else row.tokens[:], row.page_ids[:])
+        for plan in _plans(work)
+        for row in plan.rows
+    ]
 
 
 def _plans(work: Callable[[], Any]) -> list[StepPlan]:
-    return [arg for arg in getattr(work, "args", ()) if isinstance(arg, StepPlan)]
+    owner = getattr(work, "__self__", None)
+    args = (owner.plan,) if isinstance(owner, Flight) else getattr(work, "args", ())
+    return [arg for arg in args if isinstance(arg, StepPlan)]

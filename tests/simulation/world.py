@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from foretoken.core.admission import SchedulerLimits
 from foretoken.core.engine import Engine
 from foretoken.core.errors import EngineDead
-from foretoken.core.step import StepPlan
+from foretoken.core.step import AheadTokens, StepPlan
 from foretoken.core.stream import TokenStream
 from foretoken.radix_cache import PrefixCache
 
@@ -52,6 +52,8 @@ class Shape:
     aging_seconds: float = 10.0
     speculator: str
     depth: int
+    overlap: bool = True
+    launches: bool = False  # as a GPU does
 
     @classmethod
     def draw(cls, rng: random.Random) -> Shape:
@@ -70,6 +72,8 @@ class Shape:
             aging_seconds=rng.choice([0.05, 10.0]),
             speculator=rng.choice(SPECULATORS),
             depth=rng.choice([1, 3, 7]),
+            overlap=rng.random() < 0.7,
+            launches=rng.random() < 0.5,
         )
 
 
@@ -81,6 +85,7 @@ class Findings:
     num_steps: int = 0
     num_preemptions: int = 0
     num_accepted: int = 0
+    num_ahead: int = 0  # steps whose plan was made while the one before ran
     seconds: float = 0.0  # virtual
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -106,6 +111,7 @@ class World:
         self.told: list[Told] = []
         self.closed_at: float | None = None
         self.num_steps = 0  # tried
+        self.num_ahead = 0
         self.trace = 0  # equal for equal runs
         self._failed = asyncio.Event()
         self.engine = self._make_engine()
@@ -152,6 +158,7 @@ class World:
             before=self._before,
             after=self.faults.after,
             seconds=lambda: self.rng.expovariate(200.0),
+            fails_late=part() if shape.launches else None,
         )
         threads = part()
         return Engine(
@@ -161,11 +168,13 @@ class World:
             make_thread=lambda name, on_start: SimulatedThread(
                 threads, self.faults.seconds, self.violation, on_start
             ),
+            overlap=shape.overlap,
         )
 
     def _before(self, plan: StepPlan) -> None:
         """In the model thread: whatever depends on the plan is part of the trace."""
         self.num_steps += 1
+        self.num_ahead += any(isinstance(row.tokens, AheadTokens) for row in plan.rows)
         self._note(self.loop.time(), *((row.request_id, row.start, row.stop) for row in plan.rows))
         if self.num_steps > MAX_STEPS:
             self.violation("requests get on for ever and never end")
@@ -277,6 +286,7 @@ class World:
         return Findings(
             num_requests=len(self.told),
             num_steps=self.num_steps,
+            num_ahead=self.num_ahead,
             num_preemptions=self.scheduler.num_preemptions,
             num_accepted=sum(told.request.usage.accepted_tokens for told in self.told),
             seconds=self.loop.time(),

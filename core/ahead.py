@@ -1,0 +1,76 @@
+"""Planning ahead: the next step, made while the tokens that it goes on from are chosen.
+
+While nobody comes and all that is to be done is one token for each request, how far everybody will
+be after a step is known before it is over. So the next one can follow it at once: the time between
+two steps, in which outcomes are committed and plans are made, passes beside the computing. Who
+turns out to have ended has one row too many in the step that follows, and that row reaches nobody.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import cast
+
+from msgspec.structs import replace
+
+from .drafting import make_row
+from .request import Request
+from .scheduler import Scheduler
+from .step import AheadTokens, PlanRow, StepPlan
+
+
+def is_steady(plan: StepPlan) -> bool:
+    """Whether every row decodes one token, without a draft, by its logits and position alone."""
+    return plan.is_plain and all(
+        row.stop - row.start == 1 and row.samples and not row.sampling.reads_text
+        for row in plan.rows
+    )
+
+
+def plan_ahead(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:
+    """The step behind ``plan``, which is under way; None where its outcome decides that.
+
+    It lends nothing that changes while it is carried out, for requests may end meanwhile.
+    """
+    staying = _staying(scheduler, plan) if is_steady(plan) else []
+    if not staying or not scheduler.speculator.rests():
+        return None
+    scheduler.cache.tick(now)
+    scheduler.roster.begin_round(now)
+    rows = []
+    for row, request in staying:
+        if request.lease is None or not scheduler.cache.extend(request.lease, row.stop + 1):
+            return None
+        rows.append(_next_row(row, request, request.lease.page_ids[:]))
+    for _, request in staying:
+        scheduler.charge(request, 1)
+    return scheduler.make_plan(rows, is_plain=True)
+
+
+def _staying(scheduler: Scheduler, plan: StepPlan) -> list[tuple[PlanRow, Request]]:
+    """Who goes on whatever the plan yields; nobody where it is not clear who else comes."""
+    running = scheduler.running
+    here = [(row, request) for row in plan.rows if (request := running.get(row.request_id))]
+    staying = [(row, request) for row, request in here if row.stop + 1 < request.max_len]
+    has_places = len(staying) < scheduler.limits.max_running
+    if len(here) < len(running) or (len(scheduler.waiting) and has_places):
+        return []
+    return staying
+
+
+def _next_row(row: PlanRow, request: Request, page_ids: array[int]) -> PlanRow:
+    tokens = AheadTokens(request.tokens, row.stop + 1)
+    return PlanRow(
+        request_id=row.request_id,
+        tokens=cast("array[int]", tokens),  # no more is asked of those who do not read the text
+        start=row.stop,
+        stop=row.stop + 1,
+        page_ids=page_ids,
+        sampling=row.sampling,
+    )
+
+
+def replan(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
+    """A plan made ahead, now that its tokens are known: the rows of those who still run."""
+    here = [each for row in plan.rows if (each := scheduler.running.get(row.request_id))]
+    return replace(plan, rows=[make_row(each, len(each.tokens)) for each in here])
