@@ -77,6 +77,7 @@ class EngineMetrics:
         )
         for part in PARTS:
             self._parts.of(part)  # there from the start: a rate needs a zero to begin with
+        self._ahead = self._count("steps_ahead", "Steps planned while the one before them ran")
         self._tokens = self._add(_Steps(self.tally))
         self._batch = self._add(Histogram("step_num_requests", "Requests in a step", COUNTS))
         self._batch_tokens = self._add(
@@ -98,10 +99,22 @@ class EngineMetrics:
         self.tracer.begin(request, now)
 
     def observe_step(
-        self, plan: StepPlan, output: StepOutput, *, began: float, computed: float, ended: float
+        self,
+        plan: StepPlan,
+        output: StepOutput,
+        *,
+        began: float,
+        computed: float,
+        ended: float,
+        is_ahead: bool = False,
     ) -> None:
-        """One step: given to the model thread, back from it, committed."""
+        """One step: given to the model thread, back from it, committed.
+
+        ``is_ahead``: it was planned before the step ahead of it was committed.
+        """
         self._steps.observe(computed - began)
+        if is_ahead:
+            self._ahead.inc()
         self._observe_batch(plan)
         self.tally.observe_rows(output.rows)
         for part, part_seconds in output.times.items():

@@ -115,7 +115,12 @@ class Stepper:
             plan, self._ended = flight.plan, self._clock()
             self._tell(self._scheduler.commit(plan, output, self._ended))
             self._metrics.observe_step(
-                plan, output, began=began, computed=self._ended, ended=self._clock()
+                plan,
+                output,
+                began=began,
+                computed=self._ended,
+                ended=self._clock(),
+                is_ahead=flight.is_ahead,
             )
         return output
 
