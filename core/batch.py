@@ -36,12 +36,27 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
         return self.start + len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ahead:
+    """Tokens of a batch that the device alone knows: the step before this one is choosing them.
+
+    The host has a 0 in their place. ``words`` are what a `DeviceSampler` left of that step: its
+    backend reads them. A place of which no token came gives an id of the vocabulary all the same:
+    whoever asked for the row must not look at its outcome.
+    """
+
+    words: Tensor  # [num_words], on the device
+    sources: NDArray[np.int32]  # [num_rows] the word of each row; -1: the host knows the token
+    vocab_size: int
+
+
 @dataclass(eq=False)
 class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
 
     Host arrays describe the segments, tensors the rows. Nothing changes once it is made, but that
-    a backend which copies the rows to its device itself says where ``logit_rows`` are there.
+    who asked for it says what it takes from the step ``ahead``, and that a backend which copies the
+    rows to its device itself says where ``logit_rows`` are there.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -55,6 +70,7 @@ class RaggedBatch:
     first_rows: IntArray  # [num_segments] index of the first row
     page_counts: IntArray  # [num_segments]
     pages: IntArray  # [sum of page_counts], segment after segment
+    ahead: Ahead | None = None  # for a `DeviceSampler`'s backend; others have every token here
 
     @property
     def num_rows(self) -> int:

@@ -25,7 +25,7 @@ class StepRunner(Protocol):
 
 
 class Grounded(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """A step was not computed: it was withdrawn, or the one before it failed."""
+    """A step was not computed: it was withdrawn, or it had no tokens to go on from."""
 
 
 class Flight:
@@ -53,7 +53,7 @@ class Flight:
         self._tickets = [None]  # one: who takes it decides whether the step is computed
         self._job: Job[StepOutput] | None = None
         self._launched: Launched | None = None
-        self._failure: Exception = Grounded()  # why nothing was launched
+        self._failure: BaseException = Grounded()  # why nothing was launched
         self._output: StepOutput | None = None
 
     def start(self, thread: StepThread) -> None:
@@ -106,9 +106,9 @@ class Flight:
         rows = [row for row in self.plan.rows if _tell(row, chosen[row.request_id])]
         if len(rows) == len(self.plan.rows):
             return self._runner.step(self.plan)
-        output = StepOutput(rows=())
-        if rows:
-            output = self._runner.step(replace(self.plan, rows=rows))
+        if not rows:  # the runner would not be told what the plan has to tell it
+            raise Grounded
+        output = self._runner.step(replace(self.plan, rows=rows))
         found = {out.request_id: out for out in output.rows}
         nothing = (RowOutput(request_id=row.request_id) for row in self.plan.rows)
         return replace(output, rows=[found.get(out.request_id, out) for out in nothing])
@@ -121,7 +121,7 @@ class Flight:
             assert isinstance(self._runner, Launcher)
             before = None if after is None else after._launched
             self._launched = self._runner.launch(self.plan, before)
-        except Exception as failure:  # raised where the outcome is waited for
+        except BaseException as failure:  # raised where the outcome is waited for
             self._failure = failure
 
     def _finish(self) -> StepOutput:

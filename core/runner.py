@@ -13,11 +13,14 @@ from msgspec.structs import replace
 
 from .batch import RaggedBatch, Segment
 from .kv_pool import KVPool
+from .launch import Launched
+from .launched import LaunchedStep, check_steady
 from .logprobs import token_logprobs
 from .model.decoder import Decoder
 from .ops.device import make_stopwatch
 from .proposer import Proposer
 from .rejection import SampledDraft, verify_by_rejection
+from .sampler import DeviceSampler
 from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 from .verify import NOT_FINITE, Verified, VerifyRow
 
@@ -65,6 +68,19 @@ class ModelRunner:
             rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
         times = self._times(time.perf_counter() - began)
         return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))
+
+    @property
+    def launches(self) -> bool:
+        """Whether `launch` may be called: where the device computes behind the host's back."""
+        return not self.rejection and isinstance(self.decoder.sampler, DeviceSampler)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, after: Launched | None = None) -> LaunchedStep:
+        """Ask for a steady step without waiting; see `Launcher.launch`."""
+        check_steady(plan)
+        assert after is None or isinstance(after, LaunchedStep)
+        self._propose(plan)  # a steady plan: it only learns what to forget
+        return LaunchedStep(plan.rows, self.decoder, self.pool, after)
 
     def _times(self, whole: float) -> dict[str, float]:
         """Of a step that took ``whole`` seconds; on a GPU, drafts and forward pass by its clock.
@@ -214,7 +230,7 @@ class ModelRunner:
             token_ids=outcome.token_ids,
             num_proposed=sum(len(path.token_ids) for path in drafts),
             num_accepted=outcome.num_accepted,
-            sources=[source for path in (draft, *others) for source in path.sources],
+            sources=tuple(source for path in (draft, *others) for source in path.sources),
             draft_len=len(draft.token_ids),
             backlog=drafts[0].backlog,
             logprobs=outcome.logprobs,

@@ -7,7 +7,7 @@ same scores. The torch one is the oracle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,6 +25,27 @@ class Sampler(Protocol):
         self, logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
     ) -> list[Choice]:
         """Draw one token per row; see `core.verify.sample`."""
+
+
+class Drawing(Protocol):
+    """Tokens that a device was asked to choose."""
+
+    @property
+    def words(self) -> Tensor:
+        """One for each row, on the device, in a form that the backend reads: see `Ahead`."""
+
+    def choices(self) -> list[Choice]:
+        """Wait for them, and for nothing that the device was asked for since."""
+
+
+@runtime_checkable
+class DeviceSampler(Sampler, Protocol):
+    """A `Sampler` of a backend that computes behind the host's back, and whose batches may go on
+    from tokens that the host does not know yet (`RaggedBatch.ahead`).
+    """
+
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawing:
+        """As `sample`, without waiting."""
 
 
 class TorchSampler:

@@ -80,6 +80,8 @@ class Stepper:
             plan = replan(self._scheduler, flight.plan) if flight.is_ahead else plan
             if plan.rows:
                 await self._recover(plan, runner, output)
+            else:  # what it had to tell may not have been told
+                self._scheduler.drop(plan)
             return None
         self._num_failures = 0
         return output

@@ -12,6 +12,7 @@ from ..profile import HOST, Round
 from ..report import Spread
 from .bed import PAGE_SIZE
 from .lab import open_lab, plant, random_prompts, runner, together
+from .overlap import run_overlap
 from .shapes import LLAMA, QWEN, SMALL
 from .stage import Stage
 
@@ -27,7 +28,10 @@ def run(stage: Stage) -> None:
     """Random models of real shapes, 1,024 tokens behind each request; then fewer bytes of each."""
     plain = {name: partial(_model, stage, name, {}) for name in stage.few(QWEN, SMALL, LLAMA)}
     fewer = {str(more): partial(_model, stage, QWEN, more) for more in SMALLER}
-    stage.try_each(plain if stage.rehearses else plain | fewer)
+    stage.try_each(plain)
+    stage.try_each({f"overlap, {SMALL}": partial(run_overlap, stage, SMALL)})
+    if not stage.rehearses:
+        stage.try_each(fewer)
 
 
 async def _model(stage: Stage, name: str, more: dict[str, str]) -> None:

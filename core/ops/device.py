@@ -51,6 +51,31 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+class Event(Protocol):
+    """A mark in the device's queue of work, as `torch.cuda.Event` is one."""
+
+    def record(self) -> None:
+        """Set the mark behind all that was asked for so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to the mark, and no further."""
+
+
+def make_event(device: torch.device) -> Event:
+    """One that may be set again and again."""
+    if device.type == "cuda":
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return _HostEvent()
+
+
+class _HostEvent:
+    """The CPU is done when a call returns."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class Stopwatch(Protocol):
     """Seconds that the device of a model took for what it was asked between two moments.
 

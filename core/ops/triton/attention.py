@@ -1,7 +1,8 @@
 """Ragged paged attention: one kernel for decode, verify and prefill rows, and one that merges.
 
-Online softmax (arXiv 1805.02867) inside a split; splits are merged in order of position, by the
-same arithmetic in both kernels, so narrow and wide items differ by their tiles alone.
+Online softmax (arXiv 1805.02867) inside a split; the splits of a stretch are merged in order of
+position, and so are the stretches, by the same arithmetic in both kernels: narrow and wide items
+differ by their tiles alone. Merging one state into nothing changes none of its bits.
 """
 
 from __future__ import annotations
@@ -121,6 +122,15 @@ def attend_split(
 
 
 @triton.jit
+def keep_sums(sums_ptr, tops_ptr, totals_ptr, at, mask, top, total, out, HEAD_DIM: tl.constexpr):
+    """Leave for `merge_kernel` what was found for the queries; ``at`` [TILE_ROWS]: where."""
+    sums_at = at.to(tl.int64)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(sums_ptr + sums_at, out, mask=mask[:, None])
+    tl.store(tops_ptr + at, top, mask=mask)
+    tl.store(totals_ptr + at, total, mask=mask)
+
+
+@triton.jit
 def attend_kernel(
     q_ptr,  # [T, NUM_HEADS * HEAD_DIM], scaled
     out_ptr,  # the same
@@ -130,7 +140,7 @@ def attend_kernel(
     tops_ptr,  # [num_places, NUM_HEADS] float32: maxima
     totals_ptr,  # [num_places, NUM_HEADS] float32
     positions_ptr,  # [T]
-    places_ptr,  # [T] where a narrow row's sums of its first split go
+    places_ptr,  # [T] where a row's sums begin; -1: a wide row of one stretch, which has none
     counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
     words_ptr,  # items of ITEM_WORDS numbers, and the rows and page ids that they speak of
     layer_block,  # index of the layer's first block in page 0
@@ -142,13 +152,14 @@ def attend_kernel(
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
     SPLIT: tl.constexpr,
+    STRETCH: tl.constexpr,  # splits
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # queries of a tile: rows times heads of a group, 16 at least
     WINDOW: tl.constexpr,  # 0: none
     IS_NARROW: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):
-    """Every so manieth item, one KV head. Narrow ones leave their sums, wide ones the output.
+    """Every so manieth item, one KV head. They leave their sums, or the output if they know all.
 
     How many programs there are does not depend on how many items: so a graph may launch them.
     """
@@ -176,12 +187,10 @@ def attend_kernel(
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
                 SPLIT, TILE, TILE_ROWS, WINDOW,
             )  # fmt: skip
-            place = tl.load(places_ptr + row, mask=is_row, other=0) + first
-            place = (place - first_split(position, SPLIT, WINDOW)) * NUM_HEADS + head
-            sums_at = place.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(sums_ptr + sums_at, out, mask=is_row[:, None])
-            tl.store(tops_ptr + place, top, mask=is_row)
-            tl.store(totals_ptr + place, total, mask=is_row)
+            place = tl.load(places_ptr + row, mask=is_row, other=0)
+            place += first - first_split(position, SPLIT, WINDOW)
+            keep_sums(sums_ptr, tops_ptr, totals_ptr, place * NUM_HEADS + head, is_row,
+                      top, total, out, HEAD_DIM)  # fmt: skip
         else:
             top = tl.full([TILE_ROWS], HIDDEN, tl.float32)
             total = tl.zeros([TILE_ROWS], tl.float32)
@@ -194,8 +203,14 @@ def attend_kernel(
                     SPLIT, TILE, TILE_ROWS, WINDOW,
                 )  # fmt: skip
                 top, total, out = merge_state(top, total, out, split_top, split_total, split_out)
+            # A tile may reach into a stretch that only some of its rows see: -2 for the others.
+            number = first // STRETCH - first_split(position, SPLIT, WINDOW) // STRETCH
+            place = tl.load(places_ptr + row, mask=is_row & (first <= position // SPLIT), other=-2)
+            place = tl.where(number >= 0, place, -2)
+            keep_sums(sums_ptr, tops_ptr, totals_ptr, (place + number) * NUM_HEADS + head,
+                      place >= 0, top, total, out, HEAD_DIM)  # fmt: skip
             result = (out / total[:, None]).to(q.dtype)
-            tl.store(out_ptr + q_at, result, mask=is_row[:, None])
+            tl.store(out_ptr + q_at, result, mask=(place == -1)[:, None])
 
 
 @triton.jit
@@ -205,32 +220,43 @@ def merge_kernel(
     tops_ptr,
     totals_ptr,
     positions_ptr,
-    places_ptr,  # -1: not a narrow row
+    places_ptr,  # -1: nothing to merge
+    is_wide_ptr,  # [T] whether a place is a stretch's, not a split's
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # heads of a program
-    GROUP_TILE: tl.constexpr,  # GROUP, to the next power of two
+    HEADS: tl.constexpr,  # of a program, a power of two
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
+    STRETCH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The output of one narrow row and KV head, from its splits in order."""
-    row, lanes, dims = tl.program_id(0), tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_DIM)
-    first_place = tl.load(places_ptr + row)
-    if first_place < 0:
+    """The output of one row and some heads, from what was left for them."""
+    row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    place = tl.load(places_ptr + row)
+    if place < 0:
         return
-    head, is_head = tl.program_id(1) * GROUP + lanes, lanes < GROUP
-    position = tl.load(positions_ptr + row)
-    num_splits = position // SPLIT - first_split(position, SPLIT, WINDOW) + 1
-    top = tl.full([GROUP_TILE], HIDDEN, tl.float32)
-    total = tl.zeros([GROUP_TILE], tl.float32)
-    out = tl.zeros([GROUP_TILE, HEAD_DIM], tl.float32)
-    for index in range(num_splits):
-        place = (first_place + index) * NUM_HEADS + head
-        sums_at = place.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        split_out = tl.load(sums_ptr + sums_at, mask=is_head[:, None], other=0.0)
-        split_top = tl.load(tops_ptr + place, mask=is_head, other=0.0)
-        split_total = tl.load(totals_ptr + place, mask=is_head, other=1.0)
-        top, total, out = merge_state(top, total, out, split_top, split_total, split_out)
+    position, is_wide = tl.load(positions_ptr + row), tl.load(is_wide_ptr + row)
+    first, last = first_split(position, SPLIT, WINDOW), position // SPLIT
+    top = tl.full([HEADS], HIDDEN, tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    out = tl.zeros([HEADS, HEAD_DIM], tl.float32)
+    for stretch in range(first // STRETCH, last // STRETCH + 1):
+        lo = tl.maximum(first, stretch * STRETCH)
+        hi = tl.minimum(last + 1, (stretch + 1) * STRETCH)
+        num_places = tl.where(is_wide > 0, 1, hi - lo)
+        sum_top = tl.full([HEADS], HIDDEN, tl.float32)
+        sum_total = tl.zeros([HEADS], tl.float32)
+        sum_out = tl.zeros([HEADS, HEAD_DIM], tl.float32)
+        for index in tl.range(num_places, num_stages=4):  # loads that wait for no other
+            at = (place + index) * NUM_HEADS + head
+            sums_at = at.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+            new_out = tl.load(sums_ptr + sums_at)
+            new_top, new_total = tl.load(tops_ptr + at), tl.load(totals_ptr + at)
+            sum_top, sum_total, sum_out = merge_state(
+                sum_top, sum_total, sum_out, new_top, new_total, new_out
+            )
+        top, total, out = merge_state(top, total, out, sum_top, sum_total, sum_out)
+        place += num_places
     at = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
     result = (out / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, result, mask=is_head[:, None])
+    tl.store(out_ptr + at, result)

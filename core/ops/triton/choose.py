@@ -180,3 +180,19 @@ def race_kernel(
         values = tl.where(is_kept, noise + scaled, -float("inf"))
     winners = (rank_of(values).to(tl.int64) << 32) | (LAST_ID - ids)
     tl.atomic_max(winners_ptr + place, tl.max(winners, 0), sem="relaxed")
+
+
+@triton.jit
+def take_kernel(
+    winners_ptr,  # [num_places] int64, of `race_kernel`
+    sources_ptr,  # [num_rows] int32: whose token a row goes on from; -1: the row has its token
+    token_ids_ptr,  # [num_rows] int32, in and out
+    last_id,  # of the vocabulary
+):
+    """The token of one row. A word that is no winner becomes an id that the vocabulary has."""
+    row = tl.program_id(0)
+    source = tl.load(sources_ptr + row)
+    if source >= 0:
+        rest = tl.load(winners_ptr + source) & LAST_ID
+        token_id = (rest ^ LAST_ID).to(tl.int32)  # LAST_ID - rest
+        tl.store(token_ids_ptr + row, tl.minimum(token_id, last_id))

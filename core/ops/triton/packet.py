@@ -1,18 +1,29 @@
-"""Packet: all that the host tells the device before a pass, in one copy."""
+"""Packet and Reply: all that the host tells the device before a pass in one copy, and its answer.
+
+Two launches may be on their way at once. On the device they share everything: one stream does what
+it is asked for in order, so that what the second writes over, the first has read, and memory that
+torch takes back goes to work behind that. The host is not in that order: a copy may not have begun
+when the host comes back to the same memory. So each block of host memory has a mark behind its
+copy, and there is more than one of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-HostFields: TypeAlias = dict[str, NDArray[Any]]
+from ..device import make_event
+
+HostFields: TypeAlias = Mapping[str, NDArray[Any]]
+FLIGHTS = 2  # launches on their way at once: the third finds the first one's block free
 _ALIGN = 16  # bytes: what a kernel may assume of an argument
+_LEAST_WORDS = 512  # of a reply: nearly all are of one size, which torch keeps to be used again
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,57 +35,80 @@ class Field:
     dtype: torch.dtype = torch.int32
 
 
-class Event(Protocol):
-    """A mark in the device's queue of work, as `torch.cuda.Event` is one."""
-
-    def record(self) -> None:
-        """Set the mark behind all that was asked for so far."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has come to the mark."""
-
-
 class Packet:
-    """A pinned block of host memory and a block on the device, with the same fields in both.
+    """Pinned blocks of host memory and a block on the device, with the same fields in all.
 
     ``device`` has the views that kernels read: their addresses never change, so a graph may keep
-    them. The host's block belongs to the copy from `upload` until the event behind it.
+    them. The host's blocks are written in turn, ``num_hosts`` of them; each belongs to the copy
+    from `upload` until the mark behind it.
     """
 
     def __init__(
-        self, fields: Sequence[Field], device: torch.device, *, event: Event | None = None
+        self, fields: Sequence[Field], device: torch.device, *, num_hosts: int = 1
     ) -> None:
-        on_gpu = device.type == "cuda"
         offsets, size = _offsets(fields)
-        self._host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu)
         self._block = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._event = event or (torch.cuda.Event() if on_gpu else None)  # type: ignore[no-untyped-call]
-        self._is_lent = False  # to a copy that may not be over
+        self._hosts = [_Host(fields, device) for _ in range(num_hosts)]
+        self._turn = 0  # which of them is written next
         self._last = (offsets[-1], fields[-1].dtype.itemsize)
-        self._fields: HostFields = {
-            field.name: _view(self._host, field, at).numpy()
-            for field, at in zip(fields, offsets, strict=True)
-        }
-        self.device: dict[str, Tensor] = {
-            field.name: _view(self._block, field, at)
-            for field, at in zip(fields, offsets, strict=True)
-        }
+        self.device = _views(self._block, fields)
 
     def open(self) -> HostFields:
-        """The host's fields, to be written; waits for a copy of them that is not over yet."""
-        if self._is_lent and self._event is not None:
-            self._event.synchronize()
-        self._is_lent = False
-        return self._fields
+        """The host's fields, to be written: of the pass before the last, or void.
+
+        Waits for a copy of them that is not over yet.
+        """
+        host = self._hosts[self._turn]
+        if host.is_lent:
+            host.event.synchronize()
+        host.is_lent = False
+        return host.fields
 
     def upload(self, num_last: int | None = None) -> None:
         """Copy to the device, without waiting: of the last field ``num_last`` numbers or all."""
-        at, itemsize = self._last
-        stop = len(self._host) if num_last is None else at + num_last * itemsize
-        self._block[:stop].copy_(self._host[:stop], non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-        self._is_lent = True
+        host, (at, itemsize) = self._hosts[self._turn], self._last
+        stop = len(host.block) if num_last is None else at + num_last * itemsize
+        self._block[:stop].copy_(host.block[:stop], non_blocking=True)
+        host.event.record()
+        host.is_lent = True
+        self._turn = (self._turn + 1) % len(self._hosts)
+
+
+class _Host:
+    """One of a packet's blocks of host memory."""
+
+    def __init__(self, fields: Sequence[Field], device: torch.device) -> None:
+        size = _offsets(fields)[1]
+        self.block = _host_memory(size, torch.uint8, device)
+        self.fields: HostFields = {n: v.numpy() for n, v in _views(self.block, fields).items()}
+        self.event = make_event(device)
+        self.is_lent = False  # to a copy that may not be over
+
+
+class Reply:
+    """Numbers on their way to the host.
+
+    The block is its own: torch keeps it from others for as long as somebody has it or its copy is
+    not over. The mark is its own, too: to read waits for this copy, not for what was asked since.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        count = len(numbers)
+        block = _host_memory(max(count, _LEAST_WORDS), numbers.dtype, numbers.device)
+        self._numbers = block[:count]
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._event = make_event(numbers.device)
+        self._event.record()
+
+    def read(self) -> NDArray[Any]:
+        """The numbers, when they are there."""
+        self._event.synchronize()
+        return self._numbers.numpy()
+
+
+def _host_memory(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; where the device is a GPU, in memory that it copies by itself."""
+    return torch.zeros(count, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _offsets(fields: Sequence[Field]) -> tuple[list[int], int]:
@@ -84,5 +118,10 @@ def _offsets(fields: Sequence[Field]) -> tuple[list[int], int]:
     return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1]
 
 
-def _view(block: Tensor, field: Field, at: int) -> Tensor:
-    return block[at : at + field.count * field.dtype.itemsize].view(field.dtype)
+def _views(block: Tensor, fields: Sequence[Field]) -> dict[str, Tensor]:
+    """The fields of a block."""
+    offsets, _ = _offsets(fields)
+    return {
+        field.name: block[at : at + field.count * field.dtype.itemsize].view(field.dtype)
+        for field, at in zip(fields, offsets, strict=True)
+    }

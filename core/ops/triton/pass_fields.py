@@ -1,7 +1,7 @@
 """The fields of a pass's packet, and how the host writes them.
 
 ``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
-grows with the work: the pages of all segments, then, for each window and kind of tile, the rows
+grows with the work: the pages of all segments, then, for each work list and kind of tile, the rows
 of its items and the items. They point to each other by their place in it.
 """
 
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from ...batch import IntArray, RaggedBatch
 from .packet import Field, HostFields
-from .work_list import Items, WorkList
+from .work_list import Items, WorkList, chunk_rows
 
 Windows: TypeAlias = Sequence[int | None]
 ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split, last split
 
 
-def fields(num_rows: int, num_windows: int, num_words: int) -> list[Field]:
+def fields(num_rows: int, num_works: int, num_words: int) -> list[Field]:
     """Room for so many rows, work lists and words."""
-    rows = ("token_ids", "positions", "slots", "logit_rows")
+    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "is_wide")
     return [
         *(Field(name, num_rows) for name in rows),
-        *(Field(f"counts{window}", 4) for window in range(num_windows)),
-        *(Field(f"places{window}", num_rows) for window in range(num_windows)),
+        *(Field(f"counts{work}", 4) for work in range(num_works)),
+        *(Field(f"places{work}", num_rows) for work in range(num_works)),
         Field("words", num_words),  # the last, of which only a part is copied
     ]
 
@@ -44,15 +44,17 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[WorkList]) -> int:
     _put(to["positions"], batch.positions.numpy()[:count], 0)
     _put(to["slots"], batch.slots.numpy()[:count], -1)
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
+    _put(to["is_wide"], chunk_rows(batch), 0)
+    if batch.ahead is not None:  # else nobody reads them
+        _put(to["sources"], batch.ahead.sources, -1)
     words, used = to["words"], len(batch.pages)
     words[:used] = batch.pages
     for index, work in enumerate(works):
-        counts, places = to[f"counts{index}"], to[f"places{index}"]
+        counts = to[f"counts{index}"]
         for kind, items in enumerate((work.narrow, work.wide)):
             counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
             used = _put_items(words, used, items, batch.first_pages)
-        places[:] = -1
-        places[work.merged_rows] = (work.bases + work.first_splits)[work.merged_rows]
+        _put(to[f"places{index}"], work.places, -1)
     return used
 
 
@@ -63,7 +65,7 @@ def fill_idle(to: HostFields) -> int:
     return 0
 
 
-def _put(field: NDArray[Any], values: IntArray, rest: int) -> None:
+def _put(field: NDArray[Any], values: NDArray[Any], rest: int) -> None:
     field[: len(values)] = values
     field[len(values) :] = rest
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +13,13 @@ from torch import Tensor
 from ...batch import RaggedBatch
 from ...kv_pool import KVPool
 from ..base import HeadLayout, Rope
+from .ahead import take_ahead
 from .packet import Packet
 from .pass_fields import Windows, fields, fill, words_needed
-from .work_list import WorkList, build_work_list
+from .work_list import STRETCH, WorkList, build_work_list
 
 NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
+MAX_SUMS = 2**28  # bytes that items may leave between two kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +42,11 @@ class Geometry:
         return self.narrow_tile if self.one_tile else max(WIDE_TILE, self.narrow_tile)
 
     @property
+    def stretch(self) -> int:
+        """Splits of a stretch."""
+        return STRETCH
+
+    @property
     def page_blocks(self) -> int:
         """Blocks of one page."""
         return self.pool.num_layers * 2 * self.pool.num_kv_heads
@@ -49,7 +58,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Room for what narrow items leave of each split, for `merge_kernel`; used layer by layer."""
+    """Room for what items leave for `merge_kernel`; used by one layer, and part, after another."""
 
     sums: Tensor  # [num_places, num_heads, head_dim] float32
     tops: Tensor  # [num_places, num_heads] float32
@@ -57,19 +66,43 @@ class Sums:
 
     @classmethod
     def of(cls, num_places: int, heads: HeadLayout, device: torch.device) -> Sums:
-        """Void room for so many rows times splits."""
+        """Void room of so many places."""
         shape = (max(1, num_places), heads.num_heads)
         tops = torch.empty(shape, dtype=torch.float32, device=device)
         sums = tops.new_empty((*tops.shape, heads.head_dim))
         return cls(sums, tops, torch.empty_like(tops))
 
+    @property
+    def num_places(self) -> int:
+        """How many it has."""
+        return len(self.tops)
+
+
+def max_places(heads: HeadLayout) -> int:
+    """Places of `MAX_SUMS`."""
+    return MAX_SUMS // (4 * heads.num_heads * (heads.head_dim + 2))
+
+
+class Kinds(NamedTuple):
+    """Which kernels a work list needs: where there may be items of a kind, and sums to merge."""
+
+    narrow: bool
+    wide: bool
+    sums: bool
+
+    @classmethod
+    def of(cls, work: WorkList) -> Kinds:
+        """Those of one pass."""
+        return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_places > 0)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """The work list of the layers with one window. See `WorkList`."""
+    """A work list of the layers with one window. See `WorkList`."""
 
     counts: Tensor  # [4] where in ``words`` the narrow items begin, and how many; the wide ones
-    places: Tensor  # [num_rows] where a row's sums of its first split are; -1: not a narrow row
+    places: Tensor  # [num_rows] where a row's sums begin; -1: it leaves none
+    kinds: Kinds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +118,12 @@ class DevicePlan:
     positions: Tensor  # [num_rows] int32
     slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
     logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
+    is_wide: Tensor  # [num_rows] int32: whether it is a row of a long chunk
     words: Tensor  # int32: pages, rows of items, items
-    works: Mapping[int | None, Work]
+    works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     sums: Sums
     cos: Tensor  # [num_positions, head_dim / 2] float32
     sin: Tensor
-    kinds: tuple[bool, bool]  # whether there may be narrow items, and wide ones
 
 
 class TritonPlan:
@@ -119,45 +152,64 @@ class TritonPlan:
                 self._work_lists[window] = self._work_list(window)
         return [self._work_lists[window] for window in windows]
 
-    def _work_list(self, window: int | None) -> WorkList:
+    def _parts(self, window: int | None, max_places: int) -> list[WorkList]:
+        """The work of a window in lists whose sums have room; a row alone may need more."""
+        (work,) = self.work_lists([window])
+        if work.num_places <= max_places:
+            return [work]
+        return [self._work_list(window, part) for part in work.parts(max_places)]
+
+    def _work_list(self, window: int | None, part: range | None = None) -> WorkList:
         geometry, group = self.geometry, self.geometry.heads.group_size
         return build_work_list(
             self.batch,
             narrow_rows=geometry.narrow_tile // group,
             wide_rows=geometry.wide_tile // group,
+            stretch=geometry.stretch,
             window=window,
+            part=part,
         )
 
-    def on_device(self, windows: Windows = (), num_rows: int = 0) -> DevicePlan:
-        """The pass in a packet of its own, with room for ``num_rows`` at least."""
+    def on_device(
+        self, windows: Windows = (), num_rows: int = 0, sums: Sums | None = None
+    ) -> DevicePlan:
+        """The pass in a packet of its own, with room for ``num_rows`` at least.
+
+        ``sums``: room that is there already. What it does not suffice for is computed in parts.
+        """
         if self._device is None or not self._device.works.keys() >= set(windows):
-            works = self.work_lists(windows)
             num_rows = max(num_rows, self.batch.num_rows)
-            device = self.geometry.pool.data.device
-            num_words = words_needed(self.batch, works)
-            packet = Packet(fields(num_rows, len(windows), num_words), device)
-            packet.upload(fill(packet.open(), self.batch, works))
-            num_places = max((work.num_places for work in works), default=0)
-            sums = Sums.of(num_places, self.geometry.heads, device)
-            tables = self.geometry.rope.table(self.last_stop)
-            kinds = (num_places > 0, self.has_wide)
-            self._device = device_plan(self.geometry, packet, windows, sums, tables, kinds)
+            self._device = self._copied(windows, num_rows, sums)
         return self._device
+
+    def _copied(self, windows: Windows, num_rows: int, sums: Sums | None) -> DevicePlan:
+        heads, device = self.geometry.heads, self.geometry.pool.data.device
+        room = sums.num_places if sums else max_places(heads)
+        parts = {window: self._parts(window, room) for window in windows}
+        works = [work for each in parts.values() for work in each]
+        needed = max((work.num_places for work in works), default=0)
+        if sums is None or sums.num_places < needed:
+            sums = Sums.of(needed, heads, device)
+        packet = Packet(fields(num_rows, len(works), words_needed(self.batch, works)), device)
+        packet.upload(fill(packet.open(), self.batch, works))
+        take_ahead(self.batch, packet.device)
+        kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
+        tables = self.geometry.rope.table(self.last_stop)
+        return device_plan(self.geometry, packet, kinds, sums, tables)
 
 
 def device_plan(
     geometry: Geometry,
     packet: Packet,
-    windows: Windows,
+    kinds: Mapping[int | None, Sequence[Kinds]],
     sums: Sums,
     tables: tuple[Tensor, Tensor],
-    kinds: tuple[bool, bool],
 ) -> DevicePlan:
-    """The views of a packet with the `fields` of these windows."""
-    views = packet.device
+    """The views of a packet with the `fields` of the work lists of each window, in that order."""
+    views, numbers = packet.device, count()
     works = {
-        window: Work(views[f"counts{index}"], views[f"places{index}"])
-        for index, window in enumerate(windows)
+        window: [_work(views, next(numbers), needed) for needed in each]
+        for window, each in kinds.items()
     }
     return DevicePlan(
         geometry=geometry,
@@ -165,13 +217,17 @@ def device_plan(
         positions=views["positions"],
         slots=views["slots"],
         logit_rows=views["logit_rows"],
+        is_wide=views["is_wide"],
         words=views["words"],
         works=works,
         sums=sums,
         cos=tables[0],
         sin=tables[1],
-        kinds=kinds,
     )
+
+
+def _work(views: Mapping[str, Tensor], number: int, kinds: Kinds) -> Work:
+    return Work(views[f"counts{number}"], views[f"places{number}"], kinds)
 
 
 def power_of_two(number: int) -> int:

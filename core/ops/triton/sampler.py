@@ -1,10 +1,11 @@
 """TritonSampler: chooses the tokens of a step on the device.
 
-The host writes one packet and reads one word for each place; nothing waits in between. A plain
-batch takes two kernels, whatever its mix of greedy and sampled rows: greatest values by tiles, then
-the race. Rows under top-k or top-p take one more, edited rows two. core/verify.py is the oracle:
-what this chooses differs from it only where two scores, or a token's mass and the edge of top-p,
-are as near as the last bits of a logarithm. A row's token depends on that row alone, bit for bit.
+The host writes one packet and reads one word for each place; nothing waits in between, and `begin`
+leaves the reading for later. A plain batch takes two kernels, whatever its mix of greedy and
+sampled rows: greatest values by tiles, then the race. Rows under top-k or top-p take one more,
+edited rows two. core/verify.py is the oracle: what this chooses differs from it only where two
+scores, or a token's mass and the edge of top-p, are as near as the last bits of a logarithm. A
+row's token depends on that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from .choose import race_kernel, rank_kernel
 from .controls import ControlDesk, Controls, EditLists
 from .cuts import cut_kernel
 from .edits import copy_kernel, edit_kernel
-from .packet import Field, Packet
+from .packet import FLIGHTS, Field, Packet, Reply
 
 TILE = 1024  # tokens
 LIST_TILE = 512  # values of a cut row, weighed together
 EDIT_TILE = 256  # edits
-# Logits handled at once: bounds the working space. A second block waits until the pass is over,
-# so 256 rows of the largest vocabularies must fit into one.
+# Logits handled at once: bounds the working space. A step's second block writes where the one of
+# the launch ahead of it was, and may wait for that: 256 rows of the largest vocabularies must fit
+# into one.
 BLOCK = 2**26
 ROUNDED = {"enable_fp_fusion": False}  # after every operation
 _ALIGN = 4  # numbers: 16 bytes
@@ -42,7 +44,7 @@ _ERRORS = {choose.NOT_FINITE.value: NOT_FINITE, choose.ALL_BANNED.value: ALL_BAN
 
 
 class TritonSampler:
-    """`Sampler` by the kernels of choose.py, cuts.py and edits.py.
+    """`DeviceSampler` by the kernels of choose.py, cuts.py and edits.py.
 
     ``tile``: tokens of the vocabulary that one program looks at, a power of two.
     """
@@ -64,10 +66,17 @@ class TritonSampler:
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         return self._choose(logits, list(enumerate(rows)), tau)
 
-    @torch.inference_mode()
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> _Drawing:
+        """As `sample` of a row or more, without waiting."""
+        if len(rows) != len(logits) or not rows:
+            raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
+        return self._begin(logits, list(enumerate(rows)), 1.0)
+
     def _choose(self, logits: Tensor, places: Sequence[Place], tau: float) -> list[Choice]:
-        if not places:
-            return []
+        return self._begin(logits, places, tau).choices() if places else []
+
+    @torch.inference_mode()
+    def _begin(self, logits: Tensor, places: Sequence[Place], tau: float) -> _Drawing:
         vocab_size = logits.shape[-1]
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         step = max(1, BLOCK // vocab_size)
@@ -76,8 +85,19 @@ class TritonSampler:
             controls = self._desk.write(places[start : start + step], vocab_size, tau)
             refusals |= {start + index: why for index, why in controls.refusals.items()}
             winners.append(_Race(logits, controls, self._post, self._tile).run())
-        words = winners[0] if len(winners) == 1 else torch.cat(winners)
-        return _choices(words.cpu().numpy(), refusals)
+        return _Drawing(winners[0] if len(winners) == 1 else torch.cat(winners), refusals)
+
+
+class _Drawing:
+    """`Drawing`: the winners' words, on the device and on their way to the host."""
+
+    def __init__(self, words: Tensor, refusals: dict[int, str]) -> None:
+        self.words = words
+        self._reply, self._refusals = Reply(words), refusals
+
+    def choices(self) -> list[Choice]:
+        """Wait for the words."""
+        return _choices(self._reply.read(), self._refusals)
 
 
 def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Choice]:
@@ -98,7 +118,10 @@ class _Post:
         self._capacity = 0  # numbers
 
     def send(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-        """The arrays on the device, flat, each of its own dtype; valid until the next call."""
+        """The arrays on the device, flat, each of its own dtype.
+
+        They hold until the next call: its copy is in the stream behind the kernels that read them.
+        """
         stops = np.cumsum([-(-array.nbytes // (4 * _ALIGN)) * _ALIGN for array in arrays]).tolist()
         packet = self._packet_of(stops[-1], device)
         host, there = packet.open()["numbers"], packet.device["numbers"]
@@ -113,7 +136,8 @@ class _Post:
     def _packet_of(self, size: int, device: torch.device) -> Packet:
         if self._packet is None or size > self._capacity:
             self._capacity = max(2**12, 1 << (size - 1).bit_length())
-            self._packet = Packet([Field("numbers", self._capacity)], device)
+            field = Field("numbers", self._capacity)
+            self._packet = Packet([field], device, num_hosts=FLIGHTS)
         return self._packet
 
 

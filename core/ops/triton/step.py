@@ -12,16 +12,16 @@ from ...kv_pool import KVPool
 from ..base import ForwardPlan, HeadLayout, Ops, Rope
 from ..layers import run_layers
 from ..weights import DecoderWeights
+from . import ahead
 from .graphs import Graph, MakeGraph
-from .packet import Packet
+from .packet import FLIGHTS, Packet
 from .pass_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
-from .plan import DevicePlan, Geometry, Sums, TritonPlan, device_plan
+from .plan import DevicePlan, Geometry, Kinds, Sums, TritonPlan, device_plan, max_places
 from .work_list import NARROW_LEN, SPLIT, WorkList
 
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
 MAX_WORDS = 2**20  # of a graph's packet: four mebibytes
-MAX_SUMS = 2**28  # bytes that narrow items may leave between two kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class _Captured:
     packet: Packet
     hidden: Tensor  # [bucket, hidden]
     num_positions: int  # of the RoPE tables
-    num_places: int  # for sums of splits
+    num_places: int  # for sums
 
     def fits(self, plan: TritonPlan, works: list[WorkList]) -> bool:
         """Whether the buffers have room for a pass."""
@@ -43,8 +43,14 @@ class _Captured:
         )
 
     def run(self, plan: TritonPlan, works: list[WorkList]) -> Tensor:
-        """Replay for a pass that fits; its rows hold until the next."""
+        """Replay for a pass that fits; its rows hold until the next.
+
+        Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
+        and the replay of the second are in the stream behind all that the first asked for, the
+        logits of its rows included.
+        """
         self.packet.upload(fill(self.packet.open(), plan.batch, works))
+        ahead.take_ahead(plan.batch, self.packet.device)
         self.graph.replay()
         plan.batch.logit_rows = self.packet.device["logit_rows"][: len(plan.batch.logit_rows)]
         return self.hidden[: plan.batch.num_rows]
@@ -58,9 +64,8 @@ class _PoolGraphs:
         self.tables = geometry.rope.table(1)
         self.num_positions = _num_positions(geometry)
         self.num_splits = -(-self.num_positions // SPLIT)
-        place_bytes = 4 * heads.num_heads * (heads.head_dim + 2)
-        self.num_places = min(BUCKETS[-1] * self.num_splits, MAX_SUMS // place_bytes)
-        self.sums = Sums.of(self.num_places, heads, pool.data.device)
+        num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
+        self.sums = Sums.of(num_places, heads, pool.data.device)
         self.captured: dict[tuple[int, bool], _Captured] = {}
 
     def num_words(self, bucket: int, page_size: int, num_windows: int) -> int:
@@ -111,12 +116,15 @@ class TritonStep:
                 return captured.run(plan, works)
             if captured is not None:
                 self._say(plan)
-        device = plan.on_device(self._windows, bucket or num_rows)
+        shared = self._graphs.get(plan.geometry.pool)
+        sums = None if shared is None else shared.sums
+        device = plan.on_device(self._windows, bucket or num_rows, sums)
         plan.batch.logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return self._layers(device)[:num_rows]
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
+        ahead.warm_up(len(self._weights.embedding), pool.data.device)
         geometry = Geometry(pool, heads, rope, self._one_tile)
         known = self._graphs.get(pool)
         if known is not None and known.num_positions < _num_positions(geometry):
@@ -158,11 +166,13 @@ class TritonStep:
     ) -> _Captured:
         pool, windows = geometry.pool, self._windows
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
-        packet = Packet(fields(bucket, len(windows), num_words), pool.data.device)
+        room = fields(bucket, len(windows), num_words)
+        packet = Packet(room, pool.data.device, num_hosts=FLIGHTS)
         packet.upload(fill_idle(packet.open()))
-        plan = device_plan(geometry, packet, windows, shared.sums, shared.tables, (True, has_wide))
+        kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, sums=True),))
+        plan = device_plan(geometry, packet, kinds, shared.sums, shared.tables)
         hidden = graph.capture(lambda: self._layers(plan))
-        return _Captured(graph, packet, hidden, shared.num_positions, shared.num_places)
+        return _Captured(graph, packet, hidden, shared.num_positions, shared.sums.num_places)
 
     def _layers(self, plan: DevicePlan) -> Tensor:
         return run_layers(self._ops, self._weights, plan.token_ids, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from .attention import attend_kernel, merge_kernel
 from .elementwise import rms_norm_kernel, rope_write_kernel, silu_mul_kernel
 from .graphs import MakeGraph, cuda_graphs
 from .pass_fields import ITEM_WORDS
-from .plan import DevicePlan, Geometry, TritonPlan, power_of_two
+from .plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
 from .sampler import TritonSampler
 from .step import TritonStep
 from .tiled_linear import TiledLinear, pack_tiled, tiled_linear
@@ -28,6 +29,7 @@ from .work_list import SPLIT
 KEYS_TILE = 32  # positions
 ACTIVATION_TILE = 1024  # columns
 PROGRAMS = 4  # of attention, on every multiprocessor
+MERGED_HEADS = 4  # of a program at most: 16 bytes a thread, where a head has 128 dimensions
 
 
 class TritonOps:
@@ -121,20 +123,14 @@ class TritonOps:
     def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         device = _on_device(plan, window)
-        out, heads = torch.empty_like(q), device.geometry.heads
-        has_narrow, has_wide = device.kinds
-        if has_wide:
-            _attend(q, out, layer, device, window, is_narrow=False)
-        if has_narrow:
-            _attend(q, out, layer, device, window, is_narrow=True)
-            sums = device.sums
-            merge_kernel[(len(q), heads.num_kv_heads)](
-                out, sums.sums, sums.tops, sums.totals,
-                device.positions, device.works[window].places,
-                NUM_HEADS=heads.num_heads, GROUP=heads.group_size,
-                GROUP_TILE=power_of_two(heads.group_size), HEAD_DIM=heads.head_dim,
-                SPLIT=SPLIT, WINDOW=window or 0,
-            )  # fmt: skip
+        out = torch.empty_like(q)
+        for work in device.works[window]:
+            if work.kinds.wide:
+                _attend(q, out, layer, device, work, window, is_narrow=False)
+            if work.kinds.narrow:
+                _attend(q, out, layer, device, work, window, is_narrow=True)
+            if work.kinds.sums:
+                _merge(out, device, work, window)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -170,18 +166,35 @@ def _on_device(plan: ForwardPlan, *windows: int | None) -> DevicePlan:
 
 
 def _attend(
-    q: Tensor, out: Tensor, layer: int, plan: DevicePlan, window: int | None, *, is_narrow: bool
+    q: Tensor,
+    out: Tensor,
+    layer: int,
+    plan: DevicePlan,
+    work: Work,
+    window: int | None,
+    *,
+    is_narrow: bool,
 ) -> None:
-    geometry, sums, work = plan.geometry, plan.sums, plan.works[window]
+    geometry, sums = plan.geometry, plan.sums
     heads, pool = geometry.heads, geometry.pool
     num_programs = max(1, PROGRAMS * _num_multiprocessors(q.device) // heads.num_kv_heads)
     attend_kernel[(num_programs, heads.num_kv_heads)](
         q, out, pool.data, _scales(pool), sums.sums, sums.tops, sums.totals,
         plan.positions, work.places, work.counts, plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
-        **_shape(heads, pool), SPLIT=SPLIT, TILE=KEYS_TILE,
+        **_shape(heads, pool), SPLIT=SPLIT, STRETCH=geometry.stretch, TILE=KEYS_TILE,
         TILE_ROWS=geometry.narrow_tile if is_narrow else geometry.wide_tile,
         WINDOW=window or 0, IS_NARROW=is_narrow, ITEM_WORDS=ITEM_WORDS,
+    )  # fmt: skip
+
+
+def _merge(out: Tensor, plan: DevicePlan, work: Work, window: int | None) -> None:
+    heads, sums = plan.geometry.heads, plan.sums
+    heads_each = gcd(heads.num_heads, MERGED_HEADS)
+    merge_kernel[(len(out), heads.num_heads // heads_each)](
+        out, sums.sums, sums.tops, sums.totals, plan.positions, work.places, plan.is_wide,
+        NUM_HEADS=heads.num_heads, HEADS=heads_each, HEAD_DIM=heads.head_dim,
+        SPLIT=SPLIT, STRETCH=plan.geometry.stretch, WINDOW=window or 0,
     )  # fmt: skip
 
 

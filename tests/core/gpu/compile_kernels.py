@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foretoken.core.ops.triton.attention import attend_kernel, merge_kernel
-from foretoken.core.ops.triton.choose import race_kernel, rank_kernel
+from foretoken.core.ops.triton.choose import race_kernel, rank_kernel, take_kernel
 from foretoken.core.ops.triton.cuts import cut_kernel
 from foretoken.core.ops.triton.edits import copy_kernel, edit_kernel
 from foretoken.core.ops.triton.elementwise import (
@@ -60,12 +60,13 @@ HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAGE_SIZE": 32}
 PLAIN = {"NUM_ITEMS": 32 * 128, "SCALES_AT": 0}
 SCALED = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128}
 KV_INT8, KV_FP8 = {"kv_ptr": "i8"}, {"kv_ptr": "fp8e4nv"}
-ATTEND = {**HEADS, "SPLIT": 256, "TILE": 32, "WINDOW": 0, "ITEM_WORDS": 5}
+ATTEND = {**HEADS, "SPLIT": 256, "STRETCH": 16, "TILE": 32, "WINDOW": 0, "ITEM_WORDS": 5}
 MERGE = {
-    "NUM_HEADS": 32, "GROUP": 4, "GROUP_TILE": 4, "HEAD_DIM": 128, "SPLIT": 256, "WINDOW": 0,
+    "NUM_HEADS": 32, "HEADS": 4, "HEAD_DIM": 128, "SPLIT": 256, "STRETCH": 16, "WINDOW": 0,
 }  # fmt: skip
 NARROW = {"TILE_ROWS": 16, "IS_NARROW": True}
 WIDE = {"TILE_ROWS": 64, "IS_NARROW": False}
+ONE_TILE = {"TILE_ROWS": 16, "IS_NARROW": False}
 
 VARIANTS: dict[str, Variant] = {
     "attend narrow": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW}),
@@ -73,9 +74,13 @@ VARIANTS: dict[str, Variant] = {
     "attend narrow int8": Variant(attend_kernel, {**ATTEND, **SCALED, **NARROW}, KV_INT8),
     "attend narrow fp8": Variant(attend_kernel, {**ATTEND, **SCALED, **NARROW}, KV_FP8),
     "attend wide": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE}),
+    "attend wide window": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE, "WINDOW": 4096}),
     "attend wide int8": Variant(attend_kernel, {**ATTEND, **SCALED, **WIDE}, KV_INT8),
     "attend wide fp8": Variant(attend_kernel, {**ATTEND, **SCALED, **WIDE}, KV_FP8),
+    "attend one tile": Variant(attend_kernel, {**ATTEND, **PLAIN, **ONE_TILE}),
+    "attend one tile int8": Variant(attend_kernel, {**ATTEND, **SCALED, **ONE_TILE}, KV_INT8),
     "merge": Variant(merge_kernel, MERGE),
+    "merge window": Variant(merge_kernel, {**MERGE, "WINDOW": 4096}),
     "rms norm": Variant(rms_norm_kernel, {"WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False}),
     "add rms norm": Variant(rms_norm_kernel, {"WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": True}),
     "rope write": Variant(rope_write_kernel, {**HEADS, **PLAIN, "HAS_NORM": True}),
@@ -95,6 +100,7 @@ VARIANTS |= {
     "sample race": Variant(race_kernel, {**VOCAB, "TILES": 256}, LOGITS, ROUNDED),
     "sample cut": Variant(cut_kernel, {**VOCAB, **CUT}, LOGITS, {"num_warps": 8, **ROUNDED}),
     "sample copy": Variant(copy_kernel, {**VOCAB, "MASK_WORDS": 4748}, LOGITS, ROUNDED),
+    "sample take": Variant(take_kernel, NONE, LOGITS, {"num_warps": 1}),
     "sample edit": Variant(edit_kernel, {"VOCAB": 151_936, "TILE": EDIT_TILE}, LOGITS, ROUNDED),
 }
 

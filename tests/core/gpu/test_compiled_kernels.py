@@ -53,13 +53,20 @@ def test_every_block_has_its_registers_and_spills_next_to_none(kernels) -> None:
         assert kernel["stack"] <= (0 if name.startswith("linear") else LITTLE), name
 
 
+def test_two_blocks_of_attention_share_a_multiprocessors_registers(kernels) -> None:
+    for name, kernel in those(kernels, "attend").items():
+        assert 2 * kernel["threads"] * kernel["registers"] <= REGISTERS, name
+
+
 @pytest.mark.parametrize(
     ("name", "instruction"),
     [
         ("attend narrow", "mma"),
         ("attend narrow int8", "mma"),
         ("attend narrow fp8", "mma"),
+        ("attend one tile", "mma"),
         ("attend wide", "wgmma"),
+        ("attend wide window", "wgmma"),
         ("attend wide int8", "wgmma"),
         ("attend wide fp8", "wgmma"),
     ],
@@ -67,6 +74,11 @@ def test_every_block_has_its_registers_and_spills_next_to_none(kernels) -> None:
 def test_what_multiplies_uses_tensor_cores_and_copies_ahead(kernels, name, instruction) -> None:
     assert kernels[name]["tensor cores"] == instruction
     assert kernels[name]["asynchronous copies"]
+
+
+def test_sums_are_on_their_way_before_those_ahead_of_them_are_merged(kernels) -> None:
+    for kernel in those(kernels, "merge").values():
+        assert kernel["asynchronous copies"]
 
 
 def test_every_linear_uses_hoppers_tensor_cores_and_copies_ahead(kernels) -> None:

@@ -15,12 +15,14 @@ import torch
 from foretoken.api import build as building
 from foretoken.api import pools
 from foretoken.core import runner as running
+from foretoken.core import warm_up as warming
 from foretoken.core.batch import RaggedBatch, Segment
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import loader, read_config
 from foretoken.core.ops import device as devices
 from foretoken.core.ops.device import make_stopwatch
+from foretoken.core.ops.triton import tiles
 from foretoken.core.sampling import SampleRow
 from foretoken.core.warm_up import warm_up
 from foretoken.draft import builtin
@@ -43,7 +45,7 @@ def device() -> torch.device:
     ("where", "free", "budget"),
     [
         (CUDA, 120 * GIB, 108 * GIB),
-        (CUDA, 10 * GIB, 8 * GIB),
+        (CUDA, 10 * GIB, 15 * GIB // 2),
         (CUDA, 2 * GIB, 1 * GIB),
         (CPU, 120 * GIB, 2 * GIB),
         (CPU, 4 * GIB, 1 * GIB),
@@ -160,7 +162,12 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
             return decoder.batch(segments, page_size=page_size)
 
     warm_up(Watched(), pool, max_len=4096, num_tokens=64, num_requests=5)  # type: ignore[arg-type]
-    assert told == [48, [48], 1, 1, 1, 1, [1] * 5, 5], "the pool, a prompt, four kinds, decodes"
+    kinds, many = [1] * 4, [[1] * 65, 65]
+    assert told == [48, [48], *kinds, [1] * 5, 5, *many], "the pool, a prompt, decodes, many rows"
+
+
+def test_more_rows_than_few_are_those_for_which_a_linear_layer_has_another_kernel() -> None:
+    assert warming.FEW_ROWS == tiles.FEW_ROWS
 
 
 def test_a_gpu_is_made_ready_before_the_first_request_and_a_cpu_is_not(monkeypatch) -> None:

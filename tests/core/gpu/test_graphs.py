@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,116 +17,37 @@ from torch.overrides import TorchFunctionMode
 from foretoken.core.batch import Segment
 from foretoken.core.kv_pool import KvDtype, KVPool
 from foretoken.core.model import Decoder
-from foretoken.core.model.config import DecoderConfig
-from foretoken.core.model.rope import RopeSpec
-from foretoken.core.ops import Ops
-from foretoken.core.ops.base import HeadNorm
-from foretoken.core.ops.weights import DecoderWeights, LayerWeights
 
 pytest.importorskip("triton")
 
 from fake_graph import FakeGraph
+from graphed import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    VOCAB,
+    CountedGraph,
+    Graphs,
+    make_decoder,
+    make_pool,
+)
 
-from foretoken.core.ops.triton import step, work_list
-from foretoken.core.ops.triton.graphs import Graph, cuda_graphs
+from foretoken.core.ops.triton import plan, step, work_list
 from foretoken.core.ops.triton.packet import Packet
 from foretoken.core.ops.triton.step import TritonStep
-from foretoken.core.ops.triton.triton_ops import TritonOps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     # Rows of a bucket that are not there are void, and so are lanes of a tile without a row.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
 ]
-PAGE_SIZE, NUM_PAGES, SIZE, VOCAB = 16, 60, 16, 20
-CONFIG = DecoderConfig(
-    model_type="qwen3",
-    vocab_size=VOCAB,
-    hidden_size=SIZE,
-    intermediate_size=SIZE,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    norm_eps=1e-6,
-    rope=RopeSpec(),
-    max_model_len=NUM_PAGES * PAGE_SIZE,
-    windows=(None, 40),
-)
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment of five rows is a long chunk already: the interpreter is slow."""
+    """Five rows are a long chunk already, 256 positions a stretch: the interpreter is slow."""
     for module in (step, work_list):
         monkeypatch.setattr(module, "NARROW_LEN", 4)
-
-
-class CountedGraph:
-    """A fake graph, or CUDA's where the tests run on a GPU."""
-
-    def __init__(self) -> None:
-        on_gpu = torch.get_default_device().type == "cuda"
-        self._graph: Graph = cuda_graphs()() if on_gpu else FakeGraph()
-        self.num_replayed = 0
-
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        return self._graph.capture(work)
-
-    def replay(self) -> None:
-        self.num_replayed += 1
-        self._graph.replay()
-
-
-class Graphs:
-    """Makes graphs and keeps them."""
-
-    def __init__(self) -> None:
-        self.made: list[CountedGraph] = []
-
-    def __call__(self) -> CountedGraph:
-        self.made.append(CountedGraph())
-        return self.made[-1]
-
-    @property
-    def num_replayed(self) -> int:
-        return sum(graph.num_replayed for graph in self.made)
-
-
-def make_decoder(graphs: Graphs | None) -> Decoder:
-    """Seeded weights; linears are the library's, which the interpreter does not slow down."""
-    ops = TritonOps(exact="off", graphs=graphs or "off")
-    torch.manual_seed(0)
-    layers = tuple(make_layer(ops, window) for window in CONFIG.windows)
-    embedding = torch.randn(VOCAB, SIZE)
-    head = ops.pack_linear(embedding)
-    weights = DecoderWeights(embedding, layers, torch.rand(SIZE) + 0.5, head, CONFIG.norm_eps)
-    return Decoder(CONFIG, weights, ops)
-
-
-def make_layer(ops: Ops, window: int | None) -> LayerWeights:
-    return LayerWeights(
-        input_norm=torch.rand(SIZE) + 0.5,
-        qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
-        head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
-        o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
-        post_norm=torch.rand(SIZE) + 0.5,
-        gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
-        down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
-        window=window,
-    )
-
-
-def make_pool(decoder: Decoder, kv_dtype: KvDtype = "auto") -> KVPool:
-    """Every page holds something, as if it had been computed before."""
-    pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
-    torch.manual_seed(1)
-    vectors, scales = pool.split(pool.blocks)
-    drawn = torch.randn(vectors.shape)
-    vectors.copy_(drawn if scales is None else drawn * 50)
-    if scales is not None:
-        scales.copy_(torch.rand(scales.shape) / 50)
-    return pool
+    monkeypatch.setattr(plan, "STRETCH", 1)
 
 
 class Twins:
@@ -208,13 +130,13 @@ def test_rows_of_a_bucket_that_are_not_there_write_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"),
-    [("BUCKETS", (1, 2)), ("MAX_WORDS", 20), ("MAX_SUMS", 4 * 4 * 2 * 18)],
+    ("module", "limit", "value"),
+    [(step, "BUCKETS", (1, 2)), (step, "MAX_WORDS", 20), (plan, "MAX_SUMS", 4 * 4 * 2 * 18)],
 )
 def test_a_pass_that_no_graph_has_room_for_is_computed_without(
-    limit: str, value: object, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, limit: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, limit, value)
+    monkeypatch.setattr(module, limit, value)
     twins = Twins()
     twins.check(DECODE)  # four rows, 37 pages, seven splits
     assert twins.graphs.num_replayed == 0

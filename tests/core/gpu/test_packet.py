@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.ops.triton.packet import Field, Packet
+from foretoken.core.ops.triton import packet as packets
+from foretoken.core.ops.triton.packet import Field, Packet, Reply
 
 CPU = torch.device("cpu")
 FIELDS = (
@@ -27,6 +28,14 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """Those that are made, in turn."""
+    made: list[FakeEvent] = []
+    monkeypatch.setattr(packets, "make_event", lambda _: made.append(FakeEvent()) or made[-1])
+    return made
 
 
 def test_what_is_written_to_a_field_is_on_the_device_after_the_upload() -> None:
@@ -62,9 +71,9 @@ def test_of_the_last_field_only_what_is_used_is_copied() -> None:
     assert packet.device["numbers"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_the_host_block_is_not_written_before_the_last_copy_of_it_is_over() -> None:
-    event = FakeEvent()
-    packet = Packet(FIELDS, CPU, event=event)
+def test_the_host_block_is_not_written_before_the_last_copy_of_it_is_over(events) -> None:
+    packet = Packet(FIELDS, CPU)
+    (event,) = events
     packet.open()
     assert event.log == [], "nothing was copied yet"
     packet.upload()
@@ -75,8 +84,30 @@ def test_the_host_block_is_not_written_before_the_last_copy_of_it_is_over() -> N
     assert event.log == ["record", "synchronize"], "it was over already"
 
 
-def test_the_mark_is_behind_the_copy() -> None:
-    packet = Packet(FIELDS, CPU, event=(event := FakeEvent()))
+def test_of_two_host_blocks_one_is_written_while_the_copy_of_the_other_is_under_way(events) -> None:
+    packet = Packet(FIELDS, CPU, num_hosts=2)
+    for value in (1, 2):
+        packet.open()["short"][:] = value
+        packet.upload()
+        assert packet.device["short"].tolist() == [value] * 5
+    assert [event.log for event in events] == [["record"]] * 2, "nobody has waited"
+    assert packet.open()["short"].tolist() == [1] * 5, "it is the first one's turn again"
+    assert [event.log[1:] for event in events] == [["synchronize"], []]
+
+
+def test_a_reply_is_read_behind_a_mark_of_its_own(events) -> None:
+    numbers = torch.tensor([5, -7], device=CPU)
+    first, second = Reply(numbers), Reply(numbers + 1)
+    assert [event.log for event in events] == [["record"]] * 2
+    numbers.zero_()
+    assert first.read().tolist() == [5, -7]
+    assert [event.log[1:] for event in events] == [["synchronize"], []]
+    assert second.read().tolist() == [6, -6]
+
+
+def test_the_mark_is_behind_the_copy(events) -> None:
+    packet = Packet(FIELDS, CPU)
+    (event,) = events
     seen: list[int] = []
     record = event.record
     event.record = lambda: (seen.extend(packet.device["short"].tolist()), record())[1]  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fake_model import Driver
 from foretoken.api.build import build
 from foretoken.core.admission import SchedulerLimits
 from foretoken.core.config import EngineConfig
+from foretoken.core.launch import Launched
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.params import SamplingParams
 from foretoken.core.proposer import Proposer
@@ -23,7 +25,7 @@ from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
 from foretoken.core.speculation import FixedDepth, Speculator
-from foretoken.core.step import RowSampling
+from foretoken.core.step import RowSampling, StepPlan
 from foretoken.draft.lm import LmProposer
 from foretoken.radix_cache import PrefixCache
 
@@ -67,14 +69,14 @@ def decoders(folders: tuple[Path, Path], device: torch.device) -> list[Decoder]:
     return [load_decoder(folder, **options) for folder in folders]  # type: ignore[arg-type]
 
 
-def requests() -> list[Request]:
+def requests(params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
     return [
         Request(
             request_id=str(index),
             tokens=array("q", prompt),
-            sampling=RowSampling(params=params, seed=7 + index, prompt_len=len(prompt)),
+            sampling=RowSampling(params=wishes, seed=7 + index, prompt_len=len(prompt)),
         )
-        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
+        for index, (prompt, wishes) in enumerate(zip(PROMPTS, params, strict=True))
     ]
 
 
@@ -143,28 +145,58 @@ def test_neither_chunks_nor_preemption_change_a_token(decoders, alone) -> None:
     assert driver.scheduler.num_preemptions > 0
 
 
-def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.device) -> None:
+def answers(
+    folder: Path, device: torch.device, asked: Sequence[Request], **options: Any
+) -> dict[str, list[int]]:
+    """What each request says, all of them at once on an engine."""
     config = EngineConfig(
         device=device.type,  # type: ignore[arg-type]
         backend="triton",
         dtype="float32",
         exact="batch",
-        draft=f"ngram,{folders[1]}",
-        speculation=2,
         kv_tokens=160,
         max_model_len=40,
         max_batch_tokens=32,
         max_running=4,
+        **options,
     )
 
     async def scenario() -> dict[str, list[int]]:
-        engine = build(folders[0], config).engine
+        engine = build(folder, config).engine
         await engine.start()
-        streams = {each.request_id: engine.submit(each) for each in requests()}
+        streams = {each.request_id: engine.submit(each) for each in asked}
         told = {}
         for name, stream in streams.items():
             told[name] = [token_id async for delta in stream for token_id in delta.token_ids]
         await engine.close()
         return told
 
-    assert asyncio.run(scenario()) == alone
+    return asyncio.run(scenario())
+
+
+def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.device) -> None:
+    drafting = {"draft": f"ngram,{folders[1]}", "speculation": 2}
+    assert answers(folders[0], device, requests(), **drafting) == alone
+
+
+def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
+    folders, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+    launch = ModelRunner.launch
+
+    def counted(runner: ModelRunner, plan: StepPlan, after: Launched | None = None) -> Launched:
+        launched.append(len(plan.rows))
+        return launch(runner, plan, after)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3),
+        SamplingParams(temperature=1.5, top_p=0.9, max_tokens=5),
+    ]
+    off, auto = (
+        answers(folders[0], device, requests(params), speculation="off", overlap=overlap)
+        for overlap in ("off", "auto")
+    )
+    assert off == auto
+    assert launched == [2, 2, 1, 1], "every step but that of the prompts"

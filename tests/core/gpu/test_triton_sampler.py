@@ -18,6 +18,7 @@ import triton.language as tl
 from foretoken.core.noise import _gumbel_of_words
 from foretoken.core.ops.triton import sampler as sampler_module
 from foretoken.core.ops.triton.choose import ODD_1, ODD_2, gumbel
+from foretoken.core.ops.triton.packet import Reply
 from foretoken.core.ops.triton.sampler import TritonSampler
 from foretoken.core.sampling import scaled, survivors
 from sampling_rows import logits_of, random_row, row_of
@@ -189,9 +190,14 @@ def test_the_winners_are_read_at_the_end_and_nothing_before(
         monkeypatch.setattr(sampler_module, f"{name}_kernel", _Idle())
     rows = [random_row(random.Random(seed), 50) for seed in range(20)]
     SAMPLER.sample(logits_of(20, 50), rows)
+    read = Reply.read
     with _Reads() as reads:
-        SAMPLER.sample(logits_of(20, 50), rows)
-    assert reads.names == ["cpu"]
+        noted = lambda reply: (reads.names.append("a reply"), read(reply))[1]  # noqa: E731
+        monkeypatch.setattr(Reply, "read", noted)
+        drawing = SAMPLER.begin(logits_of(20, 50), rows)
+        assert reads.names == []
+        drawing.choices()
+    assert reads.names == ["a reply"]
 
 
 class _Idle:

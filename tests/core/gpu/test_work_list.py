@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
 from foretoken.core.batch import RaggedBatch, Segment, build_batch
-from foretoken.core.ops.triton.work_list import SPLIT, Items, WorkList, build_work_list
+from foretoken.core.ops.triton.work_list import (
+    NARROW_LEN,
+    SPLIT,
+    Items,
+    WorkList,
+    build_work_list,
+)
 
 PAGE_SIZE = 16
 
@@ -18,8 +25,21 @@ def batch_of(segments: list[Segment]) -> RaggedBatch:
     return build_batch(segments, page_size=PAGE_SIZE, device="cpu", min_rows=1)
 
 
-def work_of(segments: list[Segment], window: int | None = None) -> WorkList:
-    return build_work_list(batch_of(segments), narrow_rows=8, wide_rows=32, window=window)
+def work_of(
+    segments: list[Segment],
+    window: int | None = None,
+    *,
+    stretch: int = 2,
+    part: range | None = None,
+) -> WorkList:
+    return build_work_list(
+        batch_of(segments),
+        narrow_rows=8,
+        wide_rows=32,
+        stretch=stretch,
+        window=window,
+        part=part,
+    )
 
 
 def meetings(items: Items) -> Counter[tuple[int, int]]:
@@ -46,25 +66,108 @@ def random_segments(rng: random.Random) -> list[Segment]:
     return segments
 
 
+def splits_seen(segments: list[Segment], window: int | None) -> list[range]:
+    """By each row."""
+    positions = [position for each in segments for position in range(each.start, each.stop)]
+    return [
+        range(0 if window is None else max(0, at - window + 1) // SPLIT, at // SPLIT + 1)
+        for at in positions
+    ]
+
+
+def rows_of_chunks(segments: list[Segment]) -> list[bool]:
+    return [len(each.token_ids) > NARROW_LEN for each in segments for _ in each.token_ids]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_narrow_rows_meet_each_split_that_they_see_once_and_wide_rows_at_least_those(seed) -> None:
     rng = random.Random(seed)
     segments = random_segments(rng)
     window = rng.choice([None, 20, 300])
-    batch, work = batch_of(segments), work_of(segments, window)
-    seen = {
-        (row, split)
-        for row, (lo, hi) in enumerate(zip(work.first_splits, work.last_splits, strict=True))
-        for split in range(lo, hi + 1)
-    }
+    work, seen = work_of(segments, window), splits_seen(segments, window)
     narrow, wide = meetings(work.narrow), meetings(work.wide)
-    merged = set(work.merged_rows.tolist())
-    assert narrow == {place: 1 for place in seen if place[0] in merged}
-    assert set(wide) >= {place for place in seen if place[0] not in merged}
-    assert not merged & {row for row, _ in wide}
-    assert len(merged) + len({row for row, _ in wide}) == int(batch.lens.sum())
-    places = {int(work.bases[row]) + split for row, split in narrow}
-    assert places == set(range(work.num_places)), "places are dense and nobody's twice"
+    in_chunk = rows_of_chunks(segments)
+    expected = {(row, split) for row, splits in enumerate(seen) for split in splits}
+    assert narrow == {place: 1 for place in expected if not in_chunk[place[0]]}
+    assert set(wide) >= {place for place in expected if in_chunk[place[0]]}
+    assert set(wide.values()) <= {1}, "no stretch is computed twice"
+    assert all(in_chunk[row] for row, _ in wide)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("stretch", [1, 2, 16])
+def test_a_row_has_a_place_for_every_split_or_stretch_and_none_for_a_single_stretch(
+    seed: int, stretch: int
+) -> None:
+    rng = random.Random(seed)
+    segments = random_segments(rng)
+    window = rng.choice([None, 20, 300])
+    work, end = work_of(segments, window, stretch=stretch), 0
+    rows = zip(splits_seen(segments, window), rows_of_chunks(segments), strict=True)
+    for row, (splits, in_chunk) in enumerate(rows):
+        count = len({split // stretch for split in splits}) if in_chunk else len(splits)
+        if in_chunk and count == 1:
+            assert work.places[row] == -1
+            assert work.ends[row] == end
+        else:
+            assert work.places[row] == end, "places are dense and nobody's twice"
+            end += count
+            assert work.ends[row] == end
+    assert work.num_places == end
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_item_of_a_chunk_stays_within_a_stretch_and_the_cuts_are_at_fixed_positions(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    items = work_of(random_segments(rng), rng.choice([None, 20, 300]), stretch=2).wide
+    assert (items.first_splits // 2 == items.last_splits // 2).all()
+    tiles: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    spans = zip(items.first_splits.tolist(), items.last_splits.tolist(), strict=True)
+    for index, span in enumerate(spans):
+        tile = int(items.tables[index]), int(items.rows[items.first_rows[index]])
+        tiles.setdefault(tile, []).append(span)
+    for found in map(sorted, tiles.values()):
+        for (_, last), (first, _) in pairwise(found):
+            assert first == last + 1
+            assert first % 2 == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("max_places", [1, 6, 50, 1000])
+def test_parts_hold_every_row_once_and_no_more_sums_than_there_is_room_for(
+    seed: int, max_places: int
+) -> None:
+    rng = random.Random(seed)
+    segments = random_segments(rng)
+    window = rng.choice([None, 20, 300])
+    whole = work_of(segments, window, stretch=1)
+    parts = whole.parts(max_places)
+    assert [row for part in parts for row in part] == list(range(len(whole.ends)))
+    works = [work_of(segments, window, stretch=1, part=part) for part in parts]
+    for part, work in zip(parts, works, strict=True):
+        assert work.num_places <= max_places or len(part) == 1
+        met = {row for items in (work.narrow, work.wide) for row, _ in meetings(items)}
+        assert met == set(part)
+        assert {row for row, place in enumerate(work.places) if place >= 0} <= set(part)
+    assert sum(work.num_places for work in works) == whole.num_places
+    narrow = sum((meetings(work.narrow) for work in works), Counter())
+    assert narrow == meetings(whole.narrow)
+    wide = sum((meetings(work.wide) for work in works), Counter())
+    assert set(wide.values()) <= {1}
+    for row, splits in enumerate(splits_seen(segments, window)):
+        assert all(narrow[row, split] + wide[row, split] == 1 for split in splits)
+
+
+def test_a_chunk_behind_a_long_prefix_makes_many_items_and_one_in_front_as_many_as_its_tiles() -> (
+    None
+):
+    pages = array("q", range(3000))
+    assert len(work_of([Segment(range(64), 32768, pages, 1)], stretch=16).wide) == 2 * 9
+    work = work_of([Segment(range(64), 16 * SPLIT - 64, pages, 1)], stretch=16)
+    assert len(work.wide) == 2
+    assert work.num_places == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -90,7 +193,8 @@ def test_sharers_of_one_split_and_no_more_read_it_together() -> None:
 
 
 def test_the_tiles_of_long_chunks_that_read_most_come_first() -> None:
-    work = work_of([Segment(range(90), start, array("q", range(100)), 1) for start in (0, 1000)])
+    segments = [Segment(range(90), start, array("q", range(100)), 1) for start in (0, 1000)]
+    work = work_of(segments, stretch=16)
     depths = (work.wide.last_splits - work.wide.first_splits).tolist()
     assert depths == sorted(depths, reverse=True)
     assert depths[0] == 4

@@ -1,0 +1,222 @@
+"""Steps launched one behind the other: the same tokens, and nobody waits before they are wanted."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from foretoken.core.launch import Launcher
+from foretoken.core.params import SamplingParams
+from foretoken.core.runner import ModelRunner
+from foretoken.core.sampler import TorchSampler
+from foretoken.core.step import AheadTokens, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.verify import NOT_FINITE
+
+pytest.importorskip("triton")
+
+from fake_stream import FakeStream, StreamGraph
+from graphed import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
+
+from foretoken.core.ops.triton import packet
+from triton_sampling import as_on_a_gpu  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(temperature=3.0),
+    "cut": SamplingParams(temperature=2.0, top_p=0.8, top_k=9),
+}
+EVERYBODY = tuple(PARAMS)
+Rounds = Sequence[Sequence[str]]
+# Rows change places, and leave; the third step is on the next page.
+ROUNDS: Rounds = (EVERYBODY, EVERYBODY, ("cut", "greedy", "drawn"), ("drawn", "cut"), ("cut",))
+PROMPT_LEN, PAGES_EACH = PAGE_SIZE - 2, 3
+
+
+class Lab:
+    """Three requests, each with pages of its own, and a slow device that computes them.
+
+    The graphs are captured and the kernels know the vocabulary before anything is launched.
+    """
+
+    def __init__(self, *, has_graphs: bool, stream: FakeStream) -> None:
+        self.stream = stream
+        self.decoder = make_decoder(self._graphs() if has_graphs else None)
+        self.pool = make_pool(self.decoder)
+        self._content = self.pool.data.clone()
+        self.runner = ModelRunner(self.decoder, self.pool)
+        self.restart()
+        self.step([EVERYBODY[:count] for count in ((3, 2, 1) if has_graphs else (1,))])
+        self.restart()
+
+    def _graphs(self) -> Any:
+        on_gpu = torch.get_default_device().type == "cuda"
+        return Graphs() if on_gpu else lambda: StreamGraph(self.stream)
+
+    def restart(self) -> None:
+        """As it was before anything was computed."""
+        self.pool.data.copy_(self._content)
+        self.tokens = {
+            name: array("q", [(3 * i + at) % VOCAB for i in range(PROMPT_LEN)])
+            for at, name in enumerate(PARAMS)
+        }
+        self.sampling = {
+            name: RowSampling(params=params, seed=at, prompt_len=PROMPT_LEN)
+            for at, (name, params) in enumerate(PARAMS.items())
+        }
+
+    def plan(self, names: Sequence[str], num_ahead: int = 0) -> StepPlan:
+        """The step behind as many whose tokens nobody has."""
+        rows = [self._row(name, num_ahead) for name in names]
+        return StepPlan(rows=rows, fresh_pages=array("q"), is_plain=True)
+
+    def _row(self, name: str, num_ahead: int) -> PlanRow:
+        first = EVERYBODY.index(name) * PAGES_EACH
+        tokens: Any = self.tokens[name]
+        if num_ahead:
+            tokens = AheadTokens(tokens, len(tokens) + num_ahead)
+        return PlanRow(
+            request_id=name,
+            tokens=tokens,
+            start=len(tokens) - 1,
+            stop=len(tokens),
+            page_ids=array("q", range(first, first + PAGES_EACH)),
+            sampling=self.sampling[name],
+        )
+
+    def take(self, output: StepOutput) -> Sequence[RowOutput]:
+        """Commit a step."""
+        assert output.num_rows == len(output.rows)
+        assert list(output.times) == ["draft", "forward", "verify"]
+        for row in output.rows:
+            self.tokens[row.request_id].extend(row.token_ids)
+        return output.rows
+
+    def step(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
+        """One by one."""
+        return [self.take(self.runner.step(self.plan(names))) for names in rounds]
+
+    def launch(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
+        """Each asked for before the one ahead of it is read, and nothing waited for but that."""
+        launcher: Launcher = self.runner
+        found, stream = [], self.stream
+        under_way = launcher.launch(self.plan(rounds[0]))
+        for names in rounds[1:]:
+            following = launcher.launch(self.plan(names, num_ahead=1), under_way)
+            assert stream.num_waits == len(found) * stream.is_driven
+            found.append(self.take(under_way.finish()))
+            assert stream.num_waits == len(found) * stream.is_driven
+            assert stream.num_pending > 0 or not stream.is_driven, "the step that follows"
+            under_way = following
+        return [*found, self.take(under_way.finish())]
+
+    @contextmanager
+    def is_slow(self) -> Iterator[None]:
+        """On the CPU nothing is done before it is waited for; a GPU is as it is."""
+        if self.decoder.device.type == "cuda":
+            yield
+        else:
+            self.stream.num_waits = 0
+            with self.stream.driving():
+                yield
+
+
+@pytest.fixture(params=["graphs", "eager"])
+def lab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    stream = FakeStream()
+    if torch.get_default_device().type == "cpu":
+        monkeypatch.setattr(packet, "make_event", stream.make_event)
+    return Lab(has_graphs=request.param == "graphs", stream=stream)
+
+
+only_eager = pytest.mark.parametrize("lab", ["eager"], indirect=True)
+
+
+def test_launched_steps_yield_what_steps_one_by_one_do(lab: Lab) -> None:
+    expected = lab.step(ROUNDS)
+    content = lab.pool.data.clone()
+    assert len({row.token_ids for rows in expected for row in rows}) > 3
+    lab.restart()
+    with lab.is_slow():
+        assert lab.launch(ROUNDS) == expected
+    assert torch.equal(lab.pool.data, content)
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_the_next_step_has_it_without_harm(
+    lab: Lab,
+) -> None:
+    rounds = (EVERYBODY, EVERYBODY)
+    expected = lab.step(rounds)
+    lab.restart()
+    lab.pool.data[EVERYBODY.index("drawn") * PAGES_EACH] = torch.nan
+    with lab.is_slow():
+        found = lab.launch(rounds)
+    for rows, sound in zip(found, expected, strict=True):
+        assert rows[1] == RowOutput(request_id="drawn", error=NOT_FINITE)
+        assert [rows[0], rows[2]] == [sound[0], sound[2]]
+
+
+@only_eager
+def test_steps_behind_a_launch_that_nobody_finished_are_as_ever(lab: Lab) -> None:
+    expected = lab.step((EVERYBODY, EVERYBODY))
+    lab.restart()
+    with lab.is_slow():
+        first = lab.runner.launch(lab.plan(EVERYBODY))
+        lab.runner.launch(lab.plan(EVERYBODY, num_ahead=1), first)
+        assert [lab.take(first.finish()), *lab.step([EVERYBODY])] == expected
+
+
+@only_eager
+def test_a_row_that_the_host_knows_may_stand_beside_rows_that_it_does_not(lab: Lab) -> None:
+    expected = lab.step((("greedy", "cut"), EVERYBODY))[1]
+    lab.restart()
+    with lab.is_slow():
+        first = lab.runner.launch(lab.plan(("greedy", "cut")))
+        rows = [lab._row(name, int(name != "drawn")) for name in EVERYBODY]
+        second = lab.runner.launch(replace(lab.plan(()), rows=rows), first)
+        first.finish()
+        assert second.finish().rows == expected
+
+
+@only_eager
+def test_the_proposer_forgets_what_a_launched_step_says(lab: Lab) -> None:
+    told: list[object] = []
+    proposer: Any = SimpleNamespace(forget=lambda *what: told.append(what))
+    runner = ModelRunner(lab.decoder, lab.pool, proposer)
+    plan = replace(lab.plan(["greedy"]), departed=["gone"], fresh_pages=array("q", [3]))
+    runner.launch(plan).finish()
+    assert told == [(["gone"], array("q", [3]))]
+
+
+@only_eager
+def test_what_is_not_steady_is_refused(lab: Lab) -> None:
+    steady = lab.plan(["greedy"])
+    row = steady.rows[0]
+    sampling = RowSampling(params=SamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
+    for plan, why in (
+        (replace(steady, is_plain=False), "drafts"),
+        (replace(steady, rows=[replace(row, start=0)]), "greedy has more than one token"),
+        (replace(steady, rows=[replace(row, start=1, stop=2)]), "greedy has more than one token"),
+        (replace(steady, rows=[replace(row, sampling=sampling)]), "its tokens must be known"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            lab.runner.launch(plan)
+    with pytest.raises(LookupError, match="not chosen yet"):
+        lab.runner.launch(lab.plan(["greedy"], num_ahead=1))
+
+
+@only_eager
+def test_who_launches_computes_behind_the_hosts_back_and_verifies_no_drafts_by_rejection(
+    lab: Lab,
+) -> None:
+    assert lab.runner.launches
+    assert not ModelRunner(lab.decoder, lab.pool, rejection=True).launches
+    decoder: Any = SimpleNamespace(device=lab.decoder.device, sampler=TorchSampler())
+    assert not ModelRunner(decoder, cast("Any", None)).launches

@@ -1,0 +1,338 @@
+"""What is planned while a step is under way, and when nothing is."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
+from foretoken.core.ahead import is_steady, plan_ahead, replan
+from foretoken.core.request import Request
+from foretoken.core.speculation import NO_SPECULATION, FixedDepth, NoSpeculation
+from foretoken.core.step import AheadTokens, StepPlan
+
+PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [2, 1], "c": [3, 3, 3]}
+NOW = 100.0
+
+
+class Scene(Driver):
+    """Requests that decode; one of their steps is under way from `begin` on."""
+
+    def __init__(self, names: str = "ab", *, max_tokens: int = 20, **options: Any) -> None:
+        options.setdefault("speculator", NO_SPECULATION)
+        super().__init__(make_scheduler(**options), FakeRunner(page_size=4))
+        self.add(*(make_request(n, PROMPTS[n], max_tokens=max_tokens) for n in names))
+        self.step()
+
+    def begin(self) -> StepPlan:
+        return self.scheduler.schedule(NOW)
+
+    def ahead(self, plan: StepPlan) -> StepPlan | None:
+        return plan_ahead(self.scheduler, plan, NOW)
+
+    def end(self, plan: StepPlan) -> None:
+        self._note(self.scheduler.commit(plan, self.runner.step(plan), NOW))
+        self.scheduler.audit()
+
+    def charged(self) -> float:
+        return self.scheduler.waiting.counters[None]
+
+
+def spans(plan: StepPlan) -> dict[str, tuple[int, int]]:
+    return {row.request_id: (row.start, row.stop) for row in plan.rows}
+
+
+# -- what is planned ------------------------------------------------------------------------------
+
+
+def test_each_row_goes_on_by_one_token_where_the_step_under_way_will_stop() -> None:
+    scene = Scene()
+    plan = scene.begin()
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    assert spans(plan) == {"a": (5, 6), "b": (2, 3)}
+    assert spans(ahead) == {"a": (6, 7), "b": (3, 4)}
+    assert [len(row.tokens) for row in ahead.rows] == [7, 4]
+    assert ahead.is_plain
+    assert is_steady(ahead)
+
+
+def test_the_tokens_are_those_of_the_request_and_the_one_that_is_told_later() -> None:
+    scene = Scene("a")
+    plan = scene.begin()
+    (row,) = scene.ahead(plan).rows  # type: ignore[union-attr]
+    assert isinstance(row.tokens, AheadTokens)
+    assert row.tokens[:6] == array("q", [*PROMPTS["a"], *answer(PROMPTS["a"], 1)])
+    with pytest.raises(LookupError, match="not chosen yet"):
+        row.tokens[row.start : row.stop]
+    with pytest.raises(IndexError):
+        row.tokens[7]
+    scene.end(plan)
+    row.tokens.last = answer(PROMPTS["a"], 2)[-1]
+    assert list(row.tokens) == [*PROMPTS["a"], *answer(PROMPTS["a"], 2)]
+    assert row.tokens[-1:] == row.tokens[row.start : row.stop] == array("q", [row.tokens[-1]])
+
+
+def test_the_page_table_reaches_the_new_token_and_is_nobodys_but_the_plans() -> None:
+    scene = Scene("a", max_tokens=9)
+    scene.step()
+    scene.step()
+    lent = scene.begin()
+    (before,) = lent.rows
+    (row,) = scene.ahead(lent).rows  # type: ignore[union-attr]
+    lease = scene.scheduler.running["a"].lease
+    assert lease is not None
+    assert (len(before.page_ids), row.start) == (2, 8)
+    assert row.page_ids == lease.page_ids
+    assert len(row.page_ids) == 3
+    scene.scheduler.cache.shrink(lease, 0)  # as whoever has the lease may
+    assert len(row.page_ids) == 3
+
+
+def test_pages_that_are_taken_for_it_are_told_with_it() -> None:
+    scene = Scene("a")
+    scene.step()
+    scene.step()
+    plan = scene.begin()
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    assert not plan.fresh_pages
+    assert list(ahead.fresh_pages) == [ahead.rows[0].page_ids[-1]]
+
+
+def test_a_plan_made_ahead_may_be_followed_by_another() -> None:
+    scene = Scene()
+    plan: StepPlan | None = scene.begin()
+    for _ in range(4):
+        assert plan is not None
+        ahead = scene.ahead(plan)
+        scene.end(plan)
+        assert ahead is not None
+        for row in ahead.rows:
+            row.tokens.last = scene.scheduler.running[row.request_id].tokens[-1]  # type: ignore[attr-defined]
+        plan = ahead
+    assert scene.served == {name: answer(PROMPTS[name], 5) for name in "ab"}
+
+
+def test_who_ends_by_length_gets_no_row() -> None:
+    scene = Scene("a", max_tokens=20)
+    scene.add(make_request("b", PROMPTS["b"], max_tokens=2))
+    scene.step()
+    plan = scene.begin()
+    assert spans(plan).keys() == {"a", "b"}
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    assert spans(ahead).keys() == {"a"}
+
+
+def test_a_full_house_goes_on_while_others_wait() -> None:
+    scene = Scene(max_running=2)
+    scene.add(make_request("c", PROMPTS["c"]))
+    assert scene.ahead(scene.begin()) is not None
+
+
+# -- when nothing is ------------------------------------------------------------------------------
+
+
+def test_everybody_ends_by_length_so_nothing_follows() -> None:
+    scene = Scene(max_tokens=2)
+    assert scene.ahead(scene.begin()) is None
+
+
+def test_a_full_house_that_somebody_leaves_by_length_has_a_place_for_who_waits() -> None:
+    scene = Scene("a", max_running=2)
+    scene.add(make_request("b", PROMPTS["b"], max_tokens=2), make_request("c", PROMPTS["c"]))
+    scene.step()
+    assert scene.ahead(scene.begin()) is None
+
+
+def test_who_waits_and_has_a_place_comes_first() -> None:
+    scene = Scene()
+    plan = scene.begin()
+    scene.add(make_request("c", PROMPTS["c"]))
+    assert scene.ahead(plan) is None
+
+
+def test_behind_a_chunk_of_a_prompt_nothing_is_planned() -> None:
+    scene = Scene("b")
+    scene.add(make_request("long", [1] * 40))
+    assert scene.ahead(scene.begin()) is None
+
+
+def test_a_prompts_last_chunk_is_no_decode_though_it_yields_a_token() -> None:
+    scene = Scene("b")
+    scene.add(make_request("c", PROMPTS["c"]))
+    plan = scene.begin()
+    assert all(row.samples for row in plan.rows)
+    assert scene.ahead(plan) is None
+
+
+def test_behind_a_chunk_of_one_token_that_yields_none_nothing_is_planned() -> None:
+    scene = Scene("", max_batch_tokens=1)
+    scene.add(make_request("a", PROMPTS["a"]))
+    plan = scene.begin()
+    assert spans(plan) == {"a": (0, 1)}
+    assert scene.ahead(plan) is None
+
+
+def test_behind_a_draft_nothing_is_planned() -> None:
+    scene = Scene(speculator=FixedDepth(2))
+    plan = scene.begin()
+    scene.scheduler.speculator.inner = NO_SPECULATION
+    assert any(row.max_draft for row in plan.rows)
+    assert scene.ahead(plan) is None
+
+
+def test_nothing_is_planned_where_the_speculator_may_draft_in_the_next_step() -> None:
+    class Rests(NoSpeculation):
+        rest = True
+
+        def rests(self) -> bool:
+            return self.rest
+
+    scene = Scene(speculator=(speculator := Rests()))
+    plan = scene.begin()
+    assert plan.is_plain
+    speculator.rest = False
+    assert scene.ahead(plan) is None
+
+
+def test_nothing_is_planned_while_somebody_runs_who_is_not_in_the_step() -> None:
+    scene = Scene("abc", max_batch_tokens=16)
+    plan = scene.begin()
+    short = StepPlan(rows=plan.rows[:2], fresh_pages=plan.fresh_pages, is_plain=True)
+    assert scene.ahead(short) is None
+    assert scene.ahead(plan) is not None
+
+
+READS_TEXT: dict[str, Callable[[Request], Any]] = {
+    "repetition_penalty": lambda request: {"params": _params(request, repetition_penalty=1.1)},
+    "frequency_penalty": lambda request: {"params": _params(request, frequency_penalty=0.1)},
+    "presence_penalty": lambda request: {"params": _params(request, presence_penalty=0.1)},
+    "logprobs": lambda request: {"params": _params(request, logprobs=0)},
+    "prompt_logprobs": lambda request: {"params": _params(request, prompt_logprobs=0)},
+    "bad_words": lambda request: {"bad_words_ids": ((1, 2),)},
+    "constraint": lambda request: {"constraint": object()},
+}
+
+
+def _params(request: Request, **changes: Any) -> Any:
+    return replace(request.sampling.params, **changes)
+
+
+@pytest.mark.parametrize("name", READS_TEXT)
+def test_nothing_is_planned_where_a_row_reads_the_text(name: str) -> None:
+    scene = Scene()
+    request = scene.scheduler.running["b"]
+    request.sampling = replace(request.sampling, **READS_TEXT[name](request))
+    assert scene.ahead(scene.begin()) is None
+
+
+def test_what_only_needs_logits_and_the_position_is_planned() -> None:
+    scene = Scene()
+    request = scene.scheduler.running["b"]
+    more = {"temperature": 0.7, "top_p": 0.9, "top_k": 3, "min_tokens": 9, "logit_bias": {1: 2.0}}
+    request.sampling = replace(request.sampling, params=_params(request, **more))
+    assert scene.ahead(scene.begin()) is not None
+
+
+def test_without_a_page_nothing_is_planned_and_nobody_is_preempted() -> None:
+    scene = Scene(num_pages=4, page_size=4, max_tokens=8)
+    scene.step()
+    scene.step()
+    plan = scene.begin()
+    assert scene.scheduler.cache.num_available_pages == 0
+    charged = scene.charged()
+    assert scene.ahead(plan) is None
+    assert scene.charged() == charged
+    assert scene.scheduler.num_preemptions == 0
+    scene.end(plan)
+    scene.run()
+    assert scene.served == {name: answer(PROMPTS[name], 8) for name in "ab"}
+
+
+# -- a plan that is dropped -----------------------------------------------------------------------
+
+
+def test_after_a_plan_was_dropped_the_next_one_tells_what_it_had_to_tell() -> None:
+    scene = Scene("ab")
+    scene.step()
+    scene.abort("b")
+    plan = scene.begin()
+    assert plan.departed == ["b"]
+    scene.end(plan)
+    plan = scene.begin()
+    scene.scheduler._departed.append("c")
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    assert (ahead.departed, len(ahead.fresh_pages)) == (["c"], 1)
+    scene.scheduler.drop(ahead)
+    scene.scheduler._departed.append("d")
+    scene.end(plan)
+    again = scene.begin()
+    assert again.departed == ["c", "d"]
+    assert again.fresh_pages == ahead.fresh_pages
+    assert again.rows[0].page_ids == ahead.rows[0].page_ids
+
+
+def test_a_plan_that_is_dropped_charges_nobody_twice() -> None:
+    scene = Scene()
+    plan, charged = scene.begin(), scene.charged()
+    for _ in range(3):
+        ahead = scene.ahead(plan)
+        assert ahead is not None
+        scene.scheduler.drop(ahead)
+    scene.end(plan)
+    assert scene.charged() == charged + 2, "of the step that is still to come"
+    scene.end(scene.begin())
+    assert scene.charged() == charged + 2
+    scene.end(scene.begin())
+    assert scene.charged() == charged + 4
+
+
+def test_a_plan_may_be_dropped_when_its_requests_have_ended() -> None:
+    scene = Scene()
+    plan = scene.begin()
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    scene.end(plan)
+    scene.abort("a")
+    scene.scheduler.drop(ahead)
+    scene.scheduler.audit()
+    assert spans(scene.begin()) == {"b": (3, 4)}
+
+
+def test_the_rows_of_those_who_ended_meanwhile_are_nobodys_outcome() -> None:
+    scene = Scene()
+    plan = scene.begin()
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    scene.end(plan)
+    for row in ahead.rows:
+        row.tokens.last = scene.scheduler.running[row.request_id].tokens[-1]  # type: ignore[attr-defined]
+    scene.abort("a")
+    scene.end(ahead)
+    assert scene.served == {"a": answer(PROMPTS["a"], 2), "b": answer(PROMPTS["b"], 3)}
+
+
+def test_a_plan_made_ahead_is_made_anew_of_those_who_still_run() -> None:
+    scene = Scene()
+    plan = scene.begin()
+    ahead = scene.ahead(plan)
+    assert ahead is not None
+    scene.end(plan)
+    scene.abort("a")
+    again = replan(scene.scheduler, ahead)
+    (row,) = again.rows
+    request = scene.scheduler.running["b"]
+    assert row.tokens is request.tokens
+    assert request.lease is not None
+    assert row.page_ids is request.lease.page_ids
+    assert spans(again) == {"b": (3, 4)}
+    assert (again.is_plain, again.fresh_pages) == (True, ahead.fresh_pages)
+    scene.end(again)
+    assert scene.served["b"] == answer(PROMPTS["b"], 3)
