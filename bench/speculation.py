@@ -39,6 +39,7 @@ from .engine import read_bandwidth
 from .replay import ReplayRunner
 from .report import command, machine, table, write_json
 from .speculation_load import Load, adversarial, compare
+from .speculation_rest import compare_phases, texts
 from .streams import KINDS, Stream, builtin_tokenizer, streams
 
 NUM_DRAFTS = 16
@@ -269,15 +270,32 @@ async def _measure_engine(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+async def _measure_rest(args: argparse.Namespace) -> list[dict[str, object]]:
+    built = build(None, EngineConfig(device="cpu", threads=args.threads, max_batch_tokens=256))
+    await built.engine.start()
+    replay = ReplayRunner.over(built.engine.runner)  # type: ignore[arg-type]
+    plain = built.engine.runner
+    fresh = streams("fresh code", tokenize=builtin_tokenizer())
+    rows = []
+    for concurrency in args.concurrency:
+        for text in texts(fresh, built.vocab_size, prompt_len=32, output_len=args.output_len):
+            built.engine.runner = replay if text.is_replayed else plain
+            rows.append(await compare_phases(built, text, concurrency, args.pairs))
+            print(table(rows[-1:]), flush=True)
+    await built.engine.close()
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(prog="foretoken bench speculation", description=__doc__)
-    parser.add_argument("--part", choices=["all", "sources", "engine"], default="all")
+    parser.add_argument("--part", choices=["all", "sources", "engine", "rest"], default="all")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--depths", type=int, nargs="*", default=[], help="fixed depths beside")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=150, help="of phases, in part rest")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--out", type=Path, default=Path("bench/results/speculation.json"))
     args = parser.parse_args(argv)
@@ -289,14 +307,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Weights read once a token: what no plain decoding of one request can exceed.
     report["roofline_tok_per_s_batch_1"] = bandwidth / num_bytes
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
-    if args.part != "engine":
+    if args.part in ("all", "sources"):
         quality, speed = _measure_sources()
         report |= {"sources": quality, "speed": speed}
         print(f"\nsources, {NUM_DRAFTS} drafts\n\n{table(quality)}\n\n{table(speed)}", flush=True)
-    if args.part != "sources":
+    if args.part in ("all", "engine"):
         rows = asyncio.run(_measure_engine(args))
         report["engine"] = rows
         print(f"\nengine, built-in pair\n\n{table(rows)}", flush=True)
+    if args.part in ("all", "rest"):
+        rows = asyncio.run(_measure_rest(args))
+        report["rest"] = rows
+        print(f"\nat rest, phases in turn\n\n{table(rows)}", flush=True)
     write_json(args.out, report)
 
 

@@ -84,7 +84,7 @@ async def run_once(built: Built, load: Load, concurrency: int, depth: int | str)
     run = Run(usages=[Usage()] * len(load.streams), token_ids=[[]] * len(load.streams))
     hits, queries = cache.num_hits, cache.num_queries
     limit = asyncio.Semaphore(concurrency)
-    requests = [_request(i, stream, load, depth) for i, stream in enumerate(load.streams)]
+    requests = [make_request(i, stream, load, depth) for i, stream in enumerate(load.streams)]
     began, cpu_began = time.perf_counter(), time.process_time()
     await asyncio.gather(*(_serve(built, request, limit, run) for request in requests))
     run.seconds = time.perf_counter() - began
@@ -93,7 +93,7 @@ async def run_once(built: Built, load: Load, concurrency: int, depth: int | str)
     return run
 
 
-def _request(index: int, stream: Stream, load: Load, depth: int | str) -> Request:
+def make_request(index: int, stream: Stream, load: Load, depth: int | str) -> Request:
     prompt, answer = stream
     params = SamplingParams(
         temperature=load.temperature, max_tokens=len(answer), ignore_eos=True, seed=index

@@ -10,22 +10,22 @@ from ..core.step import StepOutput, StepPlan
 from .controller import Controller
 
 REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
-MAX_REST, MAX_REST_S = 48, 0.1  # steps, seconds: such a verdict holds no longer than both
+MAX_REST, MAX_REST_S = 64, 0.2  # steps, seconds: such a verdict holds no longer than both
 BRIEF_REST = 2  # steps that tell what plain decoding costs
+CUT_EVERY = 4  # rests, of which one may end early for who came
 PEEK_SHARE = 0.002  # of the time that looks for a reason to end a rest may take
-FIRST_PEEK = 6  # steps of a rest after something new
+FIRST_PEEK = 6  # steps of a rest after drafts
 MAX_PATIENCE = 16  # times longer between them, where such reasons came to nothing
 MEAN_RATE = 0.1  # of a new value in a running mean
-OBSERVE_SHARE = 0.002  # of the time that learning from steps without drafts may take
+OBSERVE_SHARE = 0.001  # of the time that learning from steps without drafts may take
 OBSERVE_EVERY, OBSERVE_LEAST = 8, 64  # of so many of these, at most and at least one is learnt from
 
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of the step under way."""
+    """What is known of the step under way that somebody may draft in."""
 
     is_allocated: bool = False  # by the controller
-    is_resting: bool = False  # not allocated, though it might have been
     decide_s: float = 0.0  # what that took
     lm_rows: int = 0
     lm_passes: int = 0
@@ -33,8 +33,14 @@ class _Step:
     lm_hits: int = 0
 
 
+_NOTHING = _Step()  # of a step that nobody could draft in; never written
+
+
 class Meter:
-    """Tells the controller and its cost tables what came of each step."""
+    """Tells the controller and its cost tables what came of each step.
+
+    A step that rests may be planned while the one before it, which rests too, is under way.
+    """
 
     def __init__(self, controller: Controller, clock: Callable[[], float]) -> None:
         self.controller = controller
@@ -46,6 +52,7 @@ class Meter:
         self._num_rested = 0  # steps of which the controller does not know yet
         self._rest_s = 0.0  # seconds of them, at most
         self._num_wanted = 0  # steps of a brief rest, all of which are learnt from
+        self._num_uncut = 0  # rests begun since one was cut short for who came
         self._peek_s = 0.0  # seconds of a peek; running mean
         self._peek_in = 0  # steps
         self._peek_patience = 1
@@ -67,10 +74,12 @@ class Meter:
             self.flush()
             return False
         self._rest -= 1
-        if self._step.is_allocated:  # that one failed
-            self._step = _Step()
-        self._step.is_resting = True
+        self._num_rested += 1
         return True
+
+    def begin(self) -> None:
+        """A step is planned that somebody may draft in; the last such one is over, or failed."""
+        self._step = _Step()
 
     def flush(self) -> None:
         """Tell the controller of the steps that rested; that may wait until it is asked again."""
@@ -83,6 +92,7 @@ class Meter:
 
         ``briefly``: only to see what it costs.
         """
+        self._num_uncut += 1
         if self._has_peeked:
             self._peek_patience = min(MAX_PATIENCE, 2 * self._peek_patience)
             self._has_peeked = False
@@ -94,22 +104,28 @@ class Meter:
             self._rest = round(min(longest, self.decide_s / (REST_SHARE * self._step_s)))
             self._rest_s = 2.0 * self._rest * self._step_s  # if steps grow it ends sooner
 
-    def shorten_rest(self, num_steps: int) -> None:
-        """Something is new: look again after ``num_steps`` at most.
+    def end_rest(self) -> None:
+        """Something is new: look again in the next step.
 
         A brief rest goes on: cut short, it would be wanted again in the next step, and the next.
         """
         if not self._num_wanted:
-            self._rest = min(self._rest, num_steps)
+            self._rest = 0
+
+    def cut_rest(self, *, anyway: bool = False) -> None:
+        """Who came is to be weighed.
+
+        Only one rest in a few ends for that, or ``anyway``: where requests join others all the
+        time, deciding takes little more than its share.
+        """
+        if anyway or self._num_uncut >= CUT_EVERY:
+            self._num_uncut = 0
+            self.end_rest()
 
     def may_peek(self) -> bool:
         """Whether to look, before this step of a rest, for a reason to end it."""
         self._peek_in -= 1
         return self._peek_in < 0
-
-    def peek_soon(self) -> None:
-        """A request joined, or what one repeated ended: what it repeats next shows soon."""
-        self._peek_in = min(self._peek_in, FIRST_PEEK)
 
     def peeked(self, seconds: float, *, found: bool) -> None:
         """That took so long; a rest in which something was ``found`` is over."""
@@ -119,11 +135,11 @@ class Meter:
             self._peek_in = min(MAX_REST, round(self._peek_patience * interval))
         if found:
             self._has_peeked = True
-            self.shorten_rest(0)
+            self.end_rest()
 
     def decided(self, seconds: float) -> None:
         """The controller allocated this step; that took so long."""
-        self._step = _Step(is_allocated=True, decide_s=seconds)  # the last one may have failed
+        self._step.is_allocated, self._step.decide_s = True, seconds
 
     # -- after it -------------------------------------------------------------------------------
 
@@ -140,16 +156,15 @@ class Meter:
         if output.num_rows <= len(plan.rows) or not self._step_s:
             self._step_s += MEAN_RATE * (seconds - self._step_s)
         late_s, self._late_s = self._late_s, 0.0
-        if self._step.is_resting:
-            self._step.is_resting = False
-            self._rested(seconds)
+        step = _NOTHING if plan.is_plain else self._step
         drafts = not plan.is_plain and output.num_rows > plan.num_tokens
         if drafts:
             self._peek_patience, self._has_peeked = 1, False
-            self.peek_soon()
-        if not self._step.is_allocated and not drafts and self._may_skip():
-            return
-        step, self._step = self._step, _Step()
+            self._peek_in = min(self._peek_in, FIRST_PEEK)  # what is repeated next shows soon
+        if not step.is_allocated:
+            self._pass_time(seconds)
+            if not drafts and self._may_skip():
+                return
         began = self.clock()
         # Plain decoding is what follows a verdict for it: that step paid for the decision, and its
         # pass ran on cold caches.
@@ -163,8 +178,8 @@ class Meter:
         else:
             self._observe_s += MEAN_RATE * (self._late_s - self._observe_s)
 
-    def _rested(self, seconds: float) -> None:
-        self._num_rested += 1
+    def _pass_time(self, seconds: float) -> None:
+        """A rest ends sooner where steps take longer than they did."""
         self._rest_s -= seconds
         if self._rest_s <= 0.0:
             self._rest = 0

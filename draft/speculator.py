@@ -23,7 +23,8 @@ from .controller import Candidates, Controller
 from .grammar import GrammarSource
 from .meter import Meter
 from .peek import Peek
-from .source import INDEX_CHUNK, CarefulSource, Guess, Source
+from .reader import Reader
+from .source import CarefulSource, Guess, Source
 from .track import LM, NO_SURVIVAL, Track, padded
 from .trie import Path, Survival, merge
 
@@ -31,7 +32,7 @@ LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those befor
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-NEWS_REST = 4  # steps that a verdict against drafts still holds when a request joins others
+BITE = 32  # tokens of an answer that are worth a call where nobody drafts
 
 
 class DraftSpeculator:
@@ -65,8 +66,8 @@ class DraftSpeculator:
         self._own_depth: set[str] = set()  # of these, who said how deep
         self._constrained: set[str] = set()  # of these, with a grammar
         self._glance = Peek(self._sources, calibration)
-        self._has_news = False  # a prompt that may not be indexed yet
-        self._left: list[Request] = []  # ended; their tokens are still to be kept
+        self._reader = Reader(self._sources)
+        self._is_drafting = False  # by the controller's last word
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -80,7 +81,7 @@ class DraftSpeculator:
         if not self.meter.is_resting:
             return False
         if self._constrained and any(map(self._is_forced, self._decoding(self._constrained))):
-            self.meter.shorten_rest(0)
+            self.meter.end_rest()
         elif self._sources and self.meter.may_peek():
             self._peek()
         if self._own_depth and any(self._decoding(self._own_depth)):
@@ -88,11 +89,14 @@ class DraftSpeculator:
         return self.meter.rests()
 
     def _peek(self) -> None:
-        """End the rest where a look-up promises something to who lets the controller decide."""
-        began, others = self.meter.clock(), self._own_depth | self._constrained
-        free = [t.request for name, t in self._tracks.items() if t.decodes and name not in others]
-        found = self._glance.finds(free)
+        """End the rest where a look-up promises something, or for who came, which is rarer."""
+        began = self.meter.clock()
+        newcomer = self._glance.newcomer()
+        request = newcomer or self._glance.in_turn()
+        found = request is not None and self._glance.promises(request)
         self.meter.peeked(self.meter.clock() - began, found=found)
+        if newcomer is not None and not found:
+            self.meter.cut_rest()
 
     def _decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
         tracks = (self._tracks[each] for each in request_ids)
@@ -102,6 +106,7 @@ class DraftSpeculator:
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
+        self.meter.begin()
         depths = [self._depth(request) for request in requests]
         auto = [index for index, depth in enumerate(depths) if depth == "auto"]
         plans = [NOTHING] * len(requests)
@@ -177,7 +182,8 @@ class DraftSpeculator:
     def _plan_auto(self, tracks: Sequence[Track], candidates: Candidates) -> list[DraftPlan]:
         """The controller's choice; a verdict for plain decoding holds for a while."""
         allocation = self.controller.allocate(candidates)
-        if not allocation.is_draft:
+        self._is_drafting = allocation.is_draft
+        if not self._is_drafting:
             self._uses_lm = False
             self.meter.rest(briefly=allocation.measures)
             return [NOTHING] * len(tracks)
@@ -282,41 +288,38 @@ class DraftSpeculator:
             self._own_depth.add(request_id)
         if request.sampling.constraint is not None:
             self._constrained.add(request_id)
+        if depth == "auto" and request.sampling.constraint is None:
+            self._glance.join(request)
+        self._reader.join(request)
         self._track(request).lm_len = request.num_computed if self._uses_lm else 0
-        self._has_news = True
-        self.meter.shorten_rest(0 if len(self._tracks) == 1 else NEWS_REST)
-        self.meter.peek_soon()
+        if len(self._tracks) == 1:
+            self.meter.cut_rest(anyway=True)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
-        if self._tracks.pop(request.request_id, None) is not None:
-            self._own_depth.discard(request.request_id)
-            self._constrained.discard(request.request_id)
-            self.calibration.forget(request.request_id)
-            self._left.append(request)
+        request_id = request.request_id
+        if self._tracks.pop(request_id, None) is not None:
+            self._own_depth.discard(request_id)
+            self._constrained.discard(request_id)
+            self._glance.leave(request_id)
+            self._reader.leave(request)
+            self.calibration.forget(request_id)
 
     def work(self) -> None:
-        """Take in what was said: of requests that ended, then of those that run."""
-        self._keep()
-        if self.meter.is_resting and not self._has_news:
-            return  # nobody will look anything up in this step or the next
-        room = INDEX_CHUNK
-        for track in self._tracks.values():
-            for source in self._sources:
-                room -= source.index(track.request)
-            if room <= 0:
-                return
-        self._has_news = False
+        """Take in what was said: of requests that ended, then of those that run.
 
-    def _keep(self) -> None:
-        left, self._left = self._left, []
-        for request in left:
-            for source in self._sources:
-                source.leave(request)
+        In a rest nobody looks up but at a glance: prompts are enough, and answers wait for its end.
+        Even then they are taken in by the bite, unless drafts are made of them.
+        """
+        self._reader.keep()
+        if self.meter.is_resting:
+            self._reader.read_prompts()
+        else:
+            self._reader.read(1 if self._is_drafting or self._own_depth else BITE)
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget what was said in these namespaces, in all when none is named."""
-        self._keep()
+        self._reader.keep()
         for source in self._sources:
             source.flush(*namespaces)
 

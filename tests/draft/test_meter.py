@@ -13,6 +13,7 @@ from foretoken.draft.controller import Controller
 from foretoken.draft.costs import CostModel
 from foretoken.draft.meter import (
     BRIEF_REST,
+    CUT_EVERY,
     FIRST_PEEK,
     MAX_PATIENCE,
     MAX_REST,
@@ -77,7 +78,7 @@ def test_a_verdict_does_not_outlive_the_steps_that_it_was_made_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("learn_s", "every"), [(0.0, OBSERVE_EVERY), (0.0002, 10), (1.0, OBSERVE_LEAST)]
+    ("learn_s", "every"), [(0.0, OBSERVE_EVERY), (0.0002, 20), (1.0, OBSERVE_LEAST)]
 )
 def test_plain_steps_are_learnt_from_as_often_as_that_is_cheap(learn_s, every) -> None:
     meter = Watched(learn_s)
@@ -132,7 +133,7 @@ def test_a_rest_is_looked_into_as_often_as_that_is_cheap() -> None:
     meter.peeked(1.0, found=False)
     assert steps_until_peek(meter) == MAX_REST + 1
     meter.peeked(1.0, found=False)
-    meter.peek_soon()
+    meter.end(PLAN, replace(OUTPUT, num_rows=5), 0.010)  # with drafts: what they repeat may end
     assert steps_until_peek(meter) == FIRST_PEEK + 1
 
 
@@ -149,3 +150,72 @@ def test_who_ends_rests_in_vain_looks_more_seldom_until_a_draft_is_made() -> Non
     meter.end(PLAN, replace(OUTPUT, num_rows=5), 0.010)
     meter.peeked(PEEK_SHARE * 0.010, found=False)
     assert steps_until_peek(meter) - 1 == 1
+
+
+def test_one_rest_in_a_few_is_cut_for_who_comes() -> None:
+    meter = decided(0.010, 0.1)
+    was_cut = []
+    for _ in range(3 * CUT_EVERY):
+        meter.cut_rest()
+        was_cut.append(not meter.is_resting)
+        meter.rest()
+    assert was_cut == ([False] * (CUT_EVERY - 1) + [True]) * 3
+
+
+def test_who_is_alone_is_weighed_at_once_and_the_next_rests_go_on() -> None:
+    meter = decided(0.010, 0.1)
+    meter.cut_rest(anyway=True)
+    assert not meter.is_resting
+    meter.rest()
+    meter.cut_rest()
+    assert meter.is_resting
+
+
+PLAIN = replace(PLAN, is_plain=True)
+
+
+class Told(Watched):
+    """Keeps what the controller is told: rested steps, and the seconds of those it allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_rested, self.allocated = 0, []
+        self.controller.rested = self._rested  # type: ignore[method-assign]
+
+    def _rested(self, num_steps: int) -> None:
+        self.num_rested += num_steps
+
+    def _observe_outcome(self, *args: object) -> None:
+        self.allocated.append(args[-1])
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_rest_is_told_of_alike_where_steps_are_planned_ahead(is_ahead) -> None:
+    meter = Told()
+    meter.steps(200, 0.010)
+    meter.decide_s = 0.0006
+    meter.begin()
+    meter.rest()
+    meter.decided(0.0006)
+    meter.end(PLAN, OUTPUT, 0.5)
+    num_rested = num_under_way = 0
+    while meter.rests():
+        num_rested += 1
+        num_under_way += 1
+        if num_under_way > is_ahead:
+            meter.end(PLAIN, OUTPUT, 0.010)
+            num_under_way -= 1
+    for _ in range(num_under_way):
+        meter.end(PLAIN, OUTPUT, 0.010)
+    assert num_rested == pytest.approx(20, abs=1)
+    assert (meter.num_rested, meter.allocated) == (num_rested, [0.5])
+
+
+def test_a_step_that_failed_is_not_told_of_in_place_of_the_next() -> None:
+    meter = Told()
+    meter.begin()
+    meter.decided(0.001)
+    meter.end(PLAIN, OUTPUT, 0.010)  # that one failed: it never ends
+    meter.begin()
+    meter.end(PLAN, OUTPUT, 0.010)
+    assert not meter.allocated

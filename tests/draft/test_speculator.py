@@ -14,10 +14,11 @@ from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, Ste
 from foretoken.draft.calibration import Calibration
 from foretoken.draft.controller import Controller
 from foretoken.draft.costs import CostModel, StepProfile
+from foretoken.draft.peek import TELLING
 from foretoken.draft.prediction import PredictionSource
 from foretoken.draft.radix import RadixSource
 from foretoken.draft.source import Guess
-from foretoken.draft.speculator import DraftSpeculator
+from foretoken.draft.speculator import BITE, DraftSpeculator
 from foretoken.draft.suffix import SuffixSource
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
@@ -246,7 +247,10 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
     for index in range(5):
         bench.tell([index, 2, 3], TEXT)
     assert not bench.speculator._tracks
-    assert not bench.speculator._left
+    assert not any(vars(bench.speculator._reader)[name] for name in ("_requests", "_num_read"))
+    assert not bench.speculator._reader._left
+    assert not bench.speculator._glance._new
+    assert not bench.speculator._glance._known
     assert not any(track.bends for track in bench.speculator.calibration._tracks.values())
 
 
@@ -361,11 +365,10 @@ def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
 
 def rested_steps(bench: Bench, said: Sequence[int]) -> int:
     """Steps of a long rest, while a request says so, until deciding is worth it again."""
-    request = bench.request([90, 91, 92])
-    bench.step(request, [93])
     meter = bench.speculator.meter
     meter.decide_s = 100.0
-    meter.rest()
+    request = bench.request([90, 91, 92])
+    bench.step(request, [93])
     assert meter.is_resting
     for count, token_id in enumerate(said):
         request.tokens.append(token_id)
@@ -395,3 +398,91 @@ def test_a_rest_goes_on_where_look_ups_never_came_true() -> None:
         for _ in range(40):
             bench.speculator.calibration.score("suffix", kind, "another", 0, True)
     assert rested_steps(bench, [95, *TEXT]) == len(TEXT) + 2
+
+
+class Counting(SuffixSource):
+    """Counts what it is asked to take in."""
+
+    num_calls = 0
+    num_tokens = 0
+
+    def index(self, request: Request) -> int:
+        taken = super().index(request)
+        self.num_calls += 1
+        self.num_tokens += taken
+        return taken
+
+
+def go_on(bench: Bench, requests: Sequence[Request], said: Sequence[int]) -> bool:
+    """A step in which each says one token; whether it rested."""
+    for request, token_id in zip(requests, said, strict=True):
+        request.tokens.append(token_id)
+        request.num_computed = len(request.tokens) - 1
+    rests = bench.speculator.rests()
+    if not rests:
+        bench.plan(*requests)
+    bench.speculator.work()
+    return rests
+
+
+def resting(bench: Bench, num_requests: int) -> list[Request]:
+    """So many requests, of which none repeats another, under a verdict that holds for long."""
+    requests = [bench.request([100 * n, 100 * n + 1]) for n in range(1, num_requests + 1)]
+    meter = bench.speculator.meter
+    meter.decide_s = 100.0
+    bench.step(requests[0], [1])  # tells what a step takes
+    meter.rest()
+    assert meter.is_resting
+    return requests
+
+
+def decisions_until_found(prompt: Sequence[int], said: Sequence[int]) -> tuple[int, int]:
+    """Steps until somebody who joins eight others ends their rest, and steps of them that did."""
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    others = resting(bench, 8)
+    fresh = [range(10_000 * each, 10_000 * each + 100) for each in range(1, 9)]
+    for index in range(20):  # they are looked at, and nothing is found
+        assert go_on(bench, others, [text[index] for text in fresh])
+    newcomer = bench.request(prompt)
+    steps = []
+    for index, token_id in enumerate(said):
+        next_ids = [text[20 + index] for text in fresh]
+        steps.append(go_on(bench, [*others, newcomer], [*next_ids, token_id]))
+    return (steps.index(False) + 1 if False in steps else 0), steps.count(False)
+
+
+def test_who_joins_others_and_repeats_what_was_said_is_found_soon() -> None:
+    first, _ = decisions_until_found([90, 91], TEXT)
+    assert first == TELLING
+
+
+def test_who_joins_others_and_says_nothing_known_costs_no_decision() -> None:
+    assert decisions_until_found([90, 91], range(200, 230)) == (0, 0)
+
+
+def test_in_a_rest_prompts_are_taken_in_at_once_and_answers_by_the_bite() -> None:
+    source = Counting()
+    bench = over(source)  # type: ignore[arg-type]
+    requests = resting(bench, 4)
+    source.num_calls = source.num_tokens = 0
+    newcomer = bench.request(TEXT)
+    assert (source.num_calls, source.num_tokens) == (1, len(TEXT))
+    for index in range(BITE):
+        go_on(bench, requests, [10_000 + 100 * each + index for each in range(4)])
+    assert source.num_calls == 1
+    bench.speculator.leave(newcomer)
+    bench.speculator.meter.end_rest()
+    bench.speculator.work()
+    assert source.num_calls == 1 + 4
+    assert source.num_tokens >= 4 * BITE
+
+
+def test_while_drafts_are_made_every_token_is_taken_in() -> None:
+    source = Counting()
+    bench = over(source)  # type: ignore[arg-type]
+    request = bench.request(TEXT)
+    for token_id in TEXT:
+        plan = bench.step(request, [token_id])
+    assert plan.num_rows > 0
+    assert source.num_tokens == len(request.tokens)
