@@ -15,7 +15,9 @@ from ..core.ops.device import free_memory
 from ..core.recovery import is_out_of_memory
 
 HOST_KV_BYTES = 2 * 2**30
-WORKSPACE_BYTES = 2 * 2**30  # of a GPU: what steps, their graphs and logits take beside the pools
+# Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and 256 MiB for
+# the sums of attention of the target and of its draft model each.
+WORKSPACE_BYTES = 5 * 2**29
 
 
 def make_pools(decoders: Sequence[Decoder], config: EngineConfig, sizes: Sizes) -> list[KVPool]:

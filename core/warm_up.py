@@ -13,6 +13,7 @@ from .params import SamplingParams
 from .sampling import SampleRow
 from .step import RowSampling
 
+FEW_ROWS = 64  # more have a kernel of their own for the output layer
 # One of each kind that a sampler has kernels for.
 _KINDS = (
     SamplingParams(temperature=0.0),
@@ -36,7 +37,10 @@ def warm_up(
     decoder.warm_up(pool, longest)
     prompt = array("q", [0] * min(num_tokens, longest))
     _compute(decoder, pool, [_segment(pool, prompt)])
-    _compute(decoder, pool, [_segment(pool, prompt[:1])] * num_requests)
+    row = _segment(pool, prompt[:1])
+    _compute(decoder, pool, [row] * num_requests)
+    if num_requests <= FEW_ROWS:  # yet drafts, too, have logits
+        _compute(decoder, pool, [row] * (FEW_ROWS + 1))
 
 
 def _segment(pool: KVPool, tokens: array[int]) -> Segment:

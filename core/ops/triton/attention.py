@@ -140,7 +140,7 @@ def attend_kernel(
     tops_ptr,  # [num_places, NUM_HEADS] float32: maxima
     totals_ptr,  # [num_places, NUM_HEADS] float32
     positions_ptr,  # [T]
-    places_ptr,  # [T] where a row's sums begin; -1: a wide row of one stretch, which has none
+    places_ptr,  # [T] where a row's sums begin, or its tile's; -1: a tile of one stretch has none
     counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
     words_ptr,  # items of ITEM_WORDS numbers, and the rows and page ids that they speak of
     layer_block,  # index of the layer's first block in page 0
@@ -203,14 +203,18 @@ def attend_kernel(
                     SPLIT, TILE, TILE_ROWS, WINDOW,
                 )  # fmt: skip
                 top, total, out = merge_state(top, total, out, split_top, split_total, split_out)
-            # A tile may reach into a stretch that only some of its rows see: -2 for the others.
-            number = first // STRETCH - first_split(position, SPLIT, WINDOW) // STRETCH
-            place = tl.load(places_ptr + row, mask=is_row & (first <= position // SPLIT), other=-2)
-            place = tl.where(number >= 0, place, -2)
-            keep_sums(sums_ptr, tops_ptr, totals_ptr, (place + number) * NUM_HEADS + head,
-                      place >= 0, top, total, out, HEAD_DIM)  # fmt: skip
-            result = (out / total[:, None]).to(q.dtype)
-            tl.store(out_ptr + q_at, result, mask=(place == -1)[:, None])
+            # A tile of several stretches leaves all of each, whether a row sees it or not.
+            first_row = tl.load(words_ptr + tl.load(words))
+            place = tl.load(places_ptr + first_row)
+            if place >= 0:
+                seen_from = first_split(tl.load(positions_ptr + first_row), SPLIT, WINDOW)
+                place += (first // STRETCH - seen_from // STRETCH) * tl.cdiv(TILE_ROWS, GROUP)
+                at = place * NUM_HEADS + kv_head * TILE_ROWS + lanes
+                keep_sums(sums_ptr, tops_ptr, totals_ptr, at, lanes >= 0,
+                          top, total, out, HEAD_DIM)  # fmt: skip
+            else:
+                result = (out / total[:, None]).to(q.dtype)
+                tl.store(out_ptr + q_at, result, mask=is_row[:, None])
 
 
 @triton.jit
@@ -221,12 +225,14 @@ def merge_kernel(
     totals_ptr,
     positions_ptr,
     places_ptr,  # -1: nothing to merge
-    is_wide_ptr,  # [T] whether a place is a stretch's, not a split's
+    lanes_ptr,  # [T] which row of its wide tile; -1: a narrow row
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of a program, a power of two
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     STRETCH: tl.constexpr,
+    WIDE_TILE: tl.constexpr,  # queries
     WINDOW: tl.constexpr,
 ):
     """The output of one row and some heads, from what was left for them."""
@@ -235,7 +241,11 @@ def merge_kernel(
     place = tl.load(places_ptr + row)
     if place < 0:
         return
-    position, is_wide = tl.load(positions_ptr + row), tl.load(is_wide_ptr + row)
+    position, lane = tl.load(positions_ptr + row), tl.load(lanes_ptr + row)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    in_tile = head // GROUP * WIDE_TILE + lane * GROUP + head % GROUP
+    at = place * NUM_HEADS + tl.where(lane < 0, head, in_tile)
+    step = tl.where(lane < 0, 1, tl.cdiv(WIDE_TILE, GROUP)) * NUM_HEADS
     first, last = first_split(position, SPLIT, WINDOW), position // SPLIT
     top = tl.full([HEADS], HIDDEN, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -243,20 +253,20 @@ def merge_kernel(
     for stretch in range(first // STRETCH, last // STRETCH + 1):
         lo = tl.maximum(first, stretch * STRETCH)
         hi = tl.minimum(last + 1, (stretch + 1) * STRETCH)
-        num_places = tl.where(is_wide > 0, 1, hi - lo)
+        num_sums = tl.where(lane < 0, hi - lo, 1)
         sum_top = tl.full([HEADS], HIDDEN, tl.float32)
         sum_total = tl.zeros([HEADS], tl.float32)
         sum_out = tl.zeros([HEADS, HEAD_DIM], tl.float32)
-        for index in tl.range(num_places, num_stages=4):  # loads that wait for no other
-            at = (place + index) * NUM_HEADS + head
-            sums_at = at.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+        for index in tl.range(num_sums, num_stages=4):  # loads that wait for no other
+            here = at + index * step
+            sums_at = here.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
             new_out = tl.load(sums_ptr + sums_at)
-            new_top, new_total = tl.load(tops_ptr + at), tl.load(totals_ptr + at)
+            new_top, new_total = tl.load(tops_ptr + here), tl.load(totals_ptr + here)
             sum_top, sum_total, sum_out = merge_state(
                 sum_top, sum_total, sum_out, new_top, new_total, new_out
             )
         top, total, out = merge_state(top, total, out, sum_top, sum_total, sum_out)
-        place += num_places
-    at = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
+        at += num_sums * step
+    out_at = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
     result = (out / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, result)
+    tl.store(out_ptr + out_at, result)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...batch import IntArray, RaggedBatch
 from .packet import Field, HostFields
-from .work_list import Items, WorkList, chunk_rows
+from .work_list import Items, WorkList
 
 Windows: TypeAlias = Sequence[int | None]
 ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split, last split
@@ -22,7 +22,7 @@ ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split
 
 def fields(num_rows: int, num_works: int, num_words: int) -> list[Field]:
     """Room for so many rows, work lists and words."""
-    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "is_wide")
+    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "lanes")
     return [
         *(Field(name, num_rows) for name in rows),
         *(Field(f"counts{work}", 4) for work in range(num_works)),
@@ -44,7 +44,8 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[WorkList]) -> int:
     _put(to["positions"], batch.positions.numpy()[:count], 0)
     _put(to["slots"], batch.slots.numpy()[:count], -1)
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
-    _put(to["is_wide"], chunk_rows(batch), 0)
+    if works:  # the same in all of them
+        _put(to["lanes"], works[0].lanes, -1)
     if batch.ahead is not None:  # else nobody reads them
         _put(to["sources"], batch.ahead.sources, -1)
     words, used = to["words"], len(batch.pages)

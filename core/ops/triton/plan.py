@@ -118,7 +118,7 @@ class DevicePlan:
     positions: Tensor  # [num_rows] int32
     slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
     logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
-    is_wide: Tensor  # [num_rows] int32: whether it is a row of a long chunk
+    lanes: Tensor  # [num_rows] int32: place of a row in its wide tile; -1: it is in none
     words: Tensor  # int32: pages, rows of items, items
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     sums: Sums
@@ -153,7 +153,7 @@ class TritonPlan:
         return [self._work_lists[window] for window in windows]
 
     def _parts(self, window: int | None, max_places: int) -> list[WorkList]:
-        """The work of a window in lists whose sums have room; a row alone may need more."""
+        """The work of a window in lists whose sums have room; a tile alone may need more."""
         (work,) = self.work_lists([window])
         if work.num_places <= max_places:
             return [work]
@@ -165,6 +165,7 @@ class TritonPlan:
             self.batch,
             narrow_rows=geometry.narrow_tile // group,
             wide_rows=geometry.wide_tile // group,
+            wide_places=-(-geometry.wide_tile // group),
             stretch=geometry.stretch,
             window=window,
             part=part,
@@ -217,7 +218,7 @@ def device_plan(
         positions=views["positions"],
         slots=views["slots"],
         logit_rows=views["logit_rows"],
-        is_wide=views["is_wide"],
+        lanes=views["lanes"],
         words=views["words"],
         works=works,
         sums=sums,

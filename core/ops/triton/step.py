@@ -87,7 +87,7 @@ class TritonStep:
     A graph computes a fixed number of rows, a *bucket*, of which a pass leaves some empty; what
     is in them it reads from its packet. Long chunks have kernels of their own, so that a bucket
     which may have them has two graphs. What fits none runs as the same kernels one by one: more
-    rows than the largest bucket, or more pages, splits or positions than the graph has room for.
+    rows than the largest bucket, or more pages, sums or positions than the graph has room for.
     """
 
     def __init__(

@@ -189,12 +189,14 @@ def _attend(
 
 
 def _merge(out: Tensor, plan: DevicePlan, work: Work, window: int | None) -> None:
-    heads, sums = plan.geometry.heads, plan.sums
+    geometry, sums = plan.geometry, plan.sums
+    heads = geometry.heads
     heads_each = gcd(heads.num_heads, MERGED_HEADS)
     merge_kernel[(len(out), heads.num_heads // heads_each)](
-        out, sums.sums, sums.tops, sums.totals, plan.positions, work.places, plan.is_wide,
-        NUM_HEADS=heads.num_heads, HEADS=heads_each, HEAD_DIM=heads.head_dim,
-        SPLIT=SPLIT, STRETCH=plan.geometry.stretch, WINDOW=window or 0,
+        out, sums.sums, sums.tops, sums.totals, plan.positions, work.places, plan.lanes,
+        NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
+        HEAD_DIM=heads.head_dim, SPLIT=SPLIT, STRETCH=geometry.stretch,
+        WIDE_TILE=geometry.wide_tile, WINDOW=window or 0,
     )  # fmt: skip
 
 

@@ -50,16 +50,19 @@ class Items:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkList:
-    """Items of a pass, or of a part of it, and where its rows leave what items found for them.
+    """Items of a pass, or of a part of it, and where they leave what they found for its rows.
 
-    A narrow row has a place for every split that it sees, a wide one for every stretch, but none
-    if there is one stretch only: then its item knows all. Row r's begin at ``places[r]``.
+    A narrow row has a place for every split that it sees, from ``places[r]`` on. A tile of wide
+    rows has ``wide_places`` for every stretch, in which row r is the ``lanes[r]``th; those of the
+    row's own first stretch begin at ``places[r]``. A tile with one stretch has none: its item
+    knows all.
     """
 
     narrow: Items
     wide: Items
     places: IntArray  # [num_rows]; -1: it has none
-    ends: IntArray  # [num_rows] places of all rows up to each
+    lanes: IntArray  # [num_rows]; -1: a narrow row
+    ends: IntArray  # [num_rows] places of all rows up to each; a tile's are its first row's
 
     @property
     def num_places(self) -> int:
@@ -67,11 +70,11 @@ class WorkList:
         return int(self.ends[-1])
 
     def parts(self, max_places: int) -> list[range]:
-        """Neighbouring rows, as many as have ``max_places`` together, but one at least."""
+        """As many neighbouring rows as have ``max_places`` together, a row or tile at least."""
         found, stop, taken = [], 0, 0
         while stop < len(self.ends):
-            reached = int(np.searchsorted(self.ends, taken + max_places, side="right"))
-            start, stop = stop, max(stop + 1, reached)
+            room = max(taken + max_places, int(self.ends[stop]))
+            start, stop = stop, int(np.searchsorted(self.ends, room, side="right"))
             taken = int(self.ends[stop - 1])
             found.append(range(start, stop))
         return found
@@ -82,37 +85,41 @@ def build_work_list(
     *,
     narrow_rows: int,
     wide_rows: int,
+    wide_places: int,
     stretch: int,
     window: int | None = None,
     part: range | None = None,
 ) -> WorkList:
     """The work of one attention layer.
 
-    ``narrow_rows``, ``wide_rows``: rows that a tile holds. ``stretch``: splits of one. ``part``:
-    rows of the batch to compute, if not all.
+    ``narrow_rows``, ``wide_rows``: rows that a tile holds. ``wide_places``: places that a wide one
+    takes, as many as its rows at least. ``stretch``: splits of one. ``part``: one of `parts`, if
+    not all.
     """
     spans = _Spans.of(batch, window, part)
-    is_wide = batch.lens > NARROW_LEN
+    is_wide, here = batch.lens > NARROW_LEN, spans.lens > 0
+    tiles = _tiles(spans, np.flatnonzero(is_wide & here), wide_rows)
+    lanes = _lanes(batch, is_wide, wide_rows)
     counts = spans.last_splits - spans.first_splits + 1
     if is_wide.any():
-        stretches = spans.last_splits // stretch - spans.first_splits // stretch + 1
-        stretches[stretches == 1] = 0
-        counts = np.where(chunk_rows(batch), stretches, counts)
+        counts[lanes >= 0] = 0
+        counts[tiles.firsts] = wide_places * tiles.num_places(stretch)
     if part is not None:
         counts[: part.start] = counts[part.stop :] = 0
     ends = np.cumsum(counts)
-    here = spans.lens > 0
+    places = np.where(counts > 0, ends - counts, -1)
+    if len(tiles.rows):
+        begun = np.repeat(places[tiles.firsts], tiles.sizes)
+        seen_from = spans.first_splits[tiles.rows] // stretch
+        behind = seen_from - np.repeat(tiles.first_splits // stretch, tiles.sizes)
+        places[tiles.rows] = np.where(begun < 0, -1, begun + wide_places * behind)
     return WorkList(
         narrow=_narrow(spans, np.flatnonzero(~is_wide & here), narrow_rows),
-        wide=_wide(spans, np.flatnonzero(is_wide & here), wide_rows, stretch),
-        places=np.where(counts > 0, ends - counts, -1),
+        wide=_wide(tiles, stretch),
+        places=places,
+        lanes=lanes,
         ends=ends,
     )
-
-
-def chunk_rows(batch: RaggedBatch) -> NDArray[np.bool_]:
-    """Whether each row is one of a long chunk, [num_rows]."""
-    return np.repeat(batch.lens > NARROW_LEN, batch.lens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,29 +147,73 @@ class _Spans:
         return cls(batch, first_rows, lens, first_splits, positions // SPLIT)
 
 
-def _wide(spans: _Spans, segments: IntArray, tile_rows: int, stretch: int) -> Items:
-    """Tiles of neighbouring rows, stretch by stretch.
+def _lanes(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
+    """Which row of its tile each row is; -1 for those of segments that are not wide."""
+    if not is_wide.any():
+        return np.full(batch.lens.sum(), -1)
+    firsts = np.repeat(batch.first_rows, batch.lens)
+    places = (np.arange(len(firsts)) - firsts) % wide_rows
+    return np.where(np.repeat(is_wide, batch.lens), places, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """Neighbouring rows of long chunks. All arrays are [num_tiles] but ``rows``."""
+
+    rows: IntArray  # tile by tile
+    starts: IntArray  # in ``rows``
+    sizes: IntArray
+    tables: IntArray
+    first_splits: IntArray
+    last_splits: IntArray
+
+    @property
+    def firsts(self) -> IntArray:
+        """The first row of each."""
+        return self.rows[self.starts]
+
+    def num_places(self, stretch: int) -> IntArray:
+        """Stretches of each whose sums are left: all, or none where there is one only."""
+        counts = self.last_splits // stretch - self.first_splits // stretch + 1
+        return np.where(counts > 1, counts, 0)
+
+
+def _tiles(spans: _Spans, segments: IntArray, tile_rows: int) -> _Tiles:
+    if not len(segments):
+        return _NO_TILES
+    firsts = spans.first_rows[segments]
+    owners, rows = _spread(firsts, spans.lens[segments])
+    starts = np.flatnonzero((rows - firsts[owners]) % tile_rows == 0)
+    sizes = np.diff(starts, append=len(rows))
+    return _Tiles(
+        rows=rows,
+        starts=starts,
+        sizes=sizes,
+        tables=segments[owners[starts]],
+        first_splits=spans.first_splits[rows[starts]],  # positions grow with rows
+        last_splits=spans.last_splits[rows[starts + sizes - 1]],
+    )
+
+
+def _wide(tiles: _Tiles, stretch: int) -> Items:
+    """Tiles, stretch by stretch.
 
     The longest come first, as none of them must be the last to end; among those of one length,
     those that read the same keys are neighbours.
     """
-    if not len(segments):
+    if not len(tiles.rows):
         return _NO_ITEMS
-    firsts = spans.first_rows[segments]
-    owners, rows = _spread(firsts, spans.lens[segments])
-    first_rows = np.flatnonzero((rows - firsts[owners]) % tile_rows == 0)
-    counts = np.diff(first_rows, append=len(rows))
-    lo = spans.first_splits[rows[first_rows]]  # positions grow with rows
-    hi = spans.last_splits[rows[first_rows + counts - 1]]
-    tiles, numbers = _spread(lo // stretch, hi // stretch - lo // stretch + 1)
-    first_splits = np.maximum(lo[tiles], numbers * stretch)
-    last_splits = np.minimum(hi[tiles], (numbers + 1) * stretch - 1)
-    tables = segments[owners[first_rows]][tiles]
+    lo, hi = tiles.first_splits, tiles.last_splits
+    owners, numbers = _spread(lo // stretch, hi // stretch - lo // stretch + 1)
+    first_splits = np.maximum(lo[owners], numbers * stretch)
+    last_splits = np.minimum(hi[owners], (numbers + 1) * stretch - 1)
+    tables = tiles.tables[owners]
     order = np.lexsort((numbers, tables, first_splits - last_splits))  # the last is the first key
+    owners = owners[order]
     return Items(
-        rows=rows,
-        first_rows=first_rows[tiles][order],
-        num_rows=counts[tiles][order],
+        rows=tiles.rows,
+        first_rows=tiles.starts[owners],
+        num_rows=tiles.sizes[owners],
         tables=tables[order],
         first_splits=first_splits[order],
         last_splits=last_splits[order],
@@ -248,4 +299,5 @@ def _may_share(batch: RaggedBatch, segments: IntArray) -> bool:
 
 
 _NONE = np.zeros(0, dtype=np.int64)
+_NO_TILES = _Tiles(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 _NO_ITEMS = Items(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)

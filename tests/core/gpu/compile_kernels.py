@@ -62,7 +62,8 @@ SCALED = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128}
 KV_INT8, KV_FP8 = {"kv_ptr": "i8"}, {"kv_ptr": "fp8e4nv"}
 ATTEND = {**HEADS, "SPLIT": 256, "STRETCH": 16, "TILE": 32, "WINDOW": 0, "ITEM_WORDS": 5}
 MERGE = {
-    "NUM_HEADS": 32, "HEADS": 4, "HEAD_DIM": 128, "SPLIT": 256, "STRETCH": 16, "WINDOW": 0,
+    "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": 4, "HEAD_DIM": 128,
+    "SPLIT": 256, "STRETCH": 16, "WIDE_TILE": 64, "WINDOW": 0,
 }  # fmt: skip
 NARROW = {"TILE_ROWS": 16, "IS_NARROW": True}
 WIDE = {"TILE_ROWS": 64, "IS_NARROW": False}

@@ -135,16 +135,16 @@ def test_with_exact_batch_it_has_the_bits_of_a_row_alone_and_of_any_chunk(
     assert torch.equal(torch.cat(alone), deep[[0, 5]])
 
 
-@pytest.mark.parametrize("room", [3, 20])
+@pytest.mark.parametrize("room", [66, 81])  # a tile has 22 places for each of three stretches
 def test_a_pass_whose_sums_exceed_their_room_is_computed_in_parts_to_the_same_bits(
     room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_stretch(monkeypatch, 1)
     scene = Scene("spec")
-    whole = scene.rows(506, 518, None, beside=2)
+    whole = scene.rows(500, 524, None, beside=2)
     monkeypatch.setattr(plans, "MAX_SUMS", room * PLACE_BYTES)
-    assert torch.equal(scene.rows(506, 518, None, beside=2), whole)
-    segments = [*BESIDE, Segment(range(12), 506, TABLE, 1)]
+    assert torch.equal(scene.rows(500, 524, None, beside=2), whole)
+    segments = [*BESIDE, Segment(range(24), 500, TABLE, 1)]
     device = scene.plan(segments).on_device((None,))
     assert len(device.works[None]) > 1
     assert device.sums.num_places <= room
