@@ -201,7 +201,7 @@ class Telemetry:
         if self._live:
             for row in plan.rows:
                 live = self._live.get(row.request_id)
-                if live is not None:
+                if live is not None and live.arrival <= began:  # else it is whose id that was
                     live.take_part(row, output, began, ended)
         self._steps_due += self._step_rate
         if self._steps_due >= 1:

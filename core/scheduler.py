@@ -302,7 +302,7 @@ class Scheduler:
         elif request.lease is not None:
             if row.stop - row.start > 1 or row.start < request.prompt_len:
                 publish(self.cache, request)
-            if learns:  # else it has no page for a draft, and maybe one for a step under way
+            if learns:  # else no draft has taken pages
                 self.cache.shrink(request.lease, len(request.tokens))
         if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
             pin_prompt(self.cache, request)

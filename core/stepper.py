@@ -102,7 +102,9 @@ class Stepper:
         """What was to follow a step that failed is not computed."""
         flight = self._ahead
         if flight is not None:
-            await self._compute(flight, self._clock())  # to its end
+            output = await self._compute(flight, self._clock())  # to its end
+            if isinstance(output, Exception):
+                forget_frames(output)
             self._drop()
 
     def _drop(self) -> None:

@@ -229,6 +229,6 @@ class Meter:
             context_s=costs.look_back(*context),
             draft_context_s=costs.draft_look_back(*context),
             num_requests=len(stops),
-            num_drafts=output.num_rows - plan.num_tokens,
+            num_drafts=max(0, output.num_rows - plan.num_tokens),  # rows may have failed
             with_prompts=any(row.stop - row.start > 1 for row in plan.rows),
         )

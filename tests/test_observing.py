@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 from observed import KEY, MODEL, Observed
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
+from fake_model import make_request
 from foretoken.api import cli
 from foretoken.api.answer import Answer, Generation
 from foretoken.api.errors import ApiError
@@ -24,9 +26,11 @@ from foretoken.api.observing import make_telemetry
 from foretoken.api.server_metrics import ServerMetrics
 from foretoken.api.telemetry import MAX_CHUNKS, Telemetry
 from foretoken.api.visits import VISIT, Visit
+from foretoken.core.drafting import make_row
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import Usage
+from foretoken.core.step import RowOutput, StepOutput, StepPlan
 
 ROOT = Path(__file__).parent.parent
 SECRET = "zebra"  # in a prompt: it must be told nowhere
@@ -447,6 +451,19 @@ def test_a_long_prompt_has_a_bounded_number_of_spans(
     assert len(chunks) == MAX_CHUNKS
     assert chunks[-1] is not None
     assert chunks[-1]["foretoken.chunk.stop"] == 4 * MAX_CHUNKS + 20
+
+
+def test_a_step_that_began_before_a_request_came_is_not_its_own_though_the_id_is() -> None:
+    telemetry = Telemetry(TracerProvider())
+    request = make_request("a", [1, 2])
+    telemetry.begin(request, 5.0)
+    row = make_row(request, 2)
+    plan = StepPlan(rows=[row], fresh_pages=array("q"))
+    output = StepOutput(rows=[RowOutput(request_id="a")])
+    telemetry.observe_step(plan, output, began=4.0, ended=6.0)  # of who had that id before
+    assert not telemetry._live["a"].chunks
+    telemetry.observe_step(plan, output, began=6.0, ended=7.0)
+    assert len(telemetry._live["a"].chunks) == 1
 
 
 # -- flags ----------------------------------------------------------------------------------------

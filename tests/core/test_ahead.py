@@ -104,6 +104,19 @@ def test_pages_that_are_taken_for_it_are_told_with_it() -> None:
     assert list(ahead.fresh_pages) == [ahead.rows[0].page_ids[-1]]
 
 
+def test_a_commit_leaves_the_step_that_follows_its_pages() -> None:
+    scene = Scene("a")
+    scene.step()
+    scene.step()
+    plan = scene.begin()
+    (row,) = scene.ahead(plan).rows  # type: ignore[union-attr]
+    scene.end(plan)
+    lease = scene.scheduler.running["a"].lease
+    assert lease is not None
+    assert lease.page_ids == row.page_ids
+    assert len(row.page_ids) > len(plan.rows[0].page_ids)
+
+
 def test_a_plan_made_ahead_may_be_followed_by_another() -> None:
     scene = Scene()
     plan: StepPlan | None = scene.begin()

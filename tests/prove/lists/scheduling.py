@@ -29,8 +29,8 @@ MUTATIONS = (
     Mutation(
         "scheduler-rejected-drafts-keep-their-pages",
         "core/scheduler.py",
-        "            self.cache.shrink(request.lease, len(request.tokens))\n",
-        "",
+        "                self.cache.shrink(request.lease, len(request.tokens))\n",
+        "                pass\n",
         (SCHEDULER,),
         "pages of rejected drafts are given back",
     ),

@@ -1,0 +1,140 @@
+"""Flights of a plan or two, over runners that answer what they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from foretoken.core.flight import Flight
+from foretoken.core.model_thread import Job
+from foretoken.core.params import SamplingParams
+from foretoken.core.step import AheadTokens, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+
+PROMPT = array("q", [7, 8, 9])
+SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=3)
+FAILED = RuntimeError("the forward pass failed")
+
+
+def plan_of(names: str, num_ahead: int = 0) -> StepPlan:
+    """A step of so many tokens behind the prompt; all but that of the first are told later."""
+    stop = len(PROMPT) + num_ahead
+    rows = [
+        PlanRow(
+            request_id=name,
+            tokens=AheadTokens(PROMPT, stop) if num_ahead else PROMPT,  # type: ignore[arg-type]
+            start=stop - 1,
+            stop=stop,
+            page_ids=array("q", [0]),
+            sampling=SAMPLING,
+        )
+        for name in names
+    ]
+    return StepPlan(rows=rows, fresh_pages=array("q"), is_plain=True)
+
+
+def yields(**tokens: int) -> StepOutput:
+    """A token for each of these, an error for who has 0."""
+    rows = [
+        RowOutput(request_id=name, token_ids=(token,))
+        if token
+        else RowOutput(request_id=name, error="not finite")
+        for name, token in tokens.items()
+    ]
+    return StepOutput(rows=rows, num_rows=len(rows))
+
+
+class Recorder:
+    """Answers with what it was given, in turn, and keeps what every row went on from."""
+
+    def __init__(self, *outcomes: StepOutput | BaseException) -> None:
+        self._outcomes = deque(outcomes)
+        self.seen: list[dict[str, int]] = []
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        self.seen.append({row.request_id: row.tokens[row.start] for row in plan.rows})
+        outcome = self._outcomes.popleft()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+class Launch:
+    def __init__(self, device: Device, number: int, outcome: StepOutput | Exception) -> None:
+        self._device, self._number, self._outcome = device, number, outcome
+
+    def finish(self) -> StepOutput:
+        self._device.calls.append(f"finish {self._number}")
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+class Device:
+    """Launches, and keeps the order of the calls. ``refuses``: what launch number n raises."""
+
+    launches = True
+
+    def __init__(
+        self, *outcomes: StepOutput | Exception, refuses: dict[int, BaseException] | None = None
+    ) -> None:
+        self.calls: list[str] = []
+        self.befores: list[object] = []
+        self.launched: list[Launch] = []
+        self._outcomes, self._refuses = outcomes, refuses or {}
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        raise AssertionError("it launches")
+
+    def launch(self, plan: StepPlan, after: Launch | None = None) -> Launch:
+        number = len(self.befores)
+        self.calls.append(f"launch {number}")
+        self.befores.append(after)
+        if number in self._refuses:
+            raise self._refuses[number]
+        self.launched.append(Launch(self, number, self._outcomes[number]))
+        return self.launched[-1]
+
+
+class Hand:
+    """A thread that makes its next call when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job[Any]] = deque()
+
+    def start(self, work: Callable[[], Any]) -> Job[Any]:
+        self.jobs.append(job := Job(work))
+        return job
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            job = self.jobs.popleft()
+            try:
+                job.end(job.work(), None)
+            except BaseException as failure:
+                job.end(None, failure)
+
+    def close(self) -> None: ...
+
+
+def chain(runner: Any, *names: str, launches: bool = False) -> list[Flight]:
+    """One step behind the other."""
+    flights: list[Flight] = []
+    for number, each in enumerate(names):
+        after = flights[-1] if flights else None
+        flights.append(Flight(plan_of(each, number), runner, 0.0, after=after, launches=launches))
+    return flights
+
+
+def tokens_of(output: StepOutput) -> dict[str, list[int]]:
+    return {row.request_id: list(row.token_ids) for row in output.rows}
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await scenario()
+
+    asyncio.run(bounded())
