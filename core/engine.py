@@ -29,6 +29,7 @@ from .scheduler import Scheduler
 from .step import StepOutput, StepPlan
 from .stepper import Stepper
 from .stream import TokenStream
+from .upkeep import Upkeep
 from .watchdog import Supervision, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Engine:
         self._round_began = 0.0
         self._mail = Mail(scheduler, self.metrics)
         self._auditor = Auditor(scheduler)
+        self._upkeep = Upkeep(scheduler.speculator.work)
         self._watchdog = Watchdog(supervision.step_timeout)
         self._stepper = Stepper(
             scheduler,
@@ -267,6 +269,7 @@ class Engine:
 
     async def _turn(self) -> None:
         """Once round: inbox, plan, step. Readers are told while the model computes."""
+        self._upkeep.finish()
         self._mail.read(self._clock())
         self._auditor.answer()
         plan = self._stepper.under_way or self.scheduler.schedule(self._clock())
@@ -283,7 +286,7 @@ class Engine:
     def _meanwhile(self) -> None:
         """While the model thread computes."""
         self._deliver()
-        self.scheduler.speculator.work()
+        self._upkeep.begin()
 
     def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
         """The whole round counts, from commit to commit: the host's share is a cost as well."""
@@ -291,6 +294,7 @@ class Engine:
         now = self._clock()
         self.metrics.observe_round(output, now - self._round_began)
         self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
+        self._upkeep.observe(now - self._round_began)
         self._round_began = now
 
     async def _rest(self) -> None:

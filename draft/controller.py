@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .allocation import Candidates, Option, Search
 from .costs import CostModel
-from .watch import Guard, Prober, refresh_interval
+from .watch import STALL, Guard, Prober, refresh_interval
 
 __all__ = ["Allocation", "Candidates", "Controller"]
 
@@ -232,9 +232,10 @@ class Controller:
         if expected.kind == "lm":
             self.prober.used()
         elif expected.kind == "probe":
-            self.prober.probed(
-                expected.probe_cost, num_lm_drafted, num_lm_hits, expected.num_requests
-            )
+            # It takes more than its passes: the models push each other out of the caches.
+            took = (seconds - expected.shared_s) / expected.plain_s - 1.0
+            cost = min(max(expected.probe_cost, took), STALL * (1.0 + expected.probe_cost))
+            self.prober.probed(cost, num_lm_drafted, num_lm_hits, expected.num_requests)
         else:
             self.prober.idle()
         if expected.is_guarded:

@@ -10,13 +10,14 @@ from ..core.step import StepOutput, StepPlan
 from .controller import Controller
 
 REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
-MAX_REST, MAX_REST_S = 64, 0.2  # steps, seconds: such a verdict holds no longer than both
+MAX_REST, MAX_REST_S = 128, 0.3  # steps, seconds: such a verdict holds no longer than both
 BRIEF_REST = 2  # steps that tell what plain decoding costs
 CUT_EVERY = 4  # rests, of which one may end early for who came
 PEEK_SHARE = 0.002  # of the time that looks for a reason to end a rest may take
 FIRST_PEEK = 6  # steps of a rest after drafts
 MAX_PATIENCE = 16  # times longer between them, where such reasons came to nothing
 MEAN_RATE = 0.1  # of a new value in a running mean
+STALL = 3.0  # times what deciding took: what a step took beyond that is the machine's fault
 OBSERVE_SHARE = 0.001  # of the time that learning from steps without drafts may take
 OBSERVE_EVERY, OBSERVE_LEAST = 8, 64  # of so many of these, at most and at least one is learnt from
 
@@ -46,6 +47,7 @@ class Meter:
         self.controller = controller
         self.clock = clock
         self.decide_s = 0.0  # host seconds of a step that is decided on; running mean
+        self._verdict_s = 0.0  # of what a verdict for plain decoding costs, cold caches included
         self._step_s = 0.0  # seconds of a step without prompts and drafts; running mean
         self._step = _Step()
         self._rest = 0  # steps for which plain decoding need not be questioned
@@ -101,7 +103,9 @@ class Meter:
             self._rest_s = math.inf
         elif self._step_s > 0.0:
             longest = max(MAX_REST, MAX_REST_S / self._step_s)
-            self._rest = round(min(longest, self.decide_s / (REST_SHARE * self._step_s)))
+            self._rest = round(
+                min(longest, max(self.decide_s, self._verdict_s) / (REST_SHARE * self._step_s))
+            )
             self._rest_s = 2.0 * self._rest * self._step_s  # if steps grow it ends sooner
 
     def end_rest(self) -> None:
@@ -175,8 +179,15 @@ class Meter:
         self._late_s = self.clock() - began
         if step.is_allocated:
             self.decide_s += MEAN_RATE * (step.decide_s + self._late_s - self.decide_s)
+            if self._rest:
+                self._verdict_s += MEAN_RATE * (self._verdict_cost(step, seconds) - self._verdict_s)
         else:
             self._observe_s += MEAN_RATE * (self._late_s - self._observe_s)
+
+    def _verdict_cost(self, step: _Step, seconds: float) -> float:
+        """Seconds of a step that paid for a verdict for plain decoding, beyond what it takes."""
+        known = step.decide_s + self._late_s
+        return min(STALL * known, max(known, seconds - self._step_s))
 
     def _pass_time(self, seconds: float) -> None:
         """A rest ends sooner where steps take longer than they did."""
