@@ -312,6 +312,7 @@ class Engine:
     def _end_everything(self, error: EngineDead | None) -> None:
         """Aborted without an error, or failed with one; also those that are still in the inbox."""
         last = error or EngineDead(CLOSED)
+        self._upkeep.cancel()
         try:
             self._stepper.withdraw()
             self._mail.tell(self.scheduler.abort_all(self._clock(), error))

@@ -188,6 +188,22 @@ def test_an_idle_draft_model_is_tried_rarely_and_more_rarely_after_failures() ->
     assert (np.diff(gaps) >= 0).all()
 
 
+def test_probes_that_take_longer_than_their_passes_are_made_more_rarely() -> None:
+    def num_probes(seconds: float) -> int:
+        controller = Controller(CostModel(CHEAP))
+        c = candidates(np.zeros((4, 0)), [[0.02]] * 4)
+        count = 0
+        for _ in range(3000):
+            hits = int(controller.allocate(c).kind == "probe")  # each comes true
+            count += hits
+            controller.observe(
+                4 + hits, seconds if hits else 0.0104, num_lm_drafted=hits, num_lm_hits=hits
+            )
+        return count
+
+    assert num_probes(0.0156) < 0.1 * num_probes(0.0115)
+
+
 def test_a_probe_that_came_true_brings_the_next_one_nearer() -> None:
     controller = Controller(CostModel(CHEAP))
     c = candidates(np.zeros((4, 0)), [[0.02]] * 4)
