@@ -20,7 +20,7 @@ class Upkeep:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        self._step_s = 0.0  # running mean
+        self._step_s = 0.0  # running mean, of the short ones
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
@@ -45,5 +45,5 @@ class Upkeep:
         return timer is not None
 
     def observe(self, seconds: float) -> None:
-        """So long took a step."""
-        self._step_s += MEAN_RATE * (seconds - self._step_s)
+        """So long took a step. Where steps differ, the short ones must not wait for the work."""
+        self._step_s = min(seconds, self._step_s + MEAN_RATE * (seconds - self._step_s))

@@ -179,7 +179,7 @@ class Meter:
         self._late_s = self.clock() - began
         if step.is_allocated:
             self.decide_s += MEAN_RATE * (step.decide_s + self._late_s - self.decide_s)
-            if self._rest:
+            if self._rest and output.num_rows <= len(plan.rows):  # prompts are no part of it
                 self._verdict_s += MEAN_RATE * (self._verdict_cost(step, seconds) - self._verdict_s)
         else:
             self._observe_s += MEAN_RATE * (self._late_s - self._observe_s)

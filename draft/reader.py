@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 
 from ..core.request import Request
 from .source import INDEX_CHUNK, CarefulSource
@@ -14,7 +15,8 @@ class Reader:
     def __init__(self, sources: Sequence[CarefulSource]) -> None:
         self._sources = sources
         self._requests: dict[str, Request] = {}
-        self._num_read: dict[str, int] = {}  # tokens of these that were taken in
+        # Tokens of these that were taken in; who was read longest ago comes first.
+        self._num_read: OrderedDict[str, int] = OrderedDict()
         self._new: set[str] = set()  # of these, whose prompts are to be taken in
         self._left: list[Request] = []  # ended; their tokens are still to be kept
 
@@ -43,15 +45,19 @@ class Reader:
         if self._new:
             self._read([each for each in self._requests if each in self._new])
 
-    def read(self, bite: int) -> None:
-        """The same, and what others have said beyond what was taken in: of ``bite`` tokens on."""
-        self.read_prompts()
-        self._read(list(self._late(bite)))
+    def read(self, bite: int, *, eager: Collection[str] = ()) -> None:
+        """The same, and what others have said beyond what was taken in: of ``bite`` tokens on.
 
-    def _late(self, bite: int) -> Iterator[str]:
+        Of who is ``eager`` one token is enough.
+        """
+        self.read_prompts()
+        self._read(list(self._late(bite, eager)))
+
+    def _late(self, bite: int, eager: Collection[str]) -> Iterator[str]:
         """Whose tokens are so many more than were taken in."""
         for name, num_read in self._num_read.items():
-            if len(self._requests[name].tokens) - num_read >= bite:
+            missing = len(self._requests[name].tokens) - num_read
+            if missing >= bite or (missing and name in eager):
                 yield name
 
     def _read(self, names: Sequence[str]) -> None:
@@ -62,6 +68,8 @@ class Reader:
             if taken < INDEX_CHUNK:  # no source has more to take
                 self._num_read[name] = len(request.tokens)
                 self._new.discard(name)
+            if name in self._num_read:
+                self._num_read.move_to_end(name)
             room -= taken
             if room <= 0:
                 return

@@ -33,6 +33,7 @@ FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
 BITE = 32  # tokens of an answer that are worth a call where nobody drafts
+REST_BITE = 256  # the same in a rest, whose last step may have no time for all
 
 
 class DraftSpeculator:
@@ -68,6 +69,7 @@ class DraftSpeculator:
         self._glance = Peek(self._sources, calibration)
         self._reader = Reader(self._sources)
         self._is_drafting = False  # by the controller's last word
+        self._has_decided = False  # since text was last taken in: a rest may have ended early
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -182,7 +184,7 @@ class DraftSpeculator:
     def _plan_auto(self, tracks: Sequence[Track], candidates: Candidates) -> list[DraftPlan]:
         """The controller's choice; a verdict for plain decoding holds for a while."""
         allocation = self.controller.allocate(candidates)
-        self._is_drafting = allocation.is_draft
+        self._is_drafting, self._has_decided = allocation.is_draft, True
         if not self._is_drafting:
             self._uses_lm = False
             self.meter.rest(briefly=allocation.measures)
@@ -309,13 +311,15 @@ class DraftSpeculator:
         """Take in what was said: of requests that ended, then of those that run.
 
         In a rest nobody looks up but at a glance: prompts are enough, and answers wait for its end.
-        Even then they are taken in by the bite, unless drafts are made of them.
+        Even then they are taken in by the bite, unless drafts are made of them. Who fixed how deep
+        to draft never rests.
         """
         self._reader.keep()
-        if self.meter.is_resting:
-            self._reader.read_prompts()
-        else:
-            self._reader.read(1 if self._is_drafting or self._own_depth else BITE)
+        bite = 1 if self._is_drafting else BITE
+        if self.meter.is_resting and not self._has_decided:
+            bite = REST_BITE
+        self._has_decided = False
+        self._reader.read(bite, eager=self._own_depth)
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget what was said in these namespaces, in all when none is named."""

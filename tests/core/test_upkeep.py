@@ -75,6 +75,16 @@ def test_steps_too_short_for_a_timer_have_it_done_at_once() -> None:
     run(scenario)
 
 
+def test_a_short_step_behind_long_ones_does_not_wait_for_the_work() -> None:
+    async def scenario(loop: SimulatedLoop, upkeep: Upkeep, done: list[float]) -> None:
+        steps(upkeep, 100 * STEP_S).observe(STEP_S)
+        upkeep.begin()
+        await asyncio.sleep(STEP_S)
+        assert len(done) == 1, "it is done within the step"
+
+    run(scenario)
+
+
 def test_what_was_cancelled_is_not_done() -> None:
     async def scenario(loop: SimulatedLoop, upkeep: Upkeep, done: list[float]) -> None:
         steps(upkeep, STEP_S).begin()

@@ -96,15 +96,18 @@ def test_a_step_that_paid_for_a_verdict_does_not_tell_what_plain_decoding_costs(
     assert not meter.num_learnt
 
 
-def verdicts(step_s: float, decide_s: float, verdict_s: float) -> Watched:
-    """After many verdicts, each in a step that took so much longer than those of the rest."""
+def verdicts(step_s: float, decide_s: float, verdict_s: float, *, num_rows: int = 1) -> Watched:
+    """After many verdicts, each in a step that took so much longer than those of the rest.
+
+    ``num_rows`` of that step: more than one are a prompt's.
+    """
     meter = decided(step_s, decide_s)
     for _ in range(100):
         meter.steps(200, step_s)
         meter.begin()
         meter.rest()
         meter.decided(decide_s)
-        meter.end(PLAN, OUTPUT, step_s + verdict_s)
+        meter.end(PLAN, replace(OUTPUT, num_rows=num_rows), step_s + verdict_s)
         meter.begin()
     meter.steps(200, step_s)
     return meter
@@ -115,6 +118,12 @@ def test_a_verdict_holds_by_what_its_step_took_but_for_a_stall(verdict_s, steps)
     meter = verdicts(0.010, 0.0006, verdict_s)
     meter.rest()
     assert meter.steps(1000, 0.010) == pytest.approx(steps, abs=5)
+
+
+def test_a_prompt_beside_a_verdict_makes_it_no_dearer() -> None:
+    meter = verdicts(0.010, 0.0006, 1.0, num_rows=256)
+    meter.rest()
+    assert meter.steps(1000, 0.010) == pytest.approx(20, abs=5)
 
 
 def test_every_step_of_a_brief_rest_is_learnt_from() -> None:

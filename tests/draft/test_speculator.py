@@ -41,6 +41,7 @@ class Bench:
     """A speculator, and a target that says what it is told to."""
 
     def __init__(self, profile: StepProfile = CHEAP, **options: object) -> None:
+        options.setdefault("clock", lambda: 0.0)  # a machine that stalls would begin a rest
         self.speculator = DraftSpeculator(
             [PredictionSource(), RadixSource(), SuffixSource()],
             Controller(CostModel(profile)),
@@ -478,6 +479,18 @@ def test_in_a_rest_prompts_are_taken_in_at_once_and_answers_by_the_bite() -> Non
     assert source.num_tokens >= 4 * BITE
 
 
+def test_answers_are_taken_in_where_every_rest_ends_early() -> None:
+    source = Counting()
+    bench = over(source)  # type: ignore[arg-type]
+    requests = resting(bench, 4)
+    source.num_tokens = 0
+    for index in range(2 * BITE):
+        bench.speculator.meter.end_rest()  # as a step does that takes longer than was meant
+        assert not go_on(bench, requests, [10_000 + 100 * each + index for each in range(4)])
+        assert bench.speculator.meter.is_resting
+    assert source.num_tokens >= 4 * BITE
+
+
 def test_while_drafts_are_made_every_token_is_taken_in() -> None:
     source = Counting()
     bench = over(source)  # type: ignore[arg-type]
@@ -486,3 +499,13 @@ def test_while_drafts_are_made_every_token_is_taken_in() -> None:
         plan = bench.step(request, [token_id])
     assert plan.num_rows > 0
     assert source.num_tokens == len(request.tokens)
+
+
+def test_who_fixed_its_depth_repeats_itself_while_others_rest() -> None:
+    bench = Bench()
+    other, request = bench.request([1, 2, 3]), bench.request([4, 5, 6], depth=4)
+    bench.speculator.meter.rest(briefly=True)  # of the other, who leaves in it
+    bench.speculator.leave(other)
+    plans = [bench.step(request, [token_id]) for token_id in TEXT * 2]
+    assert bench.speculator.meter.is_resting
+    assert any(plan.num_rows for plan in plans[len(TEXT) :])

@@ -164,8 +164,8 @@ MUTATIONS = (
     Mutation(
         "rests-take-in-every-answer",
         "draft/speculator.py",
-        "if self.meter.is_resting:\n            self._reader.read_prompts()",
-        "if not self.meter.is_resting:\n            self._reader.read_prompts()",
+        "if self.meter.is_resting and not self._has_decided:",
+        "if not self.meter.is_resting and not self._has_decided:",
         ("tests/draft/test_speculator.py",),
         "answers are taken in by the bite while nobody drafts",
     ),
