@@ -121,6 +121,8 @@ class Flight:
             assert isinstance(self._runner, Launcher)
             before = None if after is None else after._launched
             self._launched = self._runner.launch(self.plan, before)
+        except Grounded:  # `_failure` is one already; this one's frames hold the step before
+            return
         except BaseException as failure:  # raised where the outcome is waited for
             self._failure = failure
 

@@ -70,6 +70,7 @@ class _Inbox:
     """Calls for one thread, in order, and its end."""
 
     current: Job[Any] | None = None  # the call that the thread is in
+    _latest: weakref.ref[Job[Any]] | None = None  # that was put in
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
@@ -81,6 +82,7 @@ class _Inbox:
             if self._is_closed:
                 raise EngineDead("the engine was closed")
             self._jobs.put(job)
+            self._latest = weakref.ref(job)
 
     def close(self) -> None:
         with self._lock:
@@ -94,9 +96,12 @@ class _Inbox:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the thread is in a call that nobody waits for any more."""
-        job = self.current
-        return job is not None and job.is_over
+        """Whether the thread is in a call that nobody waits for any more.
+
+        For a launch nobody waits; but somebody did for what was put in behind it.
+        """
+        job, latest = self.current, None if self._latest is None else self._latest()
+        return job is not None and (job.is_over or (latest is not None and latest.is_over))
 
 
 class ModelThread:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 
 from ..core.request import Request
@@ -18,7 +18,7 @@ class Reader:
         # Tokens of these that were taken in; who was read longest ago comes first.
         self._num_read: OrderedDict[str, int] = OrderedDict()
         self._new: set[str] = set()  # of these, whose prompts are to be taken in
-        self._left: list[Request] = []  # ended; their tokens are still to be kept
+        self._left: deque[Request] = deque()  # ended; their tokens are still to be kept
 
     def join(self, request: Request) -> None:
         """Its prompt is taken in soon."""
@@ -33,10 +33,11 @@ class Reader:
         self._new.discard(request_id)
         self._left.append(request)
 
-    def keep(self) -> None:
-        """Take in what ended requests have said."""
-        left, self._left = self._left, []
-        for request in left:
+    def keep(self, most: int | None = None) -> None:
+        """Take in what ended requests have said: of so many, the first that ended, or of all."""
+        count = len(self._left) if most is None else min(most, len(self._left))
+        for _ in range(count):
+            request = self._left.popleft()
             for source in self._sources:
                 source.leave(request)
 

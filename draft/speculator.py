@@ -32,6 +32,7 @@ LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those befor
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
+MOST_LEFT = 8  # ended requests whose tokens a step takes in, a tenth of a millisecond each
 BITE = 32  # tokens of an answer that are worth a call where nobody drafts
 REST_BITE = 256  # the same in a rest, whose last step may have no time for all
 
@@ -314,7 +315,7 @@ class DraftSpeculator:
         Even then they are taken in by the bite, unless drafts are made of them. Who fixed how deep
         to draft never rests.
         """
-        self._reader.keep()
+        self._reader.keep(MOST_LEFT if self._tracks else None)
         bite = 1 if self._is_drafting else BITE
         if self.meter.is_resting and not self._has_decided:
             bite = REST_BITE

@@ -116,6 +116,25 @@ def test_no_launch_keeps_those_before_it() -> None:
     run(scenario)
 
 
+def test_a_withdrawn_launch_and_the_one_before_it_are_let_go_of_at_once() -> None:
+    async def scenario() -> None:
+        thread, device = Hand(), Device(yields(a=1))
+        flights = chain(device, "a", "a", launches=True)
+        for flight in flights:
+            flight.start(thread)
+        assert flights[1].withdraw()
+        thread.turn(2)
+        known = [weakref.ref(each) for each in flights]
+        gc.disable()  # what it holds on a device must not wait for the collector
+        try:
+            del flight, flights
+            assert [each() for each in known] == [None, None]
+        finally:
+            gc.enable()
+
+    run(scenario)
+
+
 async def _last(flight: Flight, thread: Hand) -> StepOutput:
     job = flight.outcome(thread)
     thread.turn()

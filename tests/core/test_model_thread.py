@@ -200,8 +200,9 @@ begun.wait()
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_an_exit_does_not_wait_for_a_call_that_was_given_up() -> None:
-    script = """
+@pytest.mark.parametrize("is_behind", [False, True])  # what is waited for, behind a launch
+def test_an_exit_does_not_wait_for_a_call_that_was_given_up(is_behind: bool) -> None:
+    script = f"""
 import asyncio, threading
 from foretoken.core.model_thread import ModelThread
 begun = threading.Event()
@@ -209,8 +210,11 @@ def work():
     begun.set()
     threading.Event().wait()
 async def main():
-    job = ModelThread("stuck", lambda: None).start(work)
+    thread = ModelThread("stuck", lambda: None)
+    job = thread.start(work)
     begun.wait()
+    if {is_behind}:
+        job = thread.start(lambda: None)
     job.end(None, TimeoutError())
     try:
         await job.result()

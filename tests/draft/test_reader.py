@@ -20,6 +20,11 @@ class Noting(SuffixSource):
     def __init__(self) -> None:
         super().__init__(num_slots=2**10)
         self.num_taken: dict[str, int] = {}
+        self.left: list[str] = []
+
+    def leave(self, request: Request) -> None:
+        super().leave(request)
+        self.left.append(request.request_id)
 
     def index(self, request: Request) -> int:
         taken = super().index(request)
@@ -67,3 +72,15 @@ def test_of_the_eager_every_token_is_taken_in(reader, source, make_request) -> N
     reader.read(BITE, eager={eager.request_id})
     assert source.num_taken[eager.request_id] == before[eager.request_id] + 1
     assert source.num_taken[other.request_id] == before[other.request_id]
+
+
+def test_of_many_who_end_at_once_a_few_are_kept_in_a_step_and_none_is_lost(
+    reader, source, make_request
+) -> None:
+    requests = joined(reader, make_request, 5)
+    for request in requests:
+        reader.leave(request)
+    reader.keep(2)
+    assert source.left == [request.request_id for request in requests[:2]]
+    reader.keep()
+    assert source.left == [request.request_id for request in requests]

@@ -21,7 +21,7 @@ from .work_list import NARROW_LEN, SPLIT, WorkList
 
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
-MAX_WORDS = 2**20  # of a graph's packet: four mebibytes
+MAX_WORDS = 2**20 - 2**13  # of a graph's packet: with its other fields four mebibytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
