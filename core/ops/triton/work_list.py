@@ -134,6 +134,7 @@ class _Spans:
 
     @classmethod
     def of(cls, batch: RaggedBatch, window: int | None, part: range | None) -> _Spans:
+        """Of all rows of a batch, or of a ``part`` of them."""
         rows = np.repeat(np.arange(len(batch.lens)), batch.lens)
         positions = np.arange(len(rows)) + (batch.starts - batch.first_rows)[rows]
         first_splits = np.zeros(len(rows), dtype=np.int64)
