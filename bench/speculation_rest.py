@@ -43,6 +43,7 @@ SETTLE, TIMED = 8, 16  # steps of a phase
 WARM_UP = 300  # steps before the first phase, with speculation on
 LIKE = 0.1  # of the batch: by so much the neighbours may differ
 TRIM = 0.25  # of the quotients, at either end
+ROUNDS = 10  # of least squares, each without what stood out in the one before
 NUM_DRAWS, SURE = 2000, 0.9  # of the bootstrap
 
 
@@ -55,6 +56,13 @@ class Phase:
     cpu_seconds: float = 0.0  # of all threads
     num_tokens: int = 0  # served
     num_rows: int = 0  # that were to serve them
+    num_prompt: int = 0  # tokens of prompts that were computed
+    num_chunks: int = 0  # rows that did so
+    num_read: int = 0  # positions that all rows looked back at
+
+    def work(self) -> NDArray[np.float64]:
+        """What it had to do beyond a pass for each token, which no neighbour has quite alike."""
+        return np.array([self.num_prompt, self.num_chunks, self.num_read, self.num_rows], float)
 
 
 class Alternating:
@@ -105,6 +113,10 @@ class Alternating:
             phase.cpu_seconds += self._cpu_began - began
             phase.num_tokens += sum(len(row.token_ids) for row in output.rows)
             phase.num_rows += sum(row.samples for row in plan.rows)
+            chunks = [row.stop - row.start for row in plan.rows if row.stop - row.start > 1]
+            phase.num_prompt += sum(chunks)
+            phase.num_chunks += len(chunks)
+            phase.num_read += sum(row.stop for row in plan.rows)
         if self._num_steps >= SETTLE + TIMED:
             self._turn()
 
@@ -122,6 +134,10 @@ class Alternating:
     def leave(self, request: Request) -> None:
         """Passed on."""
         self.inner.leave(request)
+
+    def has_work(self) -> bool:
+        """Only while it is on."""
+        return self._is_on and self.inner.has_work()
 
     def work(self) -> None:
         """What is said while it is off is taken in later, before it is timed again."""
@@ -173,6 +189,25 @@ def _trimmed(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     cut = int(TRIM * rows.shape[1])
     means: NDArray[np.float64] = np.sort(rows)[:, cut : rows.shape[1] - cut].mean(axis=1)
     return means
+
+
+def level(quotients: Sequence[float], more: NDArray[np.float64]) -> list[float]:
+    """Quotients of neighbours as they were had both had the same work to do.
+
+    ``more`` [pairs, kinds of work]: what the one had to do beyond the other. What of a quotient
+    comes with it is found by least squares, without the pairs that something else disturbed.
+    """
+    logs = np.log(np.array(quotients))
+    varies = more.std(axis=0) > 0.0
+    work = np.column_stack([np.ones(len(logs)), more[:, varies] / more[:, varies].std(axis=0)])
+    left, slopes = logs, np.zeros(work.shape[1])
+    for _ in range(ROUNDS):
+        low, high = np.quantile(left, [TRIM / 2.0, 1.0 - TRIM / 2.0])
+        calm = (low <= left) & (left <= high)
+        slopes = np.linalg.lstsq(work[calm], logs[calm], rcond=None)[0]
+        left = logs - work @ slopes
+    adjusted: list[float] = np.exp(left + slopes[0]).tolist()
+    return adjusted
 
 
 # -- the engine ---------------------------------------------------------------------------------
@@ -240,13 +275,14 @@ async def compare_phases(
     finally:
         careful.inner = inner
     pairs = alternating.pairs()
+    more = np.array([on.work() - off.work() for on, off in pairs])
     wall = [off.seconds * on.num_tokens / (on.seconds * off.num_tokens) for on, off in pairs]
     cpu = [off.cpu_seconds * on.num_tokens / (on.cpu_seconds * off.num_tokens) for on, off in pairs]
     return {
         "text": text.name,
         "concurrency": concurrency,
-        "on / off": Estimate.of(wall),
-        "on / off, CPU": Estimate.of(cpu),
+        "on / off": Estimate.of(level(wall, more)),
+        "on / off, CPU": Estimate.of(level(cpu, more)),
         "pairs": len(pairs),
         "drafted/token": asked.num_proposed / asked.num_tokens,
     }

@@ -73,7 +73,7 @@ class Engine:
         self._round_began = 0.0
         self._mail = Mail(scheduler, self.metrics)
         self._auditor = Auditor(scheduler)
-        self._upkeep = Upkeep(scheduler.speculator.work)
+        self._upkeep = Upkeep(scheduler.speculator.work, scheduler.speculator.has_work)
         self._watchdog = Watchdog(supervision.step_timeout)
         self._stepper = Stepper(
             scheduler,

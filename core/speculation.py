@@ -82,6 +82,9 @@ class Speculator(Protocol):
     def leave(self, request: Request) -> None:
         """A request ended."""
 
+    def has_work(self) -> bool:
+        """Whether `work` has something to do. Asked once a step: it costs next to nothing."""
+
     def work(self) -> None:
         """Upkeep while the model thread runs the step planned last; a millisecond or so."""
 
@@ -131,6 +134,10 @@ class FixedDepth:
 
     def leave(self, request: Request) -> None:
         """Nothing is kept."""
+
+    def has_work(self) -> bool:
+        """Never."""
+        return False
 
     def work(self) -> None:
         """Nothing is to be done."""
@@ -204,6 +211,14 @@ class Careful:
     def leave(self, request: Request) -> None:
         """Passed on."""
         self._try(self.inner.leave, request)
+
+    def has_work(self) -> bool:
+        """Passed on; one that fails has none."""
+        try:
+            return self.inner.has_work()
+        except Exception:
+            self._failed()
+            return False
 
     def work(self) -> None:
         """Passed on."""

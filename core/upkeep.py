@@ -11,21 +11,23 @@ MEAN_RATE = 0.1  # of a new value in a running mean
 
 
 class Upkeep:
-    """Calls ``work`` once for each step that is begun, before the next one is planned.
+    """Calls ``work`` for each step that is begun if it ``is_due``, before the next one is planned.
 
     Python lets one thread run at a time. At the beginning of a step that is the model thread, which
     prepares its kernels: whatever the loop does then the step waits for. So the work is left to a
     timer, where steps are long enough for one.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], None], is_due: Callable[[], bool]) -> None:
+        self._work, self._is_due = work, is_due
         self._step_s = 0.0  # running mean, of the short ones
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """A step begins, on the running loop."""
         self.finish()
+        if not self._is_due():
+            return
         if self._step_s < LEAST_STEP:
             self._work()
             return

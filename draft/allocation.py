@@ -99,12 +99,13 @@ class Search:
         # Prompts make steps differ by so much that drafts may seem to make one shorter.
         self._least = alone if candidates.num_prefill else LEAST * alone
         self._overhead = costs.per_token * num_requests + candidates.context_s
-        self._draft_host = costs.per_draft_step + candidates.decide_s
+        self._plain_host = costs.per_step(num_requests)
+        self._draft_host = costs.per_step(num_requests, drafts=True) + candidates.decide_s
         self._shared = start - alone
         pass_s = max(LEAST * start, start + float(candidates.levels[0]))
         if candidates.num_prefill:  # what such steps take beyond their rows is the prompts' fault
             self._shared = max(0.0, pass_s - alone)
-        plain_s = pass_s + self._overhead + costs.per_step
+        plain_s = pass_s + self._overhead + self._plain_host
         self.plain = Option(float(num_requests), plain_s, self._shared)
         # Tokens that plain decoding yields in the time of one more row.
         self._price = min((at_near - start) / near, (at_far - start) / far) * self.plain.rate
@@ -140,7 +141,7 @@ class Search:
         sizes = SIZE_OF[np.minimum(counts, len(SIZE_OF) - 1)]
         passes = np.maximum(LEAST * passes, passes + candidates.levels[sizes])
         passes = np.maximum(passes, self._shared + self._least)
-        passes += self._overhead + np.where(counts > 0, self._draft_host, self._costs.per_step)
+        passes += self._overhead + np.where(counts > 0, self._draft_host, self._plain_host)
         return passes
 
     def _best_prefix(self, survival: FloatArray, passes: FloatArray, is_lm: bool = False) -> Option:

@@ -140,7 +140,7 @@ class Controller:
     def _is_plain_price_stale(self, candidates: Candidates, plain_share: float) -> bool:
         if candidates.num_prefill or candidates.is_mixed:
             return False  # such a pass says little about a plain one, or will not be one
-        if self.costs.lacks_plain:
+        if self.costs.lacks_plain(len(candidates.free)):
             return True
         return self.costs.age(candidates.num_rows) > refresh_interval(plain_share)
 

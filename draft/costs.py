@@ -114,6 +114,38 @@ class _Mean:
         self.seconds += rate * (min(seconds, limit) - self.seconds)
 
 
+class _Hosts:
+    """What a step takes beyond its passes and its sampling, with drafts and without.
+
+    It grows with those who take part: each power of two has means of its own, for a price that
+    was learnt of a few requests makes drafts look cheap, or dear, beside one of many.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._first = seconds
+        self._means: dict[tuple[int, bool], _Mean] = {}
+
+    def mean(self, num_requests: int, *, drafts: bool) -> _Mean:
+        """Of steps of about so many requests; to be told of them."""
+        return self._means.setdefault((num_requests.bit_length(), drafts), _Mean(self._first))
+
+    def seconds(self, num_requests: int, *, drafts: bool) -> float:
+        """As far as is known: of about as many requests, if need be of the other kind of step."""
+        size = num_requests.bit_length()
+        known = self._means.get((size, drafts))
+        if known is None:
+            near = sorted(self._means, key=lambda key: (abs(key[0] - size), key[1] != drafts))
+            known = self._means[near[0]] if near else None
+        return self._first if known is None else known.seconds
+
+    def lack_plain(self, num_requests: int) -> bool:
+        """Whether some steps with drafts of about so many were seen by now, and none without."""
+        size = num_requests.bit_length()
+        with_drafts = self._means.get((size, True))
+        is_known = with_drafts is not None and with_drafts.num_seen >= READY_AFTER
+        return is_known and (size, False) not in self._means
+
+
 class CostModel:
     """Predicts a step's seconds; learns from each step. Works without a profile too."""
 
@@ -127,8 +159,7 @@ class CostModel:
         self._levels: dict[tuple[int, bool], _Levels] = {}
         self.load(profile or StepProfile())
         self._verify = CostLine(per_token)
-        self._plain_host = _Mean(per_step)
-        self._draft_host = _Mean(per_step)
+        self._hosts = _Hosts(per_step)
 
     def load(self, profile: StepProfile) -> None:
         """Begin anew from what was measured; what is known of sampling and the host stays."""
@@ -155,10 +186,9 @@ class CostModel:
         """Whether the target's pass was measured, or seen a few times."""
         return self._forward.is_measured or self._forward.num_observed >= READY_AFTER
 
-    @property
-    def lacks_plain(self) -> bool:
-        """Whether some steps with drafts were seen by now, and none without."""
-        return not self._plain_host.num_seen and self._draft_host.num_seen >= READY_AFTER
+    def lacks_plain(self, num_requests: int) -> bool:
+        """Whether some steps with drafts of about so many were seen by now, and none without."""
+        return self._hosts.lack_plain(num_requests)
 
     @property
     def reach(self) -> int:
@@ -175,17 +205,9 @@ class CostModel:
         """Sampling seconds for each token that the draft model guesses: the same sampler."""
         return self._verify.slope
 
-    @property
-    def per_step(self) -> float:
-        """Seconds of a step without drafts: the host's, and what sampling costs at least."""
-        host = self._plain_host if self._plain_host.num_seen else self._draft_host
-        return host.seconds + self._verify.base
-
-    @property
-    def per_draft_step(self) -> float:
-        """The same of a step with drafts, deciding on them left out."""
-        host = self._draft_host if self._draft_host.num_seen else self._plain_host
-        return host.seconds + self._verify.base
+    def per_step(self, num_requests: int, *, drafts: bool = False) -> float:
+        """Seconds of the host in a step, and what sampling costs at least; deciding left out."""
+        return self._hosts.seconds(num_requests, drafts=drafts) + self._verify.base
 
     @property
     def num_alarms(self) -> int:
@@ -257,5 +279,4 @@ class CostModel:
             return  # who arrives, and rows that are only looked at: nothing that a draft changes
         if num_tokens > 0:
             self._verify.observe(num_tokens, verify_s)
-        host = self._draft_host if num_drafts else self._plain_host
-        host.observe(max(0.0, host_s))
+        self._hosts.mean(num_requests, drafts=num_drafts > 0).observe(max(0.0, host_s))

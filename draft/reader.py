@@ -33,6 +33,11 @@ class Reader:
         self._new.discard(request_id)
         self._left.append(request)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether prompts or ended requests are still to be taken in."""
+        return bool(self._new or self._left)
+
     def keep(self, most: int | None = None) -> None:
         """Take in what ended requests have said: of so many, the first that ended, or of all."""
         count = len(self._left) if most is None else min(most, len(self._left))

@@ -22,7 +22,7 @@ from .calibration import Calibration
 from .controller import Candidates, Controller
 from .grammar import GrammarSource
 from .meter import Meter
-from .peek import Peek
+from .peek import TELLING, Peek
 from .reader import Reader
 from .source import CarefulSource, Guess, Source
 from .track import LM, NO_SURVIVAL, Track, padded
@@ -34,7 +34,9 @@ LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
 MOST_LEFT = 8  # ended requests whose tokens a step takes in, a tenth of a millisecond each
 BITE = 32  # tokens of an answer that are worth a call where nobody drafts
-REST_BITE = 256  # the same in a rest, whose last step may have no time for all
+REST_BITE = 128  # the same in a rest, whose last step may have no time for all
+NEWS_EVERY = TELLING - 1  # steps of a rest between two in which something is taken in
+REST_EVERY = 64  # the same while nobody came or left
 
 
 class DraftSpeculator:
@@ -70,7 +72,7 @@ class DraftSpeculator:
         self._glance = Peek(self._sources, calibration)
         self._reader = Reader(self._sources)
         self._is_drafting = False  # by the controller's last word
-        self._has_decided = False  # since text was last taken in: a rest may have ended early
+        self._num_idle = 0  # steps since then in which nothing was to be taken in
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -185,7 +187,7 @@ class DraftSpeculator:
     def _plan_auto(self, tracks: Sequence[Track], candidates: Candidates) -> list[DraftPlan]:
         """The controller's choice; a verdict for plain decoding holds for a while."""
         allocation = self.controller.allocate(candidates)
-        self._is_drafting, self._has_decided = allocation.is_draft, True
+        self._is_drafting = allocation.is_draft
         if not self._is_drafting:
             self._uses_lm = False
             self.meter.rest(briefly=allocation.measures)
@@ -308,6 +310,13 @@ class DraftSpeculator:
             self._reader.leave(request)
             self.calibration.forget(request_id)
 
+    def has_work(self) -> bool:
+        """Always but in a rest, where who came or left waits for a few others: see `work`."""
+        if not self.meter.is_resting or self._own_depth:
+            return True
+        self._num_idle += 1
+        return self._num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
+
     def work(self) -> None:
         """Take in what was said: of requests that ended, then of those that run.
 
@@ -315,11 +324,9 @@ class DraftSpeculator:
         Even then they are taken in by the bite, unless drafts are made of them. Who fixed how deep
         to draft never rests.
         """
+        self._num_idle = 0
         self._reader.keep(MOST_LEFT if self._tracks else None)
-        bite = 1 if self._is_drafting else BITE
-        if self.meter.is_resting and not self._has_decided:
-            bite = REST_BITE
-        self._has_decided = False
+        bite = REST_BITE if self.meter.is_resting else 1 if self._is_drafting else BITE
         self._reader.read(bite, eager=self._own_depth)
 
     def flush(self, *namespaces: str | None) -> None:

@@ -47,7 +47,7 @@ def rate_of(c: Candidates, costs: CostModel, pairs: list[tuple[int, int]]) -> fl
     chosen = sum(map(sum, pairs))
     seconds = (
         costs.forward(c.num_rows + chosen)
-        + costs.per_step
+        + costs.per_step(len(c.free))
         + costs.per_token * tokens
         + costs.draft_per_token * depths.sum()
         + (costs.draft(passes) if len(passes) else 0.0)

@@ -120,19 +120,19 @@ def test_the_model_learns_every_part_of_a_step(profile: StepProfile | None) -> N
         assert costs.forward(num_rows) == pytest.approx(5.2e-3 + 0.16e-3 * num_rows, rel=0.12)
     assert costs.draft(np.array([1, 1, 1, 0])) == pytest.approx(7.5e-3, rel=0.1)
     assert costs.per_token == pytest.approx(0.15e-3, rel=0.3)
-    assert costs.per_step == pytest.approx(0.4e-3, rel=0.4)
+    assert costs.per_step(1) == pytest.approx(0.4e-3, rel=0.4)
 
 
 def test_what_prompts_cost_a_step_is_not_put_down_to_plain_decoding() -> None:
     rng, costs = np.random.default_rng(0), CostModel()
     for _ in range(200):
         observe(costs, rng)
-    before = costs.per_step, costs.per_token
+    before = costs.per_step(1), costs.per_token
     for _ in range(50):
         costs.observe(
             num_rows=90, forward_s=0.05, verify_s=0.02, num_tokens=1, host_s=0.03, with_prompts=True
         )
-    assert (costs.per_step, costs.per_token) == before
+    assert (costs.per_step(1), costs.per_token) == before
 
 
 def test_the_host_has_a_price_with_drafts_and_one_without() -> None:
@@ -146,8 +146,39 @@ def test_the_host_has_a_price_with_drafts_and_one_without() -> None:
             host_s=host_s,
             num_drafts=num_drafts,
         )
-    assert costs.per_step == pytest.approx(0.001)
-    assert costs.per_draft_step == pytest.approx(0.005)
+    assert costs.per_step(1) == pytest.approx(0.001)
+    assert costs.per_step(1, drafts=True) == pytest.approx(0.005)
+
+
+def test_what_the_host_takes_of_many_requests_is_no_price_for_a_few() -> None:
+    """A load falls from 16 requests to 2: plain steps of those are not known to be so dear."""
+    costs = CostModel()
+
+    def step(num_requests: int, host_s: float, num_drafts: int = 0) -> None:
+        costs.observe(
+            num_rows=num_requests + num_drafts,
+            forward_s=0.01,
+            verify_s=0.0,
+            num_tokens=num_requests,
+            host_s=host_s,
+            num_requests=num_requests,
+            num_drafts=num_drafts,
+        )
+
+    for _ in range(20):
+        step(16, 0.008)
+    assert costs.per_step(2) == pytest.approx(0.008), "nothing nearer is known"
+    assert not costs.lacks_plain(2), "nor has anything been drafted"
+    for _ in range(8):
+        step(2, 0.002, num_drafts=4)
+    assert costs.per_step(2) == pytest.approx(0.002), "of about as many, though with drafts"
+    assert costs.lacks_plain(2)
+    assert costs.lacks_plain(3) and not costs.lacks_plain(4)
+    step(2, 0.001)
+    assert costs.per_step(2) == pytest.approx(0.001)
+    assert not costs.lacks_plain(2)
+    assert costs.per_step(2, drafts=True) == pytest.approx(0.002)
+    assert costs.per_step(16) == costs.per_step(31) == costs.per_step(64) == pytest.approx(0.008)
 
 
 def test_an_unmeasured_model_is_ready_after_a_few_steps() -> None:

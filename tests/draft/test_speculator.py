@@ -18,7 +18,7 @@ from foretoken.draft.peek import TELLING
 from foretoken.draft.prediction import PredictionSource
 from foretoken.draft.radix import RadixSource
 from foretoken.draft.source import Guess
-from foretoken.draft.speculator import BITE, DraftSpeculator
+from foretoken.draft.speculator import BITE, NEWS_EVERY, REST_BITE, REST_EVERY, DraftSpeculator
 from foretoken.draft.suffix import SuffixSource
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
@@ -51,6 +51,11 @@ class Bench:
         self.num_requests = 0
 
     def request(self, prompt: Sequence[int], **options: object) -> Request:
+        request = self.join(prompt, **options)
+        self.speculator.work()
+        return request
+
+    def join(self, prompt: Sequence[int], **options: object) -> Request:
         self.num_requests += 1
         sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=len(prompt))
         request = Request(
@@ -61,7 +66,6 @@ class Bench:
             **options,  # type: ignore[arg-type]
         )
         self.speculator.join(request)
-        self.speculator.work()
         return request
 
     def plan(self, *requests: Request, limit: int = 20) -> Sequence[DraftPlan]:
@@ -484,11 +488,38 @@ def test_answers_are_taken_in_where_every_rest_ends_early() -> None:
     bench = over(source)  # type: ignore[arg-type]
     requests = resting(bench, 4)
     source.num_tokens = 0
-    for index in range(2 * BITE):
+    for index in range(2 * REST_BITE):
         bench.speculator.meter.end_rest()  # as a step does that takes longer than was meant
-        assert not go_on(bench, requests, [10_000 + 100 * each + index for each in range(4)])
+        assert not go_on(bench, requests, [10_000 + 1000 * each + index for each in range(4)])
         assert bench.speculator.meter.is_resting
-    assert source.num_tokens >= 4 * BITE
+    assert source.num_tokens >= 4 * REST_BITE
+
+
+def test_in_a_rest_who_came_or_left_waits_for_a_few_others() -> None:
+    bench = Bench()
+    requests = resting(bench, 4)
+    speculator = bench.speculator
+    speculator.work()
+
+    def idle_steps() -> int:
+        """Steps until something is to be taken in."""
+        count = 0
+        while not speculator.has_work():
+            count += 1
+        speculator.work()
+        return count + 1
+
+    assert idle_steps() == REST_EVERY
+    newcomer = bench.join(TEXT)
+    assert idle_steps() == NEWS_EVERY < TELLING, "before it is glanced at"
+    speculator.leave(newcomer)
+    assert idle_steps() == NEWS_EVERY
+    speculator.meter.end_rest()
+    assert speculator.has_work()
+    bench.plan(*requests)
+    assert speculator.meter.is_resting
+    bench.request(TEXT, depth=4)
+    assert speculator.has_work(), "who fixed a depth never rests"
 
 
 def test_while_drafts_are_made_every_token_is_taken_in() -> None:
