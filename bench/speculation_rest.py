@@ -202,7 +202,7 @@ def level(quotients: Sequence[float], more: NDArray[np.float64]) -> list[float]:
     work = np.column_stack([np.ones(len(logs)), more[:, varies] / more[:, varies].std(axis=0)])
     left, slopes = logs, np.zeros(work.shape[1])
     for _ in range(ROUNDS):
-        low, high = np.quantile(left, [TRIM / 2.0, 1.0 - TRIM / 2.0])
+        low, high = np.quantile(left, [TRIM, 1.0 - TRIM])
         calm = (low <= left) & (left <= high)
         slopes = np.linalg.lstsq(work[calm], logs[calm], rcond=None)[0]
         left = logs - work @ slopes

@@ -26,13 +26,14 @@ from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Request
 from .scheduler import Scheduler
+from .shadow import Shadow
 from .step import StepOutput, StepPlan
 from .stepper import Stepper
 from .stream import TokenStream
-from .upkeep import Upkeep
 from .watchdog import Supervision, Watchdog
 
 logger = logging.getLogger(__name__)
+FEW_EVENTS = 2  # are told sooner than the loop can be woken
 DEFAULT_SUPERVISION = Supervision()
 CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
 
@@ -73,7 +74,6 @@ class Engine:
         self._round_began = 0.0
         self._mail = Mail(scheduler, self.metrics)
         self._auditor = Auditor(scheduler)
-        self._upkeep = Upkeep(scheduler.speculator.work, scheduler.speculator.has_work)
         self._watchdog = Watchdog(supervision.step_timeout)
         self._stepper = Stepper(
             scheduler,
@@ -81,7 +81,7 @@ class Engine:
             self._thread,
             self._watchdog,
             tell=self._mail.tell,
-            meanwhile=self._meanwhile,
+            shadow=Shadow(self._meanwhile, self._has_much_to_do),
             clock=clock,
             overlap=overlap,
         )
@@ -269,7 +269,6 @@ class Engine:
 
     async def _turn(self) -> None:
         """Once round: inbox, plan, step. Readers are told while the model computes."""
-        self._upkeep.finish()
         self._mail.read(self._clock())
         self._auditor.answer()
         plan = self._stepper.under_way or self.scheduler.schedule(self._clock())
@@ -283,10 +282,14 @@ class Engine:
         else:  # what that took is no price of the next one
             self._round_began = self._clock()
 
-    def _meanwhile(self) -> None:
+    def _has_much_to_do(self) -> bool:
         """While the model thread computes."""
+        return self._mail.num_untold > FEW_EVENTS or self.scheduler.speculator.has_work()
+
+    def _meanwhile(self) -> None:
         self._deliver()
-        self._upkeep.begin()
+        if self.scheduler.speculator.has_work():
+            self.scheduler.speculator.work()
 
     def _tell_speculator(self, plan: StepPlan, output: StepOutput) -> None:
         """The whole round counts, from commit to commit: the host's share is a cost as well."""
@@ -294,7 +297,6 @@ class Engine:
         now = self._clock()
         self.metrics.observe_round(output, now - self._round_began)
         self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
-        self._upkeep.observe(now - self._round_began)
         self._round_began = now
 
     async def _rest(self) -> None:
@@ -312,7 +314,6 @@ class Engine:
     def _end_everything(self, error: EngineDead | None) -> None:
         """Aborted without an error, or failed with one; also those that are still in the inbox."""
         last = error or EngineDead(CLOSED)
-        self._upkeep.cancel()
         try:
             self._stepper.withdraw()
             self._mail.tell(self.scheduler.abort_all(self._clock(), error))

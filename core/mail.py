@@ -76,6 +76,11 @@ class Mail:
                 delta.error.retry_after = self.retry_after()
         self.tell(late)
 
+    @property
+    def num_untold(self) -> int:
+        """Events that nobody was told of yet."""
+        return len(self._events)
+
     def tell(self, events: Iterable[Event]) -> None:
         """To be delivered when the model computes."""
         self._events += events

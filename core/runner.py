@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 
 import torch
@@ -68,6 +68,10 @@ class ModelRunner:
             rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
         times = self._times(time.perf_counter() - began)
         return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))
+
+    def announce(self, to: Callable[[], None]) -> None:
+        """Call ``to`` when all is prepared for the target's pass; see `Announcer`."""
+        self.decoder.on_pass = to
 
     @property
     def launches(self) -> bool:

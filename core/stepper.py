@@ -14,6 +14,7 @@ from .metrics import EngineMetrics
 from .model_thread import Job, StepThread
 from .recovery import Retrial, drafts, forget_frames, is_out_of_memory, may_have_lost_gpu
 from .scheduler import Event, Scheduler
+from .shadow import Announcer, Shadow
 from .step import StepOutput, StepPlan
 from .watchdog import StepHung, Watchdog
 
@@ -25,10 +26,10 @@ Tell = Callable[[list[Event]], None]
 class Stepper:
     """One step at a time, on behalf of an engine's loop, and the next one ahead if it is known.
 
-    ``tell`` takes the events of what was committed; ``meanwhile`` is called while the thread
-    computes. ``overlap``: whether a step may be given to the thread before the one ahead of it is
-    committed. The rows of a step that raises are run again in parts: those that fail by themselves
-    end, the others never know.
+    ``tell`` takes the events of what was committed; ``shadow`` works while the thread computes.
+    ``overlap``: whether a step may be given to the thread before the one ahead of it is committed.
+    The rows of a step that raises are run again in parts: those that fail by themselves end, the
+    others never know.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Stepper:
         watchdog: Watchdog,
         *,
         tell: Tell,
-        meanwhile: Callable[[], None],
+        shadow: Shadow,
         clock: Callable[[], float],
         overlap: bool = False,
     ) -> None:
@@ -48,7 +49,10 @@ class Stepper:
         self.num_bisections = 0  # steps that were run again in parts
         self._scheduler, self._metrics = scheduler, metrics
         self._thread, self._watchdog = thread, watchdog
-        self._tell, self._meanwhile, self._clock = tell, meanwhile, clock
+        self._tell, self._clock = tell, clock
+        self._shadow = shadow
+        self._runner: StepRunner | None = None  # that computed last
+        self._is_told = False  # by it
         self._overlap = overlap
         self._ahead: Flight | None = None  # of a plan made ahead
         self._ended = 0.0  # when the last run did, on the clock
@@ -87,6 +91,10 @@ class Stepper:
         return output
 
     def _start(self, plan: StepPlan, runner: StepRunner, after: Flight | None = None) -> Flight:
+        if runner is not self._runner:
+            self._runner, self._is_told = runner, isinstance(runner, Announcer)
+            if isinstance(runner, Announcer):
+                runner.announce(self._shadow.enter)
         may_launch = self._overlap and isinstance(runner, Launcher) and runner.launches
         launches = may_launch and is_steady(plan)
         flight = Flight(plan, runner, self._clock(), after=after, launches=launches)
@@ -133,9 +141,14 @@ class Stepper:
         self.log.begin(began)
         self._watchdog.watch(job)
         try:
-            self._meanwhile()
-        finally:
-            output = await self._outcome(job, flight.plan)  # requests must not change under it
+            try:  # at a step made ahead the thread is already
+                self._shadow.begin(is_told=self._is_told and not flight.is_ahead)
+            finally:
+                output = await self._outcome(job, flight.plan)  # requests must not change under it
+        except BaseException:
+            self._shadow.cancel()
+            raise
+        self._shadow.finish()
         return output
 
     async def _outcome(self, job: Job[StepOutput], plan: StepPlan) -> StepOutput | Exception:

@@ -72,7 +72,7 @@ class DraftSpeculator:
         self._glance = Peek(self._sources, calibration)
         self._reader = Reader(self._sources)
         self._is_drafting = False  # by the controller's last word
-        self._num_idle = 0  # steps since then in which nothing was to be taken in
+        self._num_idle = 0  # steps since text was last taken in
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -81,6 +81,7 @@ class DraftSpeculator:
 
     def rests(self) -> bool:
         """Whether nobody may draft, or a verdict against it still holds for all."""
+        self._num_idle += 1
         if not self._tracks:
             return True
         if not self.meter.is_resting:
@@ -314,7 +315,6 @@ class DraftSpeculator:
         """Always but in a rest, where who came or left waits for a few others: see `work`."""
         if not self.meter.is_resting or self._own_depth:
             return True
-        self._num_idle += 1
         return self._num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
 
     def work(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Decoder:
         self.device = weights.embedding.device
         self.heads = head_layout(config)
         self._fused = ops.fuse(weights)
+        self.on_pass: Callable[[], None] = lambda: None  # called before the kernels of each pass
         self._rope = RopeTable(config.rope, config.head_dim, self.device)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
@@ -80,6 +81,7 @@ class Decoder:
         It holds until the next pass, and so do the batch's `logits`.
         """
         plan = self.ops.plan(batch, pool, self.heads, self._rope)
+        self.on_pass()
         if self._fused is not None:
             return self._fused(batch.token_ids, plan)
         return run_layers(self.ops, self.weights, batch.token_ids, plan)

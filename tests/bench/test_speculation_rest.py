@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from itertools import count
 
+import numpy as np
 import pytest
 
-from foretoken.bench.speculation_rest import SETTLE, TIMED, WARM_UP, Alternating, Estimate, texts
+from foretoken.bench.speculation_rest import (
+    SETTLE,
+    TIMED,
+    WARM_UP,
+    Alternating,
+    Estimate,
+    level,
+    texts,
+)
 from foretoken.core.params import SamplingParams
 from foretoken.core.speculation import NoSpeculation
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
@@ -38,6 +48,9 @@ class Asked(NoSpeculation):
     def observe_step(self, *_: object) -> None:
         self.num_told += 1
 
+    def has_work(self) -> bool:
+        return True
+
     def work(self) -> None:
         self.num_works += 1
 
@@ -48,7 +61,8 @@ def run(alternating: Alternating, asked: Asked, num_steps: int, price: float, no
     for _ in range(num_steps):
         before = asked.num_asked
         assert alternating.rests()
-        alternating.work()
+        if alternating.has_work():
+            alternating.work()
         seconds = 1.0 + price * (asked.num_asked - before) + noise * rng.random()
         num_rows = 2 if next(numbers) % 40 else 3
         plan = StepPlan(rows=[ROW] * num_rows, fresh_pages=array("q"), is_plain=True)
@@ -80,6 +94,19 @@ def test_what_is_off_is_neither_asked_nor_told_nor_given_time() -> None:
     num_on = WARM_UP + 10 * (SETTLE + TIMED)
     assert (asked.num_asked, asked.num_told, asked.num_works) == (num_on,) * 3
     assert {phase.seconds for phase in phases} == {float(TIMED)}, "the steps before are not timed"
+
+
+def test_what_one_phase_had_to_do_beyond_the_other_is_levelled() -> None:
+    """Prompts in a fifth of the phases, dearer than what is looked for, and a few stalls."""
+    rng = np.random.default_rng(0)
+    more = np.zeros((200, 2))
+    more[:, 0] = rng.choice([-32, 0, 0, 0, 32, 64], 200)
+    stalls = rng.choice([0.0, 0.0, 0.0, 0.7], 200) * rng.choice([-1, 1], 200)
+    quotients = np.exp(-0.02 - 0.004 * more[:, 0] + stalls + rng.normal(0.0, 0.01, 200))
+    plain, levelled = Estimate.of(quotients.tolist()), Estimate.of(level(quotients.tolist(), more))
+    assert levelled.mean == pytest.approx(math.exp(-0.02), abs=0.004)
+    assert abs(plain.mean - math.exp(-0.02)) > 0.01
+    assert levelled.high - levelled.low < 0.3 * (plain.high - plain.low)
 
 
 def test_pairs_that_served_unlike_batches_are_left_out() -> None:

@@ -10,6 +10,7 @@ from fake_model import FakeRunner, make_request, make_scheduler
 from foretoken.core.metrics import EngineMetrics
 from foretoken.core.model_thread import Job
 from foretoken.core.scheduler import Event
+from foretoken.core.shadow import Shadow
 from foretoken.core.step import StepOutput, StepPlan
 from foretoken.core.stepper import MAX_FAILURES, Stepper
 from foretoken.core.watchdog import Watchdog
@@ -50,7 +51,7 @@ class Scene:
             self.thread,
             Watchdog(0.0),
             tell=self.told.extend,
-            meanwhile=meanwhile,
+            shadow=Shadow(meanwhile, lambda: True),
             clock=lambda: 0.0,
         )
 

@@ -173,7 +173,8 @@ def test_what_the_host_takes_of_many_requests_is_no_price_for_a_few() -> None:
         step(2, 0.002, num_drafts=4)
     assert costs.per_step(2) == pytest.approx(0.002), "of about as many, though with drafts"
     assert costs.lacks_plain(2)
-    assert costs.lacks_plain(3) and not costs.lacks_plain(4)
+    assert costs.lacks_plain(3)
+    assert not costs.lacks_plain(4)
     step(2, 0.001)
     assert costs.per_step(2) == pytest.approx(0.001)
     assert not costs.lacks_plain(2)

@@ -121,6 +121,10 @@ class FaultySpeculator:
         self.inner.leave(request)
         self._fail("upkeep raises")
 
+    def has_work(self) -> bool:
+        self._fail("upkeep raises")
+        return self.inner.has_work()
+
     def work(self) -> None:
         self._fail("upkeep raises")
         self.inner.work()

@@ -118,6 +118,7 @@ class HashDecoder:
         self.sampler = self
         self.rows: Sequence[PlanRow] = ()  # of the step under way
         self.broken: set[str] = set()  # requests whose rows come out as not a number
+        self.on_pass: Callable[[], None] = lambda: None
         self._chains = Chains()
         self._violation = violation
 
@@ -126,6 +127,7 @@ class HashDecoder:
 
     def hidden_states(self, batch: Laid, pool: Pages) -> torch.Tensor:
         """[num_rows, 1]; writes the KV of every row."""
+        self.on_pass()
         owners = [row for row in self.rows for _ in range(1 + len(row.branches))]
         written: set[int] = set()
         for row, segment in zip(owners, batch.segments, strict=True):

@@ -1,0 +1,69 @@
+"""Shadow: what the event loop does for others while the model thread computes.
+
+Python lets one thread run at a time. At the beginning of a step that must be the model thread,
+which prepares its kernels: whatever the loop does then, the step waits for. So the loop waits to be
+told that the kernels begin, and does its work behind them. That it is told costs something, too:
+two threads' time to wake one. So what is little is done at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Announcer(Protocol):
+    """A runner that says when its thread needs Python's lock no more, for a while."""
+
+    def announce(self, to: Callable[[], None]) -> None:
+        """Call ``to`` once or more in each step, in the model thread, before its kernels."""
+
+
+class Shadow:
+    """Calls ``work`` once for each step that is begun, before it is over.
+
+    Where that is not much, at once.
+
+    Belongs to the event loop, but for `enter`.
+    """
+
+    def __init__(self, work: Callable[[], None], is_much: Callable[[], bool]) -> None:
+        self._work, self._is_much = work, is_much
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_due = False
+        self._failure: BaseException | None = None
+
+    def begin(self, *, is_told: bool) -> None:
+        """A step begins, on the running loop. ``is_told``: `enter` will be called in it."""
+        if is_told and self._is_much():
+            self._loop, self._is_due = asyncio.get_running_loop(), True
+        else:
+            self._work()
+
+    def enter(self) -> None:
+        """The kernels begin. Called in the model thread."""
+        if self._is_due and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._told)
+
+    def _told(self) -> None:
+        try:
+            self.finish()
+        except BaseException as failure:  # raised where somebody waits for the step
+            self._failure = failure
+
+    def finish(self) -> None:
+        """The step is over: work now, if nobody told of it. Raises what the work raised."""
+        if self._is_due:
+            self._is_due = False
+            self._work()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def cancel(self) -> None:
+        """What is due is not done any more."""
+        self._is_due, self._failure = False, None
