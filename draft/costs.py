@@ -18,11 +18,13 @@ FloatArray = NDArray[np.float64]
 
 UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a draft model never timed
 READY_AFTER = 8  # passes; before that an unmeasured model drafts nothing
+NUM_PLAIN = 8  # steps without drafts that tell their price; until then they are asked for
 
 
 NUM_SIZES = 12  # classes of draft rows
 LEVEL_RATE, LEVEL_STEADY, LEVEL_CLIP = 0.08, 4, 0.3
 CAUTION = 0.1  # of a pass, that drafts of a size not tried yet may cost beyond their rows
+SCALE_FADE, SCALE_NOISE, MAX_SCALE = 0.98, 0.1, 2.0
 LEVEL_FORGOTTEN = 1000  # steps with about as many requests
 NO_LEVELS = np.zeros(NUM_SIZES)
 SIZE_OF = np.array([min(n.bit_length(), NUM_SIZES - 1) for n in range(1 << NUM_SIZES)])
@@ -88,7 +90,8 @@ class _Levels:
         limit = whole if seen < LEVEL_STEADY else LEVEL_CLIP * whole
         error = min(limit, max(-limit, error - self._seconds[size] if seen > 1 else error))
         before = self._seconds[size] if seen > 1 else 0.0
-        self._seconds[size] = before + max(LEVEL_RATE, 1.0 / seen) * error
+        rate = max(LEVEL_RATE, 1.0 / max(1, seen - 1))  # the first ran on cold caches
+        self._seconds[size] = before + rate * error
         self._fill()
 
     def _fill(self) -> None:
@@ -109,8 +112,8 @@ class _Mean:
 
     def observe(self, seconds: float) -> None:
         self.num_seen += 1
-        rate = max(0.05, 1.0 / self.num_seen)
-        limit = 3.0 * self.seconds + 1e-4 if self.num_seen > 3 else seconds
+        rate = max(0.05, 1.0 / max(1, self.num_seen - 1))  # the first ran on cold caches
+        limit = 2.0 * self.seconds + 1e-4 if self.num_seen > 1 else seconds
         self.seconds += rate * (min(seconds, limit) - self.seconds)
 
 
@@ -138,12 +141,36 @@ class _Hosts:
             known = self._means[near[0]] if near else None
         return self._first if known is None else known.seconds
 
-    def lack_plain(self, num_requests: int) -> bool:
-        """Whether some steps with drafts of about so many were seen by now, and none without."""
-        size = num_requests.bit_length()
-        with_drafts = self._means.get((size, True))
-        is_known = with_drafts is not None and with_drafts.num_seen >= READY_AFTER
-        return is_known and (size, False) not in self._means
+    def num_seen(self, num_requests: int, *, drafts: bool) -> int:
+        """Steps of about so many requests."""
+        known = self._means.get((num_requests.bit_length(), drafts))
+        return 0 if known is None else known.num_seen
+
+
+class _Scale:
+    """What looking back takes, over what was said of it at start-up.
+
+    That is measured but once, and a machine that was busy then may have told of any price. A line
+    through steps that fade, whose slope is 1 where contexts differ by less than steps do anyway;
+    what all steps have alike is not this one's.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self._mean_s = 0.0  # of a pass
+        self._sums = np.zeros(5)  # of 1, x, y, x * x, x * y
+
+    def observe(self, context_s: float, seconds: float, forward_s: float) -> None:
+        """A pass took ``seconds`` beyond its rows, of which ``context_s`` were expected."""
+        self._mean_s += (forward_s - self._mean_s) * (0.05 if self._mean_s else 1.0)
+        limit = 2.0 * self._mean_s
+        x, y = context_s / max(0.01, self.scale), min(limit, max(-limit, seconds))
+        self._sums *= SCALE_FADE
+        self._sums += (1.0, x, y, x * x, x * y)
+        n, sx, sy, sxx, sxy = self._sums.tolist()
+        noise = (SCALE_NOISE * self._mean_s) ** 2
+        slope = (sxy - sx * sy / n + noise) / (sxx - sx * sx / n + noise)
+        self.scale = min(MAX_SCALE, max(0.01, slope))
 
 
 class CostModel:
@@ -166,11 +193,13 @@ class CostModel:
         self.profile = profile
         self._forward = CostCurve(profile.forward)
         self._draft = CostCurve(profile.draft)
+        self._look_back = _Scale()
         self._levels.clear()
 
     def look_back(self, num_requests: int, longest: int, total: int) -> float:
-        """Seconds of the target's pass that do not depend on its rows, by the profile."""
-        return self.profile.look_back.seconds(num_requests, longest, total)
+        """Seconds of the target's pass that do not depend on its rows."""
+        said = self.profile.look_back.seconds(num_requests, longest, total)
+        return self._look_back.scale * said
 
     def levels(self, num_requests: int, *, with_prompts: bool) -> FloatArray:
         """What steps of about so many requests take beyond that, [NUM_SIZES] by draft rows."""
@@ -187,8 +216,13 @@ class CostModel:
         return self._forward.is_measured or self._forward.num_observed >= READY_AFTER
 
     def lacks_plain(self, num_requests: int) -> bool:
-        """Whether some steps with drafts of about so many were seen by now, and none without."""
-        return self._hosts.lack_plain(num_requests)
+        """Whether few steps without drafts were seen of about so many, for those with drafts.
+
+        The first ones run on cold caches: believed for long, they would make drafts look cheap.
+        """
+        with_drafts = self._hosts.num_seen(num_requests, drafts=True)
+        num_plain = self._hosts.num_seen(num_requests, drafts=False)
+        return num_plain < NUM_PLAIN and with_drafts >= READY_AFTER * (1 + num_plain)
 
     @property
     def reach(self) -> int:
@@ -268,6 +302,7 @@ class CostModel:
             levels = self._levels.setdefault((num_requests.bit_length(), with_prompts), _Levels())
             size = min(num_drafts.bit_length(), NUM_SIZES - 1)
             error = forward_s - context_s - self.forward(num_rows)
+            self._look_back.observe(context_s, error + context_s, forward_s)
             levels.observe(num_drafts, error, forward_s)
             context_s += float(levels.seconds()[size])
         self._forward.observe(num_rows, max(0.3 * forward_s, forward_s - context_s))

@@ -25,7 +25,7 @@ NEAR, FAR = 32, 512  # tokens that the requests of a measurement look back on
 MANY = 8  # requests
 DRAFTED = 8  # rows of a request with drafts
 SECONDS = 0.1  # for one measurement: slow models repeat less
-REPEATS = 4
+REPEATS = 6
 
 
 def profile_step(
@@ -45,12 +45,14 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], Look
     far = min(FAR, longest - 1)
     near = max(0, min(NEAR, far // 2))
     asked = [n for n in _rows(decoder) if near + n <= max(1, longest)]
-    rows = {n: _measure(decoder, pool, _requests(decoder, near, n)) for n in asked}
-    cases = [(1, far), (MANY, near), (MANY, far)] if 1 in rows and far > near else []
+    cases = [(1, far), (MANY, near), (MANY, far)] if 1 in asked and far > near else []
+    batches = [_requests(decoder, near, n) for n in asked] + [[(back, 1)] * n for n, back in cases]
+    seconds = _measure(decoder, pool, batches)
+    rows = dict(zip(asked, seconds, strict=False))
     if not cases:
         return rows, LookBack()
     work = [[count - 1, back - near, count * back - near] for count, back in cases]
-    more = [_measure(decoder, pool, [(back, 1)] * n) - rows[1] for n, back in cases]
+    more = [each - rows[1] for each in seconds[len(asked) :]]
     found = np.linalg.lstsq(np.array(work, dtype=float), np.array(more), rcond=None)[0]
     return rows, LookBack(*(max(0.0, float(value)) for value in found))
 
@@ -69,27 +71,37 @@ def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int
     return [(near, DRAFTED)] * (num_rows // DRAFTED)
 
 
-def _measure(decoder: Decoder, pool: KVPool, requests: Sequence[tuple[int, int]]) -> float:
-    """Seconds of a pass: the best of a few. ``requests``: (tokens behind, rows) of each."""
+def _measure(
+    decoder: Decoder, pool: KVPool, batches: Sequence[Sequence[tuple[int, int]]]
+) -> list[float]:
+    """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
+    few rounds. A spell in which the machine is slow so harms no batch alone.
+    """
+    cases = [_segments(pool, requests) for requests in batches]
+    watch = make_stopwatch(decoder.device)
+    for segments in cases[:1] if decoder.device.type == "cpu" else cases:
+        _compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
+    best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
+    for _ in range(REPEATS):
+        for index, segments in enumerate(cases):
+            if spent[index] > SECONDS:
+                continue
+            watch.start()
+            _compute(decoder, pool, segments)
+            watch.stop()
+            seconds = watch.seconds()
+            best[index], spent[index] = min(best[index], seconds), spent[index] + seconds
+    return best
+
+
+def _segments(pool: KVPool, requests: Sequence[tuple[int, int]]) -> list[Segment]:
     segments = []
     for index, (start, n) in enumerate(requests):
         count = -(-(start + n) // pool.page_size)
         # Pages of its own, where there are enough: read twice they would come from a near cache.
         pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
         segments.append(Segment(array("q", [0] * n), start, array("q", pages), n))
-    best, spent = float("inf"), 0.0
-    watch = make_stopwatch(decoder.device)
-    if decoder.device.type != "cpu":
-        _compute(decoder, pool, segments)  # kernels are compiled when they are first called
-    for _ in range(REPEATS):
-        watch.start()
-        _compute(decoder, pool, segments)
-        watch.stop()
-        seconds = watch.seconds()
-        best, spent = min(best, seconds), spent + seconds
-        if spent > SECONDS:
-            break
-    return best
+    return segments
 
 
 def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
