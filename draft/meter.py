@@ -10,7 +10,7 @@ from ..core.step import StepOutput, StepPlan
 from .controller import Controller
 
 REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
-MAX_REST, MAX_REST_S = 128, 0.3  # steps, seconds: such a verdict holds no longer than both
+MAX_REST, MAX_REST_S = 128, 0.5  # steps, seconds: such a verdict holds no longer than both
 BRIEF_REST = 2  # steps that tell what plain decoding costs
 CUT_EVERY = 4  # rests, of which one may end early for who came
 PEEK_SHARE = 0.002  # of the time that looks for a reason to end a rest may take
