@@ -43,6 +43,7 @@ SETTLE, TIMED = 8, 16  # steps of a phase
 WARM_UP = 300  # steps before the first phase, with speculation on
 LIKE = 0.1  # of the batch: by so much the neighbours may differ
 TRIM = 0.25  # of the quotients, at either end
+FEW_PAIRS = 20
 ROUNDS = 10  # of least squares, each without what stood out in the one before
 NUM_DRAWS, SURE = 2000, 0.9  # of the bootstrap
 
@@ -195,8 +196,11 @@ def level(quotients: Sequence[float], more: NDArray[np.float64]) -> list[float]:
     """Quotients of neighbours as they were had both had the same work to do.
 
     ``more`` [pairs, kinds of work]: what the one had to do beyond the other. What of a quotient
-    comes with it is found by least squares, without the pairs that something else disturbed.
+    comes with it is found by least squares, without the pairs that something else disturbed. Few
+    pairs would tell nothing of it: they are left as they are.
     """
+    if len(quotients) < FEW_PAIRS:
+        return list(quotients)
     logs = np.log(np.array(quotients))
     varies = more.std(axis=0) > 0.0
     work = np.column_stack([np.ones(len(logs)), more[:, varies] / more[:, varies].std(axis=0)])

@@ -26,7 +26,7 @@ from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Request
 from .scheduler import Scheduler
-from .shadow import Shadow
+from .shadow import Announcer, Shadow
 from .step import StepOutput, StepPlan
 from .stepper import Stepper
 from .stream import TokenStream
@@ -323,3 +323,9 @@ class Engine:
         self._mail.end(last)
         self._auditor.close(last)
         self._watchdog.close()
+        if isinstance(self.runner, Announcer):
+            self.runner.announce(_tell_nobody)  # a model may outlive its engine
+
+
+def _tell_nobody() -> None:
+    """In place of an engine that ended."""

@@ -70,7 +70,7 @@ class ModelRunner:
         return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))
 
     def announce(self, to: Callable[[], None]) -> None:
-        """Call ``to`` when all is prepared for the target's pass; see `Announcer`."""
+        """Call ``to`` before drafts are made and before the target's pass; see `Announcer`."""
         self.decoder.on_pass = to
 
     @property
@@ -126,6 +126,7 @@ class ModelRunner:
             wanted = [index for index, row in enumerate(plan.rows) if row.max_draft > 0]
             if not wanted:
                 return {}
+            self.decoder.on_pass()  # tokens must not wait for all passes of the draft model
             proposed = self.proposer.propose([plan.rows[index] for index in wanted])
             drafts = {
                 index: self._sound(draft, plan.rows[index].max_draft)

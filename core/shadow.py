@@ -34,17 +34,20 @@ class Shadow:
         self._work, self._is_much = work, is_much
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_due = False
+        self._has_entered = False  # the kernels of the step that is to begin, or has begun
         self._failure: BaseException | None = None
 
     def begin(self, *, is_told: bool) -> None:
         """A step begins, on the running loop. ``is_told``: `enter` will be called in it."""
-        if is_told and self._is_much():
+        is_late, self._has_entered = self._has_entered, False
+        if is_told and not is_late and self._is_much():
             self._loop, self._is_due = asyncio.get_running_loop(), True
         else:
             self._work()
 
     def enter(self) -> None:
         """The kernels begin. Called in the model thread."""
+        self._has_entered = True  # `begin` may come later
         if self._is_due and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._told)
@@ -57,6 +60,7 @@ class Shadow:
 
     def finish(self) -> None:
         """The step is over: work now, if nobody told of it. Raises what the work raised."""
+        self._has_entered = False
         if self._is_due:
             self._is_due = False
             self._work()
@@ -66,4 +70,4 @@ class Shadow:
 
     def cancel(self) -> None:
         """What is due is not done any more."""
-        self._is_due, self._failure = False, None
+        self._is_due, self._has_entered, self._failure = False, False, None

@@ -37,7 +37,8 @@ class Candidates:
     ``draft_context_s``: the same of each pass of the draft model. ``levels``: what
     `CostModel.levels` knows that steps take beyond that. ``decide_s``: host seconds of deciding on
     a step, which those that draft pay; after a verdict against drafts the next ones rest.
-    ``is_mixed``: others draft in the step whatever is chosen here.
+    ``is_mixed``: others draft in the step whatever is chosen here. ``num_others``: requests that
+    decode beside these, each of which yields a token whatever is chosen.
     """
 
     free: FloatArray
@@ -51,11 +52,17 @@ class Candidates:
     draft_context_s: float = 0.0
     decide_s: float = 0.0
     is_mixed: bool = False
+    num_others: int = 0
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that yield a token, at least."""
+        return len(self.free) + self.num_others
 
     @property
     def num_rows(self) -> int:
         """Rows of the target's pass without drafts."""
-        return len(self.free) + self.num_prefill
+        return self.num_decodes + self.num_prefill
 
     @property
     def is_empty(self) -> bool:
@@ -90,23 +97,24 @@ class Search:
         self._candidates = candidates
         self._costs = costs
         num_requests, num_rows = len(candidates.free), candidates.num_rows
+        num_decodes = candidates.num_decodes
         self._budget = min(candidates.budget, max(1, costs.reach - num_rows))
         longest = num_requests * max(candidates.free.shape[1], candidates.lm.shape[1])
         far = min(self._budget, longest)
         near = min(far, 2 * num_requests + 2)
-        rows = np.array([num_requests, num_rows, num_rows + near, num_rows + far])
+        rows = np.array([num_decodes, num_rows, num_rows + near, num_rows + far])
         alone, start, at_near, at_far = costs.forward(rows).tolist()
         # Prompts make steps differ by so much that drafts may seem to make one shorter.
         self._least = alone if candidates.num_prefill else LEAST * alone
-        self._overhead = costs.per_token * num_requests + candidates.context_s
-        self._plain_host = costs.per_step(num_requests)
-        self._draft_host = costs.per_step(num_requests, drafts=True) + candidates.decide_s
+        self._overhead = costs.per_token * num_decodes + candidates.context_s
+        self._plain_host = costs.per_step(num_decodes)
+        self._draft_host = costs.per_step(num_decodes, drafts=True) + candidates.decide_s
         self._shared = start - alone
         pass_s = max(LEAST * start, start + float(candidates.levels[0]))
         if candidates.num_prefill:  # what such steps take beyond their rows is the prompts' fault
             self._shared = max(0.0, pass_s - alone)
         plain_s = pass_s + self._overhead + self._plain_host
-        self.plain = Option(float(num_requests), plain_s, self._shared)
+        self.plain = Option(float(num_decodes), plain_s, self._shared)
         # Tokens that plain decoding yields in the time of one more row.
         self._price = min((at_near - start) / near, (at_far - start) / far) * self.plain.rate
         self._free, self._lm = candidates.free, candidates.lm
@@ -149,13 +157,13 @@ class Search:
             return self.plain
         gains = survival.cumsum()
         seconds = passes[: len(gains)] + self._costs.per_token * gains
-        rates = (1.0 + gains) / (seconds - self._shared)
+        rates = (self.plain.tokens + gains) / (seconds - self._shared)
         at = int(rates.argmax())
         if rates[at] <= self.plain.rate:
             return self.plain
         lengths, none = np.array([at + 1]), np.zeros(1, dtype=np.int64)
         return Option(
-            1.0 + float(gains[at]),
+            self.plain.tokens + float(gains[at]),
             float(seconds[at]),
             self._shared,
             none if is_lm else lengths,
@@ -175,7 +183,7 @@ class Search:
         if num_caps > 1:
             draft = _DraftCosts(self._candidates, self._costs)
             seconds[1:, 1:] += draft.seconds(is_lm[1:], order[1:], width)
-        rates = (num_requests + gains) / (seconds - self._shared)
+        rates = (self.plain.tokens + gains) / (seconds - self._shared)
         counts = rates.argmax(axis=1)
         best = rates[np.arange(num_caps), counts]
         options = []

@@ -140,7 +140,7 @@ class Controller:
     def _is_plain_price_stale(self, candidates: Candidates, plain_share: float) -> bool:
         if candidates.num_prefill or candidates.is_mixed:
             return False  # such a pass says little about a plain one, or will not be one
-        if self.costs.lacks_plain(len(candidates.free)):
+        if self.costs.lacks_plain(candidates.num_decodes):
             return True
         return self.costs.age(candidates.num_rows) > refresh_interval(plain_share)
 
@@ -157,7 +157,7 @@ class Controller:
         draft_s += candidates.draft_context_s
         extra_s = draft_s + self._added_s(candidates.num_rows, 1)
         if rest.num_free is not None:
-            lost = rest.num_free[row] * (plain_s / len(candidates.free))
+            lost = rest.num_free[row] * (plain_s / candidates.num_decodes)
             extra_s += float(lost)
         if not self.prober.is_due(extra_s / plain_s):
             return None
@@ -178,7 +178,7 @@ class Controller:
     def _plain(self, candidates: Candidates, reason: str) -> Allocation:
         """Nothing is drafted, and nothing is computed to find that out."""
         num_requests = len(candidates.free)
-        self._expected = _Expected("plain", num_requests)
+        self._expected = _Expected("plain", candidates.num_decodes)
         self._token_s = 0.0
         self._reason = reason
         none = np.zeros(num_requests, dtype=np.int64)
@@ -199,7 +199,7 @@ class Controller:
         num_drafted = int(num_free.sum() + depths.sum())
         self._expected = _Expected(
             kind,
-            len(none),
+            candidates.num_decodes,
             plain.seconds - plain.shared,
             plain.shared,
             chosen.seconds - chosen.shared,

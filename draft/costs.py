@@ -24,6 +24,7 @@ NUM_PLAIN = 8  # steps without drafts that tell their price; until then they are
 NUM_SIZES = 12  # classes of draft rows
 LEVEL_RATE, LEVEL_STEADY, LEVEL_CLIP = 0.08, 4, 0.3
 CAUTION = 0.1  # of a pass, that drafts of a size not tried yet may cost beyond their rows
+HOST_FORGOTTEN, FEW_SEEN = 300, 2  # steps
 SCALE_FADE, SCALE_NOISE, MAX_SCALE = 0.98, 0.1, 2.0
 LEVEL_FORGOTTEN = 1000  # steps with about as many requests
 NO_LEVELS = np.zeros(NUM_SIZES)
@@ -106,13 +107,15 @@ class _Levels:
 class _Mean:
     """A running mean of seconds, one outlier's influence clipped."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self) -> None:
+        self.seconds = 0.0
         self.num_seen = 0
+        self.last_seen = 0
 
-    def observe(self, seconds: float) -> None:
-        self.num_seen += 1
-        rate = max(0.05, 1.0 / max(1, self.num_seen - 1))  # the first ran on cold caches
+    def observe(self, seconds: float, now: int) -> None:
+        """The first one ran on cold caches: the second replaces it, if it is not dearer."""
+        self.num_seen, self.last_seen = self.num_seen + 1, now
+        rate = max(0.05, 1.0 / max(1, self.num_seen - 1))
         limit = 2.0 * self.seconds + 1e-4 if self.num_seen > 1 else seconds
         self.seconds += rate * (min(seconds, limit) - self.seconds)
 
@@ -121,25 +124,44 @@ class _Hosts:
     """What a step takes beyond its passes and its sampling, with drafts and without.
 
     It grows with those who take part: each power of two has means of its own, for a price that
-    was learnt of a few requests makes drafts look cheap, or dear, beside one of many.
+    was learnt of a few requests makes drafts look cheap, or dear, beside one of many. What was
+    seen once is not believed, and what was not seen for long is forgotten: a price that keeps
+    drafts from being made would never be corrected.
     """
 
     def __init__(self, seconds: float) -> None:
         self._first = seconds
         self._means: dict[tuple[int, bool], _Mean] = {}
+        self._now = 0  # steps
 
-    def mean(self, num_requests: int, *, drafts: bool) -> _Mean:
-        """Of steps of about so many requests; to be told of them."""
-        return self._means.setdefault((num_requests.bit_length(), drafts), _Mean(self._first))
+    def observe(self, num_requests: int, seconds: float, *, drafts: bool) -> None:
+        """A step of so many requests."""
+        self._now += 1
+        key = (num_requests.bit_length(), drafts)
+        known = self._means.get(key)
+        if known is None or self._is_old(known):
+            known = self._means[key] = _Mean()
+        known.observe(seconds, self._now)
+
+    def _is_old(self, mean: _Mean) -> bool:
+        return self._now - mean.last_seen > HOST_FORGOTTEN
 
     def seconds(self, num_requests: int, *, drafts: bool) -> float:
         """As far as is known: of about as many requests, if need be of the other kind of step."""
         size = num_requests.bit_length()
         known = self._means.get((size, drafts))
-        if known is None:
-            near = sorted(self._means, key=lambda key: (abs(key[0] - size), key[1] != drafts))
-            known = self._means[near[0]] if near else None
+        if known is None or known.num_seen < FEW_SEEN or self._is_old(known):
+            known = self._nearest(size, drafts=drafts)
         return self._first if known is None else known.seconds
+
+    def _nearest(self, size: int, *, drafts: bool) -> _Mean | None:
+        def worth(key: tuple[int, bool]) -> tuple[bool, bool, int, bool]:
+            mean = self._means[key]
+            is_outlier = mean.num_seen < FEW_SEEN
+            return is_outlier, self._is_old(mean), abs(key[0] - size), key[1] != drafts
+
+        nearest = min(self._means, key=worth, default=None)
+        return None if nearest is None else self._means[nearest]
 
     def num_seen(self, num_requests: int, *, drafts: bool) -> int:
         """Steps of about so many requests."""
@@ -162,6 +184,8 @@ class _Scale:
 
     def observe(self, context_s: float, seconds: float, forward_s: float) -> None:
         """A pass took ``seconds`` beyond its rows, of which ``context_s`` were expected."""
+        if forward_s <= 0.0:
+            return
         self._mean_s += (forward_s - self._mean_s) * (0.05 if self._mean_s else 1.0)
         limit = 2.0 * self._mean_s
         x, y = context_s / max(0.01, self.scale), min(limit, max(-limit, seconds))
@@ -302,7 +326,8 @@ class CostModel:
             levels = self._levels.setdefault((num_requests.bit_length(), with_prompts), _Levels())
             size = min(num_drafts.bit_length(), NUM_SIZES - 1)
             error = forward_s - context_s - self.forward(num_rows)
-            self._look_back.observe(context_s, error + context_s, forward_s)
+            if not with_prompts:
+                self._look_back.observe(context_s, error + context_s, forward_s)
             levels.observe(num_drafts, error, forward_s)
             context_s += float(levels.seconds()[size])
         self._forward.observe(num_rows, max(0.3 * forward_s, forward_s - context_s))
@@ -314,4 +339,4 @@ class CostModel:
             return  # who arrives, and rows that are only looked at: nothing that a draft changes
         if num_tokens > 0:
             self._verify.observe(num_tokens, verify_s)
-        self._hosts.mean(num_requests, drafts=num_drafts > 0).observe(max(0.0, host_s))
+        self._hosts.observe(num_requests, max(0.0, host_s), drafts=num_drafts > 0)

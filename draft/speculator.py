@@ -131,6 +131,9 @@ class DraftSpeculator:
             [limits[index] for index in auto],
             budget,
             num_prefill,
+            others=[
+                len(requests[index].tokens) for index, each in enumerate(depths) if each != "auto"
+            ],
             is_mixed=any(plan is not NOTHING for plan in plans),
         )
         chosen = self._plan_auto(tracks, candidates)
@@ -209,12 +212,15 @@ class DraftSpeculator:
         budget: int,
         num_prefill: int,
         *,
+        others: Sequence[int],
         is_mixed: bool,
     ) -> Candidates:
+        """``others``: tokens of the requests that decode beside these."""
         for track, limit in zip(tracks, limits, strict=True):
             track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
         lens = [len(track.request.tokens) for track in tracks]
-        context, costs = (len(lens), max(lens), sum(lens)), self.controller.costs
+        seen, costs = [*lens, *others], self.controller.costs
+        context = (len(seen), max(seen), sum(seen))
         return Candidates(
             free=padded([track.free_survival(len(tracks)) for track in tracks]),
             lm=padded(
@@ -228,10 +234,11 @@ class DraftSpeculator:
             num_prefill=num_prefill,
             budget=budget,
             context_s=costs.look_back(*context),
-            levels=costs.levels(len(lens), with_prompts=num_prefill > 0),
-            draft_context_s=costs.draft_look_back(*context),
+            levels=costs.levels(len(seen), with_prompts=num_prefill > 0),
+            draft_context_s=costs.draft_look_back(len(lens), max(lens), sum(lens)),
             decide_s=self.meter.decide_s,
             is_mixed=is_mixed,
+            num_others=len(others),
         )
 
     def _lm_survival(self, track: Track, limit: int, *, is_busy: bool) -> Survival:
@@ -313,6 +320,8 @@ class DraftSpeculator:
 
     def has_work(self) -> bool:
         """Always but in a rest, where who came or left waits for a few others: see `work`."""
+        if not self._tracks or self._reader.num_left >= MOST_LEFT:
+            return self._reader.has_news
         if not self.meter.is_resting or self._own_depth:
             return True
         return self._num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
@@ -324,10 +333,10 @@ class DraftSpeculator:
         Even then they are taken in by the bite, unless drafts are made of them. Who fixed how deep
         to draft never rests.
         """
-        self._num_idle = 0
         self._reader.keep(MOST_LEFT if self._tracks else None)
         bite = REST_BITE if self.meter.is_resting else 1 if self._is_drafting else BITE
         self._reader.read(bite, eager=self._own_depth)
+        self._num_idle = NEWS_EVERY if self._reader.has_news else 0  # what is left comes next
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget what was said in these namespaces, in all when none is named."""

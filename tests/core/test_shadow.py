@@ -77,6 +77,19 @@ def test_a_step_that_ends_untold_has_its_work_done_then() -> None:
     run(scenario)
 
 
+def test_kernels_that_began_before_the_loop_was_ready_are_no_news() -> None:
+    async def scenario(work: Work) -> None:
+        told(work)
+        work.shadow.begin(is_told=True)
+        assert work.count == 1, "nobody will tell again"
+        work.shadow.finish()
+        work.shadow.begin(is_told=True)
+        assert work.count == 1, "that was of the step before"
+        work.shadow.finish()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("is_told", "is_much"), [(False, True), (True, False)])
 def test_what_is_little_or_untold_of_is_done_at_once(is_told, is_much) -> None:
     async def scenario(work: Work) -> None:

@@ -235,3 +235,37 @@ def test_plain_steps_are_asked_for_until_a_few_were_seen() -> None:
             num_drafts=num_drafts,
         )
     assert asked == [8, 17, 26, 35, 44, 53, 62, 71]
+
+
+def test_one_outlier_keeps_nobody_from_drafting() -> None:
+    """The first step of eight requests with drafts was stalled: the plain price stands for it."""
+    costs = CostModel()
+
+    def step(host_s: float, num_drafts: int) -> None:
+        costs.observe(
+            num_rows=8 + num_drafts,
+            forward_s=0.01,
+            verify_s=0.0,
+            num_tokens=8,
+            host_s=host_s,
+            num_requests=8,
+            num_drafts=num_drafts,
+        )
+
+    for _ in range(20):
+        step(0.001, 0)
+    step(0.05, 4)
+    assert costs.per_step(8, drafts=True) == pytest.approx(0.001)
+    step(0.002, 4)
+    assert costs.per_step(8, drafts=True) == pytest.approx(0.002)
+    step(0.05, 4)
+    assert costs.per_step(8, drafts=True) < 0.005
+    for _ in range(301):
+        step(0.001, 0)
+    assert costs.per_step(8, drafts=True) == pytest.approx(0.001), "forgotten: it may be tried"
+
+
+def test_a_pass_of_no_time_teaches_nothing() -> None:
+    costs = CostModel(StepProfile({1: 1e-3, 64: 4e-3}, look_back=LookBack(per_token=1e-6)))
+    costs.observe(num_rows=1, forward_s=0.0, verify_s=0.0, num_tokens=1, num_requests=1)
+    assert costs.look_back(1, 100, 100) == pytest.approx(1e-4)

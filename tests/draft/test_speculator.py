@@ -11,14 +11,22 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.request import Request
 from foretoken.core.speculation import NOTHING, DraftPlan
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.draft.allocation import Candidates
 from foretoken.draft.calibration import Calibration
-from foretoken.draft.controller import Controller
+from foretoken.draft.controller import Allocation, Controller
 from foretoken.draft.costs import CostModel, StepProfile
 from foretoken.draft.peek import TELLING
 from foretoken.draft.prediction import PredictionSource
 from foretoken.draft.radix import RadixSource
 from foretoken.draft.source import Guess
-from foretoken.draft.speculator import BITE, NEWS_EVERY, REST_BITE, REST_EVERY, DraftSpeculator
+from foretoken.draft.speculator import (
+    BITE,
+    MOST_LEFT,
+    NEWS_EVERY,
+    REST_BITE,
+    REST_EVERY,
+    DraftSpeculator,
+)
 from foretoken.draft.suffix import SuffixSource
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
@@ -521,6 +529,63 @@ def test_in_a_rest_who_came_or_left_waits_for_a_few_others() -> None:
     assert speculator.meter.is_resting
     bench.request(TEXT, depth=4)
     assert speculator.has_work(), "who fixed a depth never rests"
+
+
+def test_in_a_rest_ended_requests_do_not_pile_up() -> None:
+    bench = Bench()
+    resting(bench, 4)
+    speculator, most = bench.speculator, 0
+    for _ in range(60):
+        for _ in range(4):
+            speculator.leave(bench.join(TEXT[:3]))
+        assert speculator.rests()
+        if speculator.has_work():
+            speculator.work()
+        most = max(most, speculator._reader.num_left)
+    assert most <= 2 * MOST_LEFT
+
+
+def test_prompts_that_one_call_does_not_take_in_come_next() -> None:
+    bench = Bench()
+    resting(bench, 4)
+    speculator = bench.speculator
+    for each in range(4):
+        bench.join(range(10_000 * each, 10_000 * each + 1500))
+    steps = 0
+    while speculator._reader.has_news:
+        assert speculator.rests()
+        steps += 1
+        if speculator.has_work():
+            speculator.work()
+    assert steps < 2 * NEWS_EVERY
+
+
+def test_while_nobody_may_draft_only_news_is_work() -> None:
+    bench = Bench()
+    request = bench.request(TEXT)
+    bench.speculator.leave(request)
+    assert bench.speculator.has_work()
+    bench.speculator.work()
+    assert not bench.speculator.has_work()
+
+
+def test_requests_that_may_not_draft_count_in_what_a_step_takes() -> None:
+    """Two draft beside fourteen: what is learnt is of sixteen, and so is what is asked."""
+    bench = Bench()
+    auto = [bench.request(TEXT) for _ in range(2)]
+    others = [bench.request(TEXT[::-1], depth=0) for _ in range(14)]
+    seen: list[Candidates] = []
+    allocate = bench.speculator.controller.allocate
+
+    def watch(candidates: Candidates) -> Allocation:
+        seen.append(candidates)
+        return allocate(candidates)
+
+    bench.speculator.controller.allocate = watch  # type: ignore[method-assign]
+    bench.plan(*auto, *others)
+    (candidates,) = seen
+    assert len(candidates.free) == 2
+    assert candidates.num_decodes == candidates.num_rows == 16
 
 
 def test_while_drafts_are_made_every_token_is_taken_in() -> None:
