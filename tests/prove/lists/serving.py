@@ -124,9 +124,9 @@ MUTATIONS = (
     Mutation(
         "stepper-does-not-wait-for-the-step",
         "core/stepper.py",
-        "        finally:\n            output = await self._outcome(job, flight.plan)",
-        "        except ValueError:\n            raise\n"
-        "        else:\n            output = await self._outcome(job, flight.plan)",
+        "            finally:\n                output = await self._outcome(job, flight.plan)",
+        "            except ValueError:\n                raise\n"
+        "            else:\n                output = await self._outcome(job, flight.plan)",
         ("tests/core/test_stepper.py",),
         "law 5: requests do not change under a step",
     ),
