@@ -38,11 +38,6 @@ class Reader:
         """Whether prompts or ended requests are still to be taken in."""
         return bool(self._new or self._left)
 
-    @property
-    def num_left(self) -> int:
-        """Ended requests whose tokens are still to be kept."""
-        return len(self._left)
-
     def keep(self, most: int | None = None) -> None:
         """Take in what ended requests have said: of so many, the first that ended, or of all."""
         count = len(self._left) if most is None else min(most, len(self._left))

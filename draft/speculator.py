@@ -320,7 +320,7 @@ class DraftSpeculator:
 
     def has_work(self) -> bool:
         """Always but in a rest, where who came or left waits for a few others: see `work`."""
-        if not self._tracks or self._reader.num_left >= MOST_LEFT:
+        if not self._tracks:
             return self._reader.has_news
         if not self.meter.is_resting or self._own_depth:
             return True

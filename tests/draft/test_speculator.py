@@ -541,7 +541,7 @@ def test_in_a_rest_ended_requests_do_not_pile_up() -> None:
         assert speculator.rests()
         if speculator.has_work():
             speculator.work()
-        most = max(most, speculator._reader.num_left)
+        most = max(most, len(speculator._reader._left))
     assert most <= 2 * MOST_LEFT
 
 

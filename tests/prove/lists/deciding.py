@@ -236,8 +236,8 @@ MUTATIONS = (
     Mutation(
         "rests-let-ended-requests-pile-up",
         "draft/speculator.py",
-        "or self._reader.num_left >= MOST_LEFT:",
-        "or False:",
+        "NEWS_EVERY if self._reader.has_news else 0  # what is left comes next",
+        "0",
         ("tests/draft/test_speculator.py",),
         "what ended requests said is let go of in a rest, too",
     ),
