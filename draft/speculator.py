@@ -72,7 +72,7 @@ class DraftSpeculator:
         self._glance = Peek(self._sources, calibration)
         self._reader = Reader(self._sources)
         self._is_drafting = False  # by the controller's last word
-        self._num_idle = 0  # steps since text was last taken in
+        self._num_idle = 0  # steps, and requests that left, since text was last taken in
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -316,6 +316,7 @@ class DraftSpeculator:
             self._constrained.discard(request_id)
             self._glance.leave(request_id)
             self._reader.leave(request)
+            self._num_idle += 1  # nobody need decode for that
             self.calibration.forget(request_id)
 
     def has_work(self) -> bool:

@@ -522,7 +522,12 @@ def test_in_a_rest_who_came_or_left_waits_for_a_few_others() -> None:
     newcomer = bench.join(TEXT)
     assert idle_steps() == NEWS_EVERY < TELLING, "before it is glanced at"
     speculator.leave(newcomer)
-    assert idle_steps() == NEWS_EVERY
+    assert idle_steps() == NEWS_EVERY - 1
+    for _ in range(NEWS_EVERY):
+        assert not speculator.has_work()
+        speculator.leave(bench.join(TEXT))
+    assert speculator.has_work(), "though nobody decoded"
+    speculator.work()
     speculator.meter.end_rest()
     assert speculator.has_work()
     bench.plan(*requests)
