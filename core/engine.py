@@ -283,10 +283,11 @@ class Engine:
             self._round_began = self._clock()
 
     def _has_much_to_do(self) -> bool:
-        """While the model thread computes."""
+        """Whether what is done in a step had better wait for its kernels."""
         return self._mail.num_untold > FEW_EVENTS or self.scheduler.speculator.has_work()
 
     def _meanwhile(self) -> None:
+        """While the model thread computes."""
         self._deliver()
         if self.scheduler.speculator.has_work():
             self.scheduler.speculator.work()

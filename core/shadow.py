@@ -23,9 +23,7 @@ class Announcer(Protocol):
 
 
 class Shadow:
-    """Calls ``work`` once for each step that is begun, before it is over.
-
-    Where that is not much, at once.
+    """Calls ``work`` once for each step that is begun, before it is over; at once if it is little.
 
     Belongs to the event loop, but for `enter`.
     """

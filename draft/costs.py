@@ -25,7 +25,7 @@ NUM_SIZES = 12  # classes of draft rows
 LEVEL_RATE, LEVEL_STEADY, LEVEL_CLIP = 0.08, 4, 0.3
 CAUTION = 0.1  # of a pass, that drafts of a size not tried yet may cost beyond their rows
 HOST_FORGOTTEN, FEW_SEEN = 300, 2  # steps
-SCALE_FADE, SCALE_NOISE, MAX_SCALE = 0.98, 0.1, 2.0
+SCALE_FADE, SCALE_NOISE, MAX_SCALE = 0.98, 0.1, 2.0  # noise: of a pass
 LEVEL_FORGOTTEN = 1000  # steps with about as many requests
 NO_LEVELS = np.zeros(NUM_SIZES)
 SIZE_OF = np.array([min(n.bit_length(), NUM_SIZES - 1) for n in range(1 << NUM_SIZES)])
@@ -113,7 +113,7 @@ class _Mean:
         self.last_seen = 0
 
     def observe(self, seconds: float, now: int) -> None:
-        """The first one ran on cold caches: the second replaces it, if it is not dearer."""
+        """The first one ran on cold caches: the second replaces it."""
         self.num_seen, self.last_seen = self.num_seen + 1, now
         rate = max(0.05, 1.0 / max(1, self.num_seen - 1))
         limit = 2.0 * self.seconds + 1e-4 if self.num_seen > 1 else seconds
