@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import NO_LEVELS, SIZE_OF, CostModel
+from .cost_levels import NO_LEVELS, SIZE_OF
+from .costs import CostModel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

@@ -187,7 +187,7 @@ MUTATIONS = (
     ),
     Mutation(
         "host-has-one-price-for-all-loads",
-        "draft/costs.py",
+        "draft/cost_levels.py",
         "key = (num_requests.bit_length(), drafts)",
         "key = (1, drafts)",
         ("tests/draft/test_costs.py",),
@@ -219,7 +219,7 @@ MUTATIONS = (
     ),
     Mutation(
         "host-believes-what-it-saw-once",
-        "draft/costs.py",
+        "draft/cost_levels.py",
         "HOST_FORGOTTEN, FEW_SEEN = 300, 2",
         "HOST_FORGOTTEN, FEW_SEEN = 300, 0",
         ("tests/draft/test_costs.py",),
