@@ -7,6 +7,7 @@ wins. So acceptance is that of the recorded text, not of the model's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,11 @@ class ReplayRunner(ModelRunner):
         return cls(runner.decoder, runner.pool, runner.proposer)
 
     def _verify(
-        self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
+        self,
+        rows: Sequence[PlanRow],
+        paths: Sequence[Sequence[Draft]],
+        logits: torch.Tensor,
+        *rest: Any,  # noqa: ANN401 - passed on
     ) -> list[RowOutput]:
         at = 0
         indices: list[int] = []
@@ -44,4 +49,4 @@ class ReplayRunner(ModelRunner):
                 token_ids += wanted
                 at += len(draft.token_ids) + 1
         logits[indices, token_ids] = WINNING
-        return super()._verify(rows, paths, logits)
+        return super()._verify(rows, paths, logits, *rest)

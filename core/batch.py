@@ -6,13 +6,17 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .sampler import Drawing
+    from .sampling import SampleRow
 
 IntArray: TypeAlias = NDArray[np.int64]
 
@@ -50,13 +54,23 @@ class Ahead:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """What a batch's logits will decide, for a backend that can choose along with the pass."""
+
+    rows: Sequence[SampleRow]  # [num_logits] whose token each row of logits decides
+    tau: float = 1.0  # divides the logits on top of the temperature
+
+
 @dataclass(eq=False)
 class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
 
-    Host arrays describe the segments, tensors the rows. Nothing changes once it is made, but that
-    who asked for it says what it takes from the step ``ahead``, and that a backend which copies the
-    rows to its device itself says where ``logit_rows`` are there.
+    Host arrays describe the segments, tensors the rows. Nothing changes once it is made but for
+    this. Before the pass, who asked for it may say what it takes from the step ``ahead``, and what
+    it ``draws``. In the pass, a backend that copies the rows to its device itself says where
+    ``logit_rows`` are there; and one that went on behind the layers leaves the ``logits``, and the
+    ``drawing`` where it could choose all that was to be drawn.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -71,6 +85,9 @@ class RaggedBatch:
     page_counts: IntArray  # [num_segments]
     pages: IntArray  # [sum of page_counts], segment after segment
     ahead: Ahead | None = None  # for a `DeviceSampler`'s backend; others have every token here
+    draws: Draws | None = None  # for a `DeviceSampler`'s backend; others do not look at it
+    logits: Tensor | None = None  # [num_logits, vocab] float32, until the next pass
+    drawing: Drawing | None = None
 
     @property
     def num_rows(self) -> int:

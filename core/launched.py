@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .batch import Ahead, Segment
+from .batch import Ahead, Draws, Segment
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .ops.device import make_stopwatch
@@ -47,12 +47,12 @@ class LaunchedStep:
         batch = decoder.batch([_segment(row, after) for row in rows], page_size=pool.page_size)
         if after is not None:
             batch.ahead = after._lend(rows, decoder.config.vocab_size)
+        batch.draws = Draws([SampleRow(row.tokens, row.sampling) for row in rows])
         self._computing.start()
         logits = decoder.logits(decoder.hidden_states(batch, pool), batch)
         self._computing.stop()
         self._deciding.start()
-        drawn = [SampleRow(row.tokens, row.sampling) for row in rows]
-        self._drawing = decoder.sampler.begin(logits, drawn)
+        self._drawing = batch.drawing or decoder.sampler.begin(logits, batch.draws.rows)
         self._deciding.stop()
 
     def _lend(self, rows: Sequence[PlanRow], vocab_size: int) -> Ahead:

@@ -11,18 +11,18 @@ from itertools import accumulate, takewhile
 import torch
 from msgspec.structs import replace
 
+from .asked import Asked, Paths, num_logits, prompt_logprobs
 from .batch import RaggedBatch, Segment
 from .kv_pool import KVPool
 from .launch import Launched
 from .launched import LaunchedStep, check_steady
-from .logprobs import token_logprobs
 from .model.decoder import Decoder
 from .ops.device import make_stopwatch
 from .proposer import Proposer
 from .rejection import SampledDraft, verify_by_rejection
-from .sampler import DeviceSampler
+from .sampler import DeviceSampler, Drawing
 from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
-from .verify import NOT_FINITE, Verified, VerifyRow
+from .verify import NOT_FINITE, Choice, Place, Verified, walk_drafts
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 20
@@ -49,6 +49,7 @@ class ModelRunner:
         self._drafting, self._computing = (make_stopwatch(decoder.device) for _ in range(2))
         self._num_failures = 0  # of the proposer, in a row
         self.rejection = rejection  # verify by rejection sampling, for comparison only
+        self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepOutput:
@@ -59,11 +60,15 @@ class ModelRunner:
         self._drafting.stop()
         self._computing.start()
         self._open_branches(plan.rows)
-        batch = self._batch(plan.rows, paths)
+        batch, asked = self._batch(plan.rows, paths), Asked.of(plan.rows, paths)
+        may_choose = self._on_device and self.launches
+        if may_choose:
+            batch.draws = asked.draws(batch.num_logits)
         hidden = self.decoder.hidden_states(batch, self.pool)
         logits = self.decoder.logits(hidden, batch)
         self._computing.stop()
-        rows = self._verify(plan.rows, paths, logits)
+        drawing = batch.drawing if may_choose else None
+        rows = self._verify(plan.rows, paths, logits, asked, drawing)
         for index in _unsound_chunks(plan.rows, batch, hidden):
             rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
         times = self._times(time.perf_counter() - began)
@@ -76,7 +81,7 @@ class ModelRunner:
     @property
     def launches(self) -> bool:
         """Whether `launch` may be called: where the device computes behind the host's back."""
-        return not self.rejection and isinstance(self.decoder.sampler, DeviceSampler)
+        return self._on_device and not self.rejection
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, after: Launched | None = None) -> LaunchedStep:
@@ -176,46 +181,44 @@ class ModelRunner:
 
     # -- forward and verify ---------------------------------------------------------------------
 
-    def _batch(self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]]) -> RaggedBatch:
+    def _batch(self, rows: Sequence[PlanRow], paths: Paths) -> RaggedBatch:
         """Each row's pending tokens and its draft, then its branches, one segment after another."""
         segments = []
         for row, (draft, *others) in zip(rows, paths, strict=True):
             tokens = row.tokens[row.start : row.stop]
             tokens.extend(draft.token_ids)
-            segments.append(Segment(tokens, row.start, row.page_ids, _num_logits(row, draft)))
+            segments.append(Segment(tokens, row.start, row.page_ids, num_logits(row, draft)))
             for branch, other in zip(row.branches, others, strict=True):
                 tokens = row.tokens[row.stop - 1 : row.stop] + array("q", other.token_ids)
                 segments.append(Segment(tokens, row.stop - 1, branch.page_ids, len(tokens)))
         return self.decoder.batch(segments, page_size=self.pool.page_size)
 
     def _verify(
-        self, rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
+        self,
+        rows: Sequence[PlanRow],
+        paths: Paths,
+        logits: torch.Tensor,
+        asked: Asked,
+        drawing: Drawing | None,
     ) -> list[RowOutput]:
-        prompts = self._prompt_logprobs(rows, paths, logits)
-        verify_rows: list[VerifyRow] = []
-        probs: list[torch.Tensor | None] = []  # what each draft was drawn from, where it matters
-        keep: list[int] = []
-        at = 0
-        for row, drafts in zip(rows, paths, strict=True):
-            for index, draft in enumerate(drafts):
-                num_logits = _num_logits(row, draft) if index == 0 else len(draft.token_ids) + 1
-                at += num_logits
-                if row.samples:
-                    verify_rows.append(VerifyRow(row.tokens, draft.token_ids, row.sampling))
-                    probs.append(draft.probs if isinstance(draft, SampledDraft) else None)
-                    keep += range(at - len(draft.token_ids) - 1, at)
-        if len(keep) < len(logits):
-            logits = logits[keep]
-        if self.rejection:
-            found = iter(verify_by_rejection(logits, verify_rows, probs))
-        else:
-            found = iter(self.decoder.sampler.verify(logits, verify_rows))
+        prompts = prompt_logprobs(rows, paths, logits)
+        found = iter(self._verified(asked.decisive(logits), asked, drawing))
         verified = [
             [next(found) for _ in drafts if row.samples]
             for row, drafts in zip(rows, paths, strict=True)
         ]
         self._adopt(rows, verified)
         return [self._output(*each) for each in zip(rows, paths, verified, prompts, strict=True)]
+
+    def _verified(
+        self, logits: torch.Tensor, asked: Asked, drawing: Drawing | None
+    ) -> Sequence[Verified]:
+        """Each path's outcome; where the pass has chosen, by its tokens."""
+        if self.rejection:
+            return verify_by_rejection(logits, asked.rows, asked.probs)
+        if drawing is None:
+            return self.decoder.sampler.verify(logits, asked.rows)
+        return walk_drafts(logits, asked.rows, lambda places: _chosen(drawing, places))
 
     @staticmethod
     def _output(
@@ -243,25 +246,11 @@ class ModelRunner:
             error=outcome.error,
         )
 
-    @staticmethod
-    def _prompt_logprobs(
-        rows: Sequence[PlanRow], paths: Sequence[Sequence[Draft]], logits: torch.Tensor
-    ) -> list[Sequence[TokenLogprob]]:
-        """For rows that ask: log-probabilities of the prompt tokens that follow the chunk's."""
-        if all(row.sampling.params.prompt_logprobs is None for row in rows):
-            return [()] * len(rows)
-        found: list[Sequence[TokenLogprob]] = []
-        at = 0
-        for row, (draft, *others) in zip(rows, paths, strict=True):
-            num_top = row.sampling.params.prompt_logprobs
-            following = row.tokens[row.start + 1 : min(row.stop + 1, row.sampling.prompt_len)]
-            if num_top is None or not following:
-                found.append(())
-            else:
-                chunk = logits[at : at + len(following)]
-                found.append(token_logprobs(chunk, following, num_top))
-            at += _num_logits(row, draft) + sum(len(other.token_ids) + 1 for other in others)
-        return found
+
+def _chosen(drawing: Drawing, places: Sequence[Place]) -> list[Choice]:
+    """What a pass chose at some places. Waits for it, so nobody asks before there is need."""
+    choices = drawing.choices()
+    return [choices[at] for at, _ in places]
 
 
 def _unsound_chunks(rows: Sequence[PlanRow], batch: RaggedBatch, hidden: torch.Tensor) -> list[int]:
@@ -285,11 +274,3 @@ def _furthest(verified: Sequence[Verified]) -> int:
     """The path of a row with the most accepted tokens, the first of those; 0 if there is none."""
     order = range(len(verified))
     return max(order, key=lambda index: (verified[index].num_accepted, -index), default=0)
-
-
-def _num_logits(row: PlanRow, draft: Draft) -> int:
-    """Last rows of a segment whose logits matter."""
-    wants_prompt = row.sampling.params.prompt_logprobs is not None
-    if wants_prompt and row.start + 1 < row.sampling.prompt_len:
-        return row.stop - row.start + len(draft.token_ids)
-    return len(draft.token_ids) + 1 if row.samples else 0

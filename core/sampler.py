@@ -32,7 +32,10 @@ class Drawing(Protocol):
 
     @property
     def words(self) -> Tensor:
-        """One for each row, on the device, in a form that the backend reads: see `Ahead`."""
+        """One for each row, on the device, in a form that the backend reads: see `Ahead`.
+
+        They hold until the decoder's next pass: what reads them is asked for before that.
+        """
 
     def choices(self) -> list[Choice]:
         """Wait for them, and for nothing that the device was asked for since."""
@@ -40,8 +43,10 @@ class Drawing(Protocol):
 
 @runtime_checkable
 class DeviceSampler(Sampler, Protocol):
-    """A `Sampler` of a backend that computes behind the host's back, and whose batches may go on
-    from tokens that the host does not know yet (`RaggedBatch.ahead`).
+    """A `Sampler` of a backend that computes behind the host's back.
+
+    Its batches may go on from tokens that the host does not know yet (`RaggedBatch.ahead`), and
+    may be told what they will decide, so that the pass itself may choose (`RaggedBatch.draws`).
     """
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> Drawing:

@@ -21,11 +21,12 @@ from itertools import takewhile
 
 import torch
 
-from ..core.batch import Segment
+from ..core.batch import Draws, Segment
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
 from ..core.proposer import DraftRow
 from ..core.rejection import SampledDraft, draw
+from ..core.sampler import DeviceSampler, Drawing
 from ..core.sampling import SampleRow
 from ..core.step import Draft
 from ..core.verify import Choice
@@ -55,6 +56,15 @@ class _Track:
     chain: _Chain = field(default_factory=_Chain)  # all but its last token have KV beyond that
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """What a pass leaves: a row of logits for each token to be drawn, or the tokens as well."""
+
+    rows: Sequence[SampleRow]
+    logits: torch.Tensor  # [len(rows), vocab]
+    drawing: Drawing | None = None
+
+
 class LmProposer:
     """Drafts by running ``decoder`` on the request's tokens.
 
@@ -80,6 +90,7 @@ class LmProposer:
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._tracks: dict[str, _Track] = {}
         self._independent = independent
+        self._says_draws = isinstance(decoder.sampler, DeviceSampler) and not independent
         self._fixed_tau = 1.0 if independent else tau
         self._tuner = TauTuner(self._sampler)
         self._min_confidence = 0.0 if independent else min_confidence
@@ -182,17 +193,16 @@ class LmProposer:
         stops = self._stops(rows, tracks)
         if not stops:
             return []
-        logits = self._forward(
-            [
-                self._segment(row, row.tokens[track.num_computed : stop], track.num_computed)
-                for row, track, stop in ((rows[i], tracks[i], stop) for i, stop in stops.items())
-            ]
-        )
+        segments = [
+            self._segment(row, row.tokens[track.num_computed : stop], track.num_computed)
+            for row, track, stop in ((rows[i], tracks[i], stop) for i, stop in stops.items())
+        ]
+        whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
+        scored = self._forward(segments, rows, chains, whole)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
             tracks[index].num_computed = stop
             self._mark_ready(rows[index], tracks[index])
-        whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
-        return self._draw(rows, chains, whole, logits)
+        return self._draw(rows, chains, whole, scored)
 
     def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
         """How far each row gets within the window, those that lack least first."""
@@ -217,7 +227,7 @@ class LmProposer:
             token_ids = chains[index].token_ids
             end = len(rows[index].tokens) + len(token_ids)
             segments.append(self._segment(rows[index], token_ids[-1:], end - 1))
-        return self._draw(rows, chains, live, self._forward(segments))
+        return self._draw(rows, chains, live, self._forward(segments, rows, chains, live))
 
     @staticmethod
     def _segment(row: DraftRow, token_ids: Sequence[int], start: int) -> Segment:
@@ -227,9 +237,20 @@ class LmProposer:
             token_ids=token_ids, start=start, page_ids=row.page_ids, num_logits=int(is_whole)
         )
 
-    def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
+    def _forward(
+        self,
+        segments: Sequence[Segment],
+        rows: Sequence[DraftRow],
+        chains: Sequence[_Chain],
+        live: Sequence[int],
+    ) -> _Scored:
+        """One pass, whose logits decide the next token of each live row."""
+        asked = [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
         batch = self._decoder.batch(segments, page_size=self._pool.page_size)
-        return self._decoder.forward(batch, self._pool)
+        if self._says_draws:
+            batch.draws = Draws(asked, self.tau)
+        logits = self._decoder.forward(batch, self._pool)
+        return _Scored(asked, logits, batch.drawing)
 
     # -- tokens ---------------------------------------------------------------------------------
 
@@ -238,49 +259,38 @@ class LmProposer:
         rows: Sequence[DraftRow],
         chains: Sequence[_Chain],
         live: Sequence[int],
-        logits: torch.Tensor,
+        scored: _Scored,
     ) -> list[int]:
-        """One more token for each live row by the draft's logits [len(live), vocab].
-
-        Returns the rows whose logits were sound.
-        """
-        sample_rows = [
-            SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live
-        ]
+        """One more token for each live row. Returns the rows whose logits were sound."""
         if self._fixed_tau is None:
-            for index, values in zip(live, logits, strict=True):
+            for index, values in zip(live, scored.logits, strict=True):
                 if not chains[index].token_ids:
                     self._tuner.keep(rows[index], values)
-        choices = self._choose(logits, sample_rows, [chains[i] for i in live])
+        choices = self._choose(scored, [chains[i] for i in live])
         if self._min_confidence > 0.0:
-            self._doubt(logits, sample_rows, choices, [chains[i] for i in live])
+            self._doubt(scored, choices, [chains[i] for i in live])
         pairs = list(zip(live, choices, strict=True))
         for index, choice in pairs:
             if choice.error is None:
                 chains[index].token_ids.append(choice.token_id)
         return [index for index, choice in pairs if choice.error is None]
 
-    def _choose(
-        self, logits: torch.Tensor, rows: Sequence[SampleRow], chains: Sequence[_Chain]
-    ) -> list[Choice]:
+    def _choose(self, scored: _Scored, chains: Sequence[_Chain]) -> list[Choice]:
         """By the target's own sampler, or as rejection sampling wants it."""
+        if scored.drawing is not None:
+            return scored.drawing.choices()
         if not self._independent:
-            return self._sampler.sample(logits, rows, tau=self.tau)
-        choices, drawn_from = draw(logits, rows)
+            return self._sampler.sample(scored.logits, scored.rows, tau=self.tau)
+        choices, drawn_from = draw(scored.logits, scored.rows)
         for choice, chain, probs in zip(choices, chains, drawn_from, strict=True):
             if choice.error is None:
                 chain.drawn_from.append(probs)
         return choices
 
-    def _doubt(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SampleRow],
-        choices: Sequence[Choice],
-        chains: Sequence[_Chain],
-    ) -> None:
+    def _doubt(self, scored: _Scored, choices: Sequence[Choice], chains: Sequence[_Chain]) -> None:
         """Lower each draft's chance to survive by what its new token adds."""
-        probs = own_probs(logits, rows, [max(choice.token_id, 0) for choice in choices])
+        rows, token_ids = scored.rows, [max(choice.token_id, 0) for choice in choices]
+        probs = own_probs(scored.logits, rows, token_ids)
         for row, choice, prob, chain in zip(rows, choices, probs, chains, strict=True):
             if choice.error is None:
                 greedy = row.sampling.params.temperature == 0.0

@@ -26,7 +26,8 @@ import torch
 from foretoken.api import build as builder
 from foretoken.api.cli import main
 from foretoken.api.tokenizer import Tokenizer
-from foretoken.core.runner import ModelRunner, _num_logits
+from foretoken.core.asked import num_logits
+from foretoken.core.runner import ModelRunner
 from foretoken.core.step import Draft, PlanRow, RowOutput, RowSampling
 
 WINNING = 1e4  # a logit above all others, per byte of the token
@@ -150,7 +151,7 @@ class ScriptedRunner(ModelRunner):
         for row, drafts in zip(rows, paths, strict=True):
             for index, draft in enumerate(drafts):
                 num_draft = len(draft.token_ids)
-                at += num_draft + 1 if index else _num_logits(row, draft)
+                at += num_draft + 1 if index else num_logits(row, draft)
                 if row.samples:
                     self._steer(row, draft, logits[at - num_draft - 1 : at])
         return super()._verify(rows, paths, logits, *rest)

@@ -42,14 +42,14 @@ class Poisoned(ModelRunner):
 
     value = float("nan")
 
-    def _verify(self, rows, paths, logits):
+    def _verify(self, rows, paths, logits, *rest):
         at = 0
         for row, drafts in zip(rows, paths, strict=True):
             count = sum(len(draft.token_ids) + 1 for draft in drafts) if row.samples else 0
             if row.request_id == BAD and len(row.tokens) > row.sampling.prompt_len:
                 logits[at : at + count] = self.value
             at += count
-        return super()._verify(rows, paths, logits)
+        return super()._verify(rows, paths, logits, *rest)
 
 
 class PoisonedDown(Poisoned):

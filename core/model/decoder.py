@@ -71,14 +71,17 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
-        """Compute KV of every row into the pool; logits ``[num_logits, vocab]`` float32."""
+        """Compute KV of every row into the pool; logits ``[num_logits, vocab]`` float32.
+
+        They hold until the next pass.
+        """
         return self.logits(self.hidden_states(batch, pool), batch)
 
     @torch.inference_mode()
     def hidden_states(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
         """The final norm's output ``[num_rows, hidden]``; writes KV into the pool.
 
-        It holds until the next pass, and so do the batch's `logits`.
+        It holds until the next pass, and so does all that the pass leaves in the batch.
         """
         plan = self.ops.plan(batch, pool, self.heads, self._rope)
         self.on_pass()
@@ -88,7 +91,9 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
-        """Logits ``[num_logits, vocab]`` float32 of the batch's logit rows."""
+        """Logits ``[num_logits, vocab]`` float32 of the batch's logit rows, until the next pass."""
+        if batch.logits is not None:
+            return batch.logits
         if batch.num_logits == 0:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         is_all = batch.num_logits == len(hidden)

@@ -125,6 +125,8 @@ def rank_kernel(
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     control_ptr = controls_ptr + place * NUM_COLUMNS
+    if tl.load(control_ptr + ROW) < 0:
+        return  # nobody
     values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, ids < VOCAB, VOCAB)
     tl.store(ranks_ptr + place * NUM_TILES + tile, tl.max(rank_of(values), 0))
     if tile == 0:
@@ -150,6 +152,8 @@ def race_kernel(
     """The winner of one tile of one place."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     control_ptr = controls_ptr + place * NUM_COLUMNS
+    if tl.load(control_ptr + ROW) < 0:
+        return  # nobody
     ranks_ptr += place * NUM_TILES
     top = top_rank(ranks_ptr, NUM_TILES, TILES)
     raw, edited = top, tl.load(control_ptr + EDITED)

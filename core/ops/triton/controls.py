@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,6 +34,8 @@ from .wishes import (
     pack_bits,
     unpacked,
 )
+
+_Edited: TypeAlias = tuple[int, SampleRow, Wishes]  # place, and what it wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,24 @@ class ControlDesk:
 
     def write(self, places: Sequence[Place], vocab_size: int, tau: float) -> Controls:
         """What there is to say of ``places`` when the vocabulary has ``vocab_size`` tokens."""
+        columns, edited = self._columns(places, vocab_size, tau)
+        lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
+        return Controls(columns, _cuts(columns), lists, refusals)
+
+    def write_plain(
+        self, rows: Sequence[SampleRow], vocab_size: int, tau: float
+    ) -> Controls | None:
+        """As `write` of places in the order of the logits; None where one is edited or refused.
+
+        Then no constraint was asked yet.
+        """
+        columns, edited = self._columns(list(enumerate(rows)), vocab_size, tau)
+        return None if edited else Controls(columns, _cuts(columns), None, {})
+
+    def _columns(
+        self, places: Sequence[Place], vocab_size: int, tau: float
+    ) -> tuple[NDArray[np.int64], list[_Edited]]:
+        """The numbers of all places, as if nobody was edited, and who is."""
         records, positions, edited = [], [], []
         for index, (_, row) in enumerate(places):
             wishes = self._wishes_of(row.sampling, vocab_size)
@@ -79,9 +100,7 @@ class ControlDesk:
         columns[:, ROW] = [at for at, _ in places]
         degrees = columns[:, DEGREE].view(np.float64)
         degrees[:] = np.maximum(degrees * tau, MIN_TEMPERATURE).astype(np.float32)
-        lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
-        cuts = np.flatnonzero(columns[:, KIND] == CUT).astype(np.int32)
-        return Controls(columns, cuts, lists, refusals)
+        return columns, edited
 
     def _wishes_of(self, sampling: RowSampling, vocab_size: int) -> Wishes:
         found = self._wishes.get(sampling)
@@ -90,8 +109,13 @@ class ControlDesk:
         return found
 
 
+def _cuts(columns: NDArray[np.int64]) -> Ints:
+    """Places under top-k or top-p."""
+    return np.flatnonzero(columns[:, KIND] == CUT).astype(np.int32)
+
+
 def _edit_lists(
-    edited: Sequence[tuple[int, SampleRow, Wishes]], columns: NDArray[np.int64]
+    edited: Sequence[_Edited], columns: NDArray[np.int64]
 ) -> tuple[EditLists | None, dict[int, str]]:
     """The edits, with `EDITED` written; a place that is refused keeps its logits."""
     refusals: dict[int, str] = {}

@@ -231,7 +231,7 @@ def cut_kernel(
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32
     controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    cuts_ptr,  # [num_cuts] int32: places
+    cuts_ptr,  # [num_cuts] int32: places; -1: nobody
     ranks_ptr,  # [num_places, NUM_TILES] int32
     list_ptr,  # [num_cuts, VOCAB] float32: working space
     kept_ptr,  # [num_places, 2] int32, out: last key and last id
@@ -244,6 +244,8 @@ def cut_kernel(
 ):
     """What the cuts leave of one place's row."""
     place = tl.load(cuts_ptr + tl.program_id(0)).to(tl.int64)
+    if place < 0:
+        return
     list_ptr += tl.program_id(0).to(tl.int64) * VOCAB
     control_ptr = controls_ptr + place * NUM_COLUMNS
     ranks_ptr += place * NUM_TILES

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+
+T = TypeVar("T")  # what work leaves: tensors
 
 
 class Graph(Protocol):
     """One recording. What it reads and writes stays where it was while it was recorded."""
 
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+    def capture(self, work: Callable[[], T]) -> T:
         """Record ``work``; where every `replay` leaves what it returned."""
 
     def replay(self) -> None:
@@ -32,7 +33,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._memory = memory
 
-    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+    def capture(self, work: Callable[[], T]) -> T:
         """Record ``work``, after doing it once: what compiles or allocates on first use does."""
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())

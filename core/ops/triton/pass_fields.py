@@ -3,6 +3,8 @@
 ``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
 grows with the work: the pages of all segments, then, for each work list and kind of tile, the rows
 of its items and the items. They point to each other by their place in it.
+
+A pass that chooses, too, has ``controls`` and ``cuts``: what its sampler would else be sent.
 """
 
 from __future__ import annotations
@@ -10,23 +12,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
 from numpy.typing import NDArray
 
 from ...batch import IntArray, RaggedBatch
+from .controls import Controls
 from .packet import Field, HostFields
+from .wishes import NUM_COLUMNS, ROW
 from .work_list import Items, WorkList
 
 Windows: TypeAlias = Sequence[int | None]
 ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split, last split
 
 
-def fields(num_rows: int, num_works: int, num_words: int) -> list[Field]:
-    """Room for so many rows, work lists and words."""
+def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -> list[Field]:
+    """Room for so many rows, work lists, words, and tokens to be chosen."""
     rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "lanes")
     return [
         *(Field(name, num_rows) for name in rows),
         *(Field(f"counts{work}", 4) for work in range(num_works)),
         *(Field(f"places{work}", num_rows) for work in range(num_works)),
+        Field("controls", num_places * NUM_COLUMNS, torch.int64),
+        Field("cuts", num_places),
         Field("words", num_words),  # the last, of which only a part is copied
     ]
 
@@ -59,10 +66,22 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[WorkList]) -> int:
     return used
 
 
+def fill_controls(to: HostFields, controls: Controls | None) -> None:
+    """Write what is to be chosen; at places that are not there, or with None, nobody is."""
+    columns = to["controls"].reshape(-1, NUM_COLUMNS)
+    count = 0 if controls is None else len(controls.columns)
+    columns[count:, ROW] = -1
+    if controls is None:
+        to["cuts"][:] = -1
+    else:
+        columns[:count] = controls.columns
+        _put(to["cuts"], controls.cuts, -1)
+
+
 def fill_idle(to: HostFields) -> int:
     """A pass without rows."""
     for name, field in to.items():
-        field[:] = -1 if name.startswith(("slots", "places")) else 0
+        field[:] = -1 if name.startswith(("slots", "places", "controls", "cuts")) else 0
     return 0
 
 

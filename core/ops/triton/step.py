@@ -1,4 +1,7 @@
-"""TritonStep: all layers of a decoder as one graph per number of rows."""
+"""TritonStep: all layers of a decoder as one graph per number of rows.
+
+Where rows are few, the graph ends with a token for each: see head.py.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from ..layers import run_layers
 from ..weights import DecoderWeights
 from . import ahead
 from .graphs import Graph, MakeGraph
+from .head import MAX_ROWS, Head, Outcome
 from .packet import FLIGHTS, Packet
 from .pass_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
 from .plan import DevicePlan, Geometry, Kinds, Sums, TritonPlan, device_plan, max_places
+from .sampler import TritonSampler
 from .work_list import NARROW_LEN, SPLIT, WorkList
 
 logger = logging.getLogger(__name__)
@@ -26,11 +31,12 @@ MAX_WORDS = 2**20 - 2**13  # of a graph's packet: with its other fields four meb
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """A graph, the packet that it reads and the rows that it leaves."""
+    """A graph, the packet that it reads and what it leaves."""
 
     graph: Graph
     packet: Packet
-    hidden: Tensor  # [bucket, hidden]
+    head: Head | None  # what it does behind the layers
+    outcome: Outcome
     num_positions: int  # of the RoPE tables
     num_places: int  # for sums
 
@@ -47,13 +53,17 @@ class _Captured:
 
         Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
         and the replay of the second are in the stream behind all that the first asked for, the
-        logits of its rows included.
+        logits of its rows and its tokens' way to the host included.
         """
-        self.packet.upload(fill(self.packet.open(), plan.batch, works))
-        ahead.take_ahead(plan.batch, self.packet.device)
+        batch, to = plan.batch, self.packet.open()
+        num_words = fill(to, batch, works)
+        has_chosen = self.head is not None and self.head.fill(to, batch)
+        self.packet.upload(num_words)
+        ahead.take_ahead(batch, self.packet.device)
         self.graph.replay()
-        plan.batch.logit_rows = self.packet.device["logit_rows"][: len(plan.batch.logit_rows)]
-        return self.hidden[: plan.batch.num_rows]
+        batch.logit_rows = self.packet.device["logit_rows"][: len(batch.logit_rows)]
+        self.outcome.leave(batch, has_chosen=has_chosen)
+        return self.outcome.hidden[: batch.num_rows]
 
 
 class _PoolGraphs:
@@ -91,10 +101,17 @@ class TritonStep:
     """
 
     def __init__(
-        self, ops: Ops, weights: DecoderWeights, *, one_tile: bool, make_graph: MakeGraph | None
+        self,
+        ops: Ops,
+        weights: DecoderWeights,
+        sampler: TritonSampler,
+        *,
+        one_tile: bool,
+        make_graph: MakeGraph | None,
     ) -> None:
         self._ops = ops
         self._weights = weights
+        self._sampler = sampler
         self._windows = tuple(dict.fromkeys(layer.window for layer in weights.layers))
         self._one_tile = one_tile
         self._make_graph = make_graph
@@ -104,7 +121,8 @@ class TritonStep:
     def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
         """Token ids ``[T]``, those of the plan, to the final norm's output ``[T, hidden]``.
 
-        Writes KV to the pool. The output holds until the next call.
+        Writes KV to the pool. The output holds until the next call, and so does what a graph
+        leaves in the plan's batch.
         """
         assert isinstance(plan, TritonPlan)
         works = plan.work_lists(self._windows)
@@ -166,13 +184,21 @@ class TritonStep:
     ) -> _Captured:
         pool, windows = geometry.pool, self._windows
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
-        room = fields(bucket, len(windows), num_words)
+        has_head = bucket <= MAX_ROWS and not has_wide
+        head = Head(self._ops, self._weights, self._sampler) if has_head else None
+        room = fields(bucket, len(windows), num_words, bucket if head else 0)
         packet = Packet(room, pool.data.device, num_hosts=FLIGHTS)
         packet.upload(fill_idle(packet.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, sums=True),))
         plan = device_plan(geometry, packet, kinds, shared.sums, shared.tables)
-        hidden = graph.capture(lambda: self._layers(plan))
-        return _Captured(graph, packet, hidden, shared.num_positions, shared.sums.num_places)
+
+        def work() -> Outcome:
+            hidden = self._layers(plan)
+            return Outcome(hidden) if head is None else head.compute(hidden, packet)
+
+        outcome = graph.capture(work)
+        positions, places = shared.num_positions, shared.sums.num_places
+        return _Captured(graph, packet, head, outcome, positions, places)
 
     def _layers(self, plan: DevicePlan) -> Tensor:
         return run_layers(self._ops, self._weights, plan.token_ids, plan)

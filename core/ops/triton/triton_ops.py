@@ -64,10 +64,10 @@ class TritonOps:
         torch.set_num_threads(count)
 
     def fuse(self, weights: DecoderWeights) -> TritonStep:
-        """All layers in one graph per number of rows."""
-        one_tile = self.exact == "batch"
+        """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
-        return TritonStep(self, weights, one_tile=one_tile, make_graph=make_graph)
+        one_tile = self.exact == "batch"
+        return TritonStep(self, weights, self.sampler, one_tile=one_tile, make_graph=make_graph)
 
     def _make_graph(self, device: torch.device) -> MakeGraph | None:
         if self._graphs == "off" or (self._graphs == "auto" and device.type != "cuda"):

@@ -17,7 +17,7 @@ from .history import History
 
 # Columns of a place's controls, int64; of a number, the bits of a float64.
 KEY = 0  # of the noise
-ROW = 1  # of the logits
+ROW = 1  # of the logits; -1: there is nobody
 EDITED = 2  # row of the edited values, or -1: the logits as they are
 KIND = 3
 DEGREE = 4  # temperature times tau

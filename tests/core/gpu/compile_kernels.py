@@ -29,7 +29,7 @@ from foretoken.core.ops.triton.elementwise import (
     silu_mul_kernel,
 )
 from foretoken.core.ops.triton.linear import linear_kernel
-from foretoken.core.ops.triton.sampler import EDIT_TILE, LIST_TILE, ROUNDED, TILE
+from foretoken.core.ops.triton.race import EDIT_TILE, LIST_TILE, ROUNDED, TILE
 from foretoken.core.ops.triton.tiled_linear import linear_constants, linear_options
 from foretoken.core.ops.triton.tiles import linear_launch, linear_tiles
 

@@ -6,6 +6,7 @@ import gc
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_positions_beyond_the_table_that_a_graph_reads_are_computed_without_and_
     (shared,) = graphs_of(twins.graphed).values()
     assert shared.num_positions == NUM_PAGES * PAGE_SIZE, "no pool has more"
     (captured,) = shared.captured.values()
-    short = step._Captured(captured.graph, captured.packet, captured.hidden, 6, 100)
+    short = replace(captured, num_positions=6, num_places=100)
     monkeypatch.setitem(shared.captured, (1, False), short)
     for _ in range(2):
         twins.check([segment(6, 1, [40])])

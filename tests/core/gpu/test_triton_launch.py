@@ -25,6 +25,7 @@ from fake_stream import FakeStream, StreamGraph
 from graphed import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
 
 from foretoken.core.ops.triton import packet
+from foretoken.core.ops.triton.sampler import TritonSampler
 from triton_sampling import as_on_a_gpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
@@ -47,7 +48,7 @@ class Lab:
     """
 
     def __init__(self, *, has_graphs: bool, stream: FakeStream) -> None:
-        self.stream = stream
+        self.stream, self.has_graphs = stream, has_graphs
         self.decoder = make_decoder(self._graphs() if has_graphs else None)
         self.pool = make_pool(self.decoder)
         self._content = self.pool.data.clone()
@@ -137,9 +138,24 @@ def lab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 
 only_eager = pytest.mark.parametrize("lab", ["eager"], indirect=True)
+only_graphs = pytest.mark.parametrize("lab", ["graphs"], indirect=True)
 
 
-def test_launched_steps_yield_what_steps_one_by_one_do(lab: Lab) -> None:
+@pytest.fixture
+def num_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each choice that was launched behind a pass, not with it."""
+    counts: list[int] = []
+    begin = TritonSampler._begin
+
+    def counted(sampler: TritonSampler, logits: Any, places: Any, tau: float) -> Any:
+        counts.append(len(places))
+        return begin(sampler, logits, places, tau)
+
+    monkeypatch.setattr(TritonSampler, "_begin", counted)
+    return counts
+
+
+def test_launched_steps_yield_what_steps_one_by_one_do(lab: Lab, num_behind: list[int]) -> None:
     expected = lab.step(ROUNDS)
     content = lab.pool.data.clone()
     assert len({row.token_ids for rows in expected for row in rows}) > 3
@@ -147,6 +163,27 @@ def test_launched_steps_yield_what_steps_one_by_one_do(lab: Lab) -> None:
     with lab.is_slow():
         assert lab.launch(ROUNDS) == expected
     assert torch.equal(lab.pool.data, content)
+    assert num_behind == ([] if lab.has_graphs else [len(rows) for rows in (*ROUNDS, *ROUNDS)])
+
+
+@only_graphs
+def test_a_launch_may_take_tokens_chosen_behind_a_graph_and_leave_them_to_one(
+    lab: Lab, num_behind: list[int]
+) -> None:
+    rounds = (EVERYBODY, EVERYBODY, ("drawn", "greedy"), ("greedy", "drawn"))
+    params = SamplingParams(temperature=3.0, logit_bias={3: 3.0})
+
+    def edit() -> None:
+        lab.restart()
+        lab.sampling["cut"] = RowSampling(params=params, seed=1, prompt_len=PROMPT_LEN)
+
+    edit()
+    expected = lab.step(rounds)
+    edit()
+    num_behind.clear()
+    with lab.is_slow():
+        assert lab.launch(rounds) == expected
+    assert num_behind == [3, 3], "while somebody is edited"
 
 
 def test_a_row_that_is_not_finite_fails_alone_and_the_next_step_has_it_without_harm(

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from foretoken.core.noise import _gumbel_of_words
+from foretoken.core.ops.triton import race as race_module
 from foretoken.core.ops.triton import sampler as sampler_module
 from foretoken.core.ops.triton.choose import ODD_1, ODD_2, gumbel
 from foretoken.core.ops.triton.packet import Reply
@@ -79,7 +80,7 @@ def test_exactly_the_tokens_that_the_cuts_leave_are_drawn(wishes: dict[str, Any]
 def test_long_lists_of_what_may_stay_are_narrowed_to_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampler_module, "LIST_TILE", 16)  # more than 64 values are many
+    monkeypatch.setattr(race_module, "LIST_TILE", 16)  # more than 64 values are many
     wishes = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01, "top_p": 0.3}, {"top_k": 90}]
     rows = [row_of(seed, **each) for seed, each in enumerate(wishes * 2)]
     logits = logits_of(8, 200, 0.5).round(decimals=1)
@@ -146,8 +147,8 @@ def test_a_batch_takes_few_kernels_whatever_its_mix(
 ) -> None:
     launched = []
     for name in ("rank", "race", "cut", "copy", "edit"):
-        kernel = getattr(sampler_module, f"{name}_kernel")
-        monkeypatch.setattr(sampler_module, f"{name}_kernel", _Counted(kernel, launched))
+        kernel = getattr(race_module, f"{name}_kernel")
+        monkeypatch.setattr(race_module, f"{name}_kernel", _Counted(kernel, launched))
     rows = [row_of(tokens=(0, 0, 1), **each) for each in ({"temperature": 0.0}, {}, wishes)]
     SAMPLER.sample(logits_of(3, 20), rows)
     assert len(launched) == num_kernels
@@ -187,7 +188,7 @@ def test_the_winners_are_read_at_the_end_and_nothing_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("rank", "race", "cut", "copy", "edit"):
-        monkeypatch.setattr(sampler_module, f"{name}_kernel", _Idle())
+        monkeypatch.setattr(race_module, f"{name}_kernel", _Idle())
     rows = [random_row(random.Random(seed), 50) for seed in range(20)]
     SAMPLER.sample(logits_of(20, 50), rows)
     read = Reply.read

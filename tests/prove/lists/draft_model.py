@@ -7,6 +7,7 @@ from ..mutation import Mutation
 LM = "tests/draft/test_lm.py"
 LM_OPTIONS = "tests/draft/test_lm_options.py"
 TAU = "tests/draft/test_tau.py"
+CHOICES = "tests/core/gpu/test_triton_choices.py"
 
 MUTATIONS = (
     Mutation(
@@ -91,6 +92,14 @@ MUTATIONS = (
             f"{LM_OPTIONS}::test_where_the_context_ends_there_is_no_backlog",
         ),
         "a shorter context stops drafting there",
+    ),
+    Mutation(
+        "lm-draws-in-a-graph-without-tau",
+        "draft/lm.py",
+        "batch.draws = Draws(asked, self.tau)",
+        "batch.draws = Draws(asked)",
+        (f"{CHOICES}::test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it",),
+        "a draft is as sharp in a graph as out of it",
     ),
     Mutation(
         "confidence-learns-behind-a-refusal",

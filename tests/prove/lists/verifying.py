@@ -7,6 +7,7 @@ from ..mutation import Mutation
 VERIFY = "tests/core/test_verify.py"
 REJECTION = "tests/core/test_rejection.py"
 NOISE = "tests/core/test_noise.py"
+CHOICES = "tests/core/gpu/test_triton_choices.py"
 
 MUTATIONS = (
     Mutation(
@@ -156,5 +157,29 @@ MUTATIONS = (
             f"{REJECTION}::test_a_guess_is_accepted_by_its_probability_and_never_recovered_when_refused",
         ),
         "accepted with probability min(1, p / q)",
+    ),
+    Mutation(
+        "graph-chooses-for-edited-rows",
+        "core/ops/triton/controls.py",
+        "return None if edited else Controls(",
+        "return Controls(",
+        (f"{CHOICES}::test_beside_an_edited_row_all_are_chosen_behind_the_graph",),
+        "law 4: the same token in a graph and out of it",
+    ),
+    Mutation(
+        "graph-forgets-the-draft-before-a-place",
+        "core/asked.py",
+        "tuple(row.draft[:depth])",
+        "()",
+        (f"{CHOICES}::test_drafts_and_branches_are_followed_by_what_the_graph_chose",),
+        "I6: noise is keyed by the position on the path",
+    ),
+    Mutation(
+        "graph-cuts-nobodys-row",
+        "core/ops/triton/cuts.py",
+        "    if place < 0:\n        return\n",
+        "",
+        (f"{CHOICES}::test_nothing_is_chosen_where_there_is_nobody",),
+        "a kernel writes within its buffers",
     ),
 )
