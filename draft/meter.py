@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from ..core.step import StepOutput, StepPlan
 from .controller import Controller
 
-REST_SHARE = 0.003  # of the time that deciding may take where it decides against drafts
+REST_SHARE = 0.002  # of the time that deciding may take where it decides against drafts
 MAX_REST, MAX_REST_S = 128, 0.5  # steps, seconds: such a verdict holds no longer than both
 BRIEF_REST = 2  # steps that tell what plain decoding costs
 CUT_EVERY = 4  # rests, of which one may end early for who came
+RUN = 4  # steps that rest between two that ask whether there is a reason not to
 PEEK_SHARE = 0.002  # of the time that looks for a reason to end a rest may take
 FIRST_PEEK = 6  # steps of a rest after drafts
 MAX_PATIENCE = 16  # times longer between them, where such reasons came to nothing
@@ -51,6 +52,7 @@ class Meter:
         self._step_s = 0.0  # seconds of a step without prompts and drafts; running mean
         self._step = _Step()
         self._rest = 0  # steps for which plain decoding need not be questioned
+        self._holds = False  # in the step that was planned last
         self._num_rested = 0  # steps of which the controller does not know yet
         self._rest_s = 0.0  # seconds of them, at most
         self._num_wanted = 0  # steps of a brief rest, all of which are learnt from
@@ -70,14 +72,32 @@ class Meter:
         """Whether a verdict for plain decoding still holds."""
         return self._rest > 0
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether this step rests, and the verdict is about to grow old.
+
+        A brief rest does not: it is to tell something, and then comes what made it wanted.
+        """
+        return self._holds and self._rest <= RUN and not self._num_wanted
+
     def rests(self) -> bool:
-        """The same, for the step that is being planned."""
-        if self._rest == 0:
+        """Whether a verdict holds for the step that is being planned."""
+        self._holds = self._rest > 0
+        if self._holds:
+            self.rested(1)
+        else:
             self.flush()
-            return False
-        self._rest -= 1
-        self._num_rested += 1
-        return True
+        return self._holds
+
+    def run(self) -> int:
+        """Steps behind this one that may rest without anybody asking."""
+        return 0 if self._num_wanted else min(self._rest, RUN)
+
+    def rested(self, num_steps: int) -> None:
+        """So many steps were planned in a rest."""
+        self._rest = max(0, self._rest - num_steps)
+        self._num_rested += num_steps
+        self._peek_in = max(self._peek_in - num_steps, -RUN)
 
     def begin(self) -> None:
         """A step is planned that somebody may draft in; the last such one is over, or failed."""
@@ -114,29 +134,29 @@ class Meter:
         A brief rest goes on: cut short, it would be wanted again in the next step, and the next.
         """
         if not self._num_wanted:
-            self._rest = 0
+            self._rest, self._holds = 0, False
 
     def cut_rest(self, *, anyway: bool = False) -> None:
-        """Who came is to be weighed.
+        """Who came is to be weighed soon.
 
         Only one rest in a few ends for that, or ``anyway``: where requests join others all the
         time, deciding takes little more than its share.
         """
         if anyway or self._num_uncut >= CUT_EVERY:
             self._num_uncut = 0
-            self.end_rest()
+            if not self._num_wanted:
+                self._rest = min(self._rest, 1)
 
+    @property
     def may_peek(self) -> bool:
-        """Whether to look, before this step of a rest, for a reason to end it."""
-        self._peek_in -= 1
+        """Whether to look, in this step of a rest, for a reason to end it; perhaps repeatedly."""
         return self._peek_in < 0
 
     def peeked(self, seconds: float, *, found: bool) -> None:
         """That took so long; a rest in which something was ``found`` is over."""
         self._peek_s += (MEAN_RATE if self._peek_s else 1.0) * (seconds - self._peek_s)
-        if self._step_s > 0.0:
-            interval = self._peek_s / (PEEK_SHARE * self._step_s)
-            self._peek_in = min(MAX_REST, round(self._peek_patience * interval))
+        interval = self._peek_s / (PEEK_SHARE * self._step_s) if self._step_s > 0.0 else 0.0
+        self._peek_in += max(1, min(MAX_REST, round(self._peek_patience * interval)))
         if found:
             self._has_peeked = True
             self.end_rest()
@@ -144,6 +164,11 @@ class Meter:
     def decided(self, seconds: float) -> None:
         """The controller allocated this step; that took so long."""
         self._step.is_allocated, self._step.decide_s = True, seconds
+
+    def reconsidered(self, seconds: float) -> None:
+        """Plain decoding was found best again, in a step that rests; that took so long."""
+        self._verdict_s += MEAN_RATE * (seconds - self._verdict_s)
+        self.rest()
 
     # -- after it -------------------------------------------------------------------------------
 
@@ -154,6 +179,11 @@ class Meter:
         step.lm_passes = max(step.lm_passes, 1, num_drafted)
         step.lm_drafted += num_drafted
         step.lm_hits += num_hits
+
+    def passed(self, num_steps: int, seconds: float) -> None:
+        """So many steps that rested are over, and took so long in all; nothing else is told."""
+        self._num_unseen += num_steps
+        self._pass_time(seconds)
 
     def end(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """The step is over. Of steps that nothing was decided for, one in some is learnt from."""

@@ -24,6 +24,7 @@ from .grammar import GrammarSource
 from .meter import Meter
 from .peek import TELLING, Peek
 from .reader import Reader
+from .run import Run
 from .source import CarefulSource, Guess, Source
 from .track import LM, NO_SURVIVAL, Track, padded
 from .trie import Path, Survival, merge
@@ -73,6 +74,12 @@ class DraftSpeculator:
         self._reader = Reader(self._sources)
         self._is_drafting = False  # by the controller's last word
         self._num_idle = 0  # steps, and requests that left, since text was last taken in
+        # Of the one request that the last verdict for plain decoding was about, what the draft
+        # model makes of its like; None: it was about several.
+        self._alone: int | None = None
+        self._run = Run()
+        self._budget = 0  # rows for drafts, when they were last planned
+        self._silent: dict[str, Request] = {}  # those that may not draft
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -81,6 +88,10 @@ class DraftSpeculator:
 
     def rests(self) -> bool:
         """Whether nobody may draft, or a verdict against it still holds for all."""
+        if self._run.left:
+            self._run.left -= 1
+            return True
+        self._end_run()
         self._num_idle += 1
         if not self._tracks:
             return True
@@ -88,11 +99,20 @@ class DraftSpeculator:
             return False
         if self._constrained and any(map(self._is_forced, self._decoding(self._constrained))):
             self.meter.end_rest()
-        elif self._sources and self.meter.may_peek():
-            self._peek()
         if self._own_depth and any(self._decoding(self._own_depth)):
             return False
-        return self.meter.rests()
+        if not self.meter.rests():
+            return False
+        if not self._constrained and not self._is_reading():
+            self._run.begin(self.meter.run())
+        return True
+
+    def _end_run(self) -> None:
+        """Count the steps that rested without being asked about."""
+        num_steps = self._run.end()
+        if num_steps:
+            self._num_idle += num_steps
+            self.meter.rested(num_steps)
 
     def _peek(self) -> None:
         """End the rest where a look-up promises something, or for who came, which is rarer."""
@@ -104,6 +124,31 @@ class DraftSpeculator:
         if newcomer is not None and not found:
             self.meter.cut_rest()
 
+    def _reconsider(self) -> None:
+        """Look again, in a step that rests, whether the verdict for plain decoding still holds.
+
+        Where it does not, or prompts make it hard to tell, the rest ends and the next step decides.
+        """
+        tracks = [track for track in self._tracks.values() if track.decodes]
+        if len(tracks) < len(self._tracks) or self._own_depth:
+            return
+        began = self.meter.clock()
+        self.meter.flush()
+        candidates = self._candidates(
+            tracks,
+            [each.request.max_len - len(each.request.tokens) - 1 for each in tracks],
+            self._budget,
+            num_prefill=0,
+            others=[len(each.tokens) for each in self._silent.values() if each.num_pending == 1],
+            is_mixed=False,
+        )
+        allocation = self.controller.allocate(candidates)
+        if allocation.is_draft or allocation.measures:
+            self.meter.end_rest()
+        else:
+            self._alone = _like(tracks, candidates)
+            self.meter.reconsidered(self.meter.clock() - began)
+
     def _decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
         tracks = (self._tracks[each] for each in request_ids)
         return (track for track in tracks if track.decodes)
@@ -113,6 +158,7 @@ class DraftSpeculator:
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
         self.meter.begin()
+        self._budget = budget
         depths = [self._depth(request) for request in requests]
         auto = [index for index, depth in enumerate(depths) if depth == "auto"]
         plans = [NOTHING] * len(requests)
@@ -194,6 +240,7 @@ class DraftSpeculator:
         self._is_drafting = allocation.is_draft
         if not self._is_drafting:
             self._uses_lm = False
+            self._alone = _like(tracks, candidates)
             self.meter.rest(briefly=allocation.measures)
             return [NOTHING] * len(tracks)
         num_free, lm_depth = allocation.num_free.tolist(), allocation.lm_depth.tolist()
@@ -282,6 +329,12 @@ class DraftSpeculator:
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """What the step cost."""
+        if self._run.left:
+            self._run.num_untold += 1
+            self._run.untold_s += seconds
+            return
+        if self._run.num_untold:
+            self.meter.passed(*self._run.tell())
         self.meter.end(plan, output, seconds)
 
     # -- who is there ---------------------------------------------------------------------------
@@ -294,8 +347,10 @@ class DraftSpeculator:
 
     def join(self, request: Request) -> None:
         """A prefix hit brings the draft model's KV along, if that was in use."""
+        self._end_run()
         depth, request_id = self._depth(request), request.request_id
         if depth == 0:
+            self._silent[request_id] = request
             return
         if depth != "auto":
             self._own_depth.add(request_id)
@@ -306,11 +361,12 @@ class DraftSpeculator:
         self._reader.join(request)
         self._track(request).lm_len = request.num_computed if self._uses_lm else 0
         if len(self._tracks) == 1:
-            self.meter.cut_rest(anyway=True)
+            self.meter.cut_rest(anyway=self._track(request).lm_kind != self._alone)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
         request_id = request.request_id
+        self._silent.pop(request_id, None)
         if self._tracks.pop(request_id, None) is not None:
             self._own_depth.discard(request_id)
             self._constrained.discard(request_id)
@@ -321,13 +377,31 @@ class DraftSpeculator:
 
     def has_work(self) -> bool:
         """Always but in a rest, where who came or left waits for a few others: see `work`."""
+        if self._run.left:
+            return False
+        meter = self.meter
+        return self._is_reading() or meter.is_ending or (meter.is_resting and meter.may_peek)
+
+    def _is_reading(self) -> bool:
+        """Whether text is to be taken in."""
         if not self._tracks:
             return self._reader.has_news
         if not self.meter.is_resting or self._own_depth:
             return True
-        return self._num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
+        num_idle = self._num_idle + self._run.num_planned
+        return num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
 
     def work(self) -> None:
+        """Take in what was said; in a rest, look for a reason to end it."""
+        self._read()
+        if not self._tracks:
+            return
+        while self._sources and self.meter.is_resting and self.meter.may_peek:
+            self._peek()
+        if self.meter.is_ending:
+            self._reconsider()
+
+    def _read(self) -> None:
         """Take in what was said: of requests that ended, then of those that run.
 
         In a rest nobody looks up but at a glance: prompts are enough, and answers wait for its end.
@@ -337,7 +411,8 @@ class DraftSpeculator:
         self._reader.keep(MOST_LEFT if self._tracks else None)
         bite = REST_BITE if self.meter.is_resting else 1 if self._is_drafting else BITE
         self._reader.read(bite, eager=self._own_depth)
-        self._num_idle = NEWS_EVERY if self._reader.has_news else 0  # what is left comes next
+        # What is left comes next.
+        self._num_idle = (NEWS_EVERY if self._reader.has_news else 0) - self._run.num_planned
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget what was said in these namespaces, in all when none is named."""
@@ -347,5 +422,11 @@ class DraftSpeculator:
 
     def describe(self) -> Mapping[str, object]:
         """What it does and why, for the log."""
+        self._end_run()
         self.meter.flush()
         return self.controller.describe()
+
+
+def _like(tracks: Sequence[Track], candidates: Candidates) -> int | None:
+    """How the draft model fares with the only request that decodes; None: there are others."""
+    return tracks[0].lm_kind if candidates.num_decodes == 1 else None
