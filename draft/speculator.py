@@ -10,7 +10,7 @@ was committed is taken into the indexes while the next step runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,23 +21,17 @@ from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .calibration import Calibration
 from .controller import Candidates, Controller
 from .grammar import GrammarSource
+from .guesser import Guesser
 from .meter import Meter
-from .peek import TELLING, Peek
-from .reader import Reader
-from .run import Run
-from .source import CarefulSource, Guess, Source
-from .track import LM, NO_SURVIVAL, Track, padded
-from .trie import Path, Survival, merge
+from .rest import Rest
+from .source import CarefulSource, Source
+from .track import LM, NO_SURVIVAL, Drafters, Track, padded
+from .trie import Survival
 
 LM_PRIORS = (0.75, 0.65)  # greedy, sampled: chance of a token given those before it
 FREE_LEN = 32  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-MOST_LEFT = 8  # ended requests whose tokens a step takes in, a tenth of a millisecond each
-BITE = 32  # tokens of an answer that are worth a call where nobody drafts
-REST_BITE = 128  # the same in a rest, whose last step may have no time for all
-NEWS_EVERY = TELLING - 1  # steps of a rest between two in which something is taken in
-REST_EVERY = 64  # the same while nobody came or left
 
 
 class DraftSpeculator:
@@ -62,24 +56,21 @@ class DraftSpeculator:
         self.controller = controller
         self.calibration = calibration
         self._sources = [CarefulSource(source) for source in sources]
-        self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
+        grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
+        self._guesser = Guesser(self._sources, calibration, grammar)
         self._has_lm = has_lm
         self._adapts = adapts
         self.meter = Meter(controller, clock)
+        self._who = Drafters()
+        self._rest = Rest(
+            self._who, self.meter, self._sources, calibration, self._guesser.is_forced
+        )
         self._uses_lm = has_lm and depth != "auto"
-        self._tracks: dict[str, Track] = {}  # of those that may draft
-        self._own_depth: set[str] = set()  # of these, who said how deep
-        self._constrained: set[str] = set()  # of these, with a grammar
-        self._glance = Peek(self._sources, calibration)
-        self._reader = Reader(self._sources)
         self._is_drafting = False  # by the controller's last word
-        self._num_idle = 0  # steps, and requests that left, since text was last taken in
         # Of the one request that the last verdict for plain decoding was about, what the draft
         # model makes of its like; None: it was about several.
         self._alone: int | None = None
-        self._run = Run()
         self._budget = 0  # rows for drafts, when they were last planned
-        self._silent: dict[str, Request] = {}  # those that may not draft
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -88,70 +79,10 @@ class DraftSpeculator:
 
     def rests(self) -> bool:
         """Whether nobody may draft, or a verdict against it still holds for all."""
-        if self._run.left:
-            self._run.left -= 1
+        if self._rest.left:
+            self._rest.left -= 1
             return True
-        self._end_run()
-        self._num_idle += 1
-        if not self._tracks:
-            return True
-        if not self.meter.is_resting:
-            return False
-        if self._constrained and any(map(self._is_forced, self._decoding(self._constrained))):
-            self.meter.end_rest()
-        if self._own_depth and any(self._decoding(self._own_depth)):
-            return False
-        if not self.meter.rests():
-            return False
-        if not self._constrained and not self._is_reading():
-            self._run.begin(self.meter.run())
-        return True
-
-    def _end_run(self) -> None:
-        """Count the steps that rested without being asked about."""
-        num_steps = self._run.end()
-        if num_steps:
-            self._num_idle += num_steps
-            self.meter.rested(num_steps)
-
-    def _peek(self) -> None:
-        """End the rest where a look-up promises something, or for who came, which is rarer."""
-        began = self.meter.clock()
-        newcomer = self._glance.newcomer()
-        request = newcomer or self._glance.in_turn()
-        found = request is not None and self._glance.promises(request)
-        self.meter.peeked(self.meter.clock() - began, found=found)
-        if newcomer is not None and not found:
-            self.meter.cut_rest()
-
-    def _reconsider(self) -> None:
-        """Look again, in a step that rests, whether the verdict for plain decoding still holds.
-
-        Where it does not, or prompts make it hard to tell, the rest ends and the next step decides.
-        """
-        tracks = [track for track in self._tracks.values() if track.decodes]
-        if len(tracks) < len(self._tracks) or self._own_depth:
-            return
-        began = self.meter.clock()
-        self.meter.flush()
-        candidates = self._candidates(
-            tracks,
-            [each.request.max_len - len(each.request.tokens) - 1 for each in tracks],
-            self._budget,
-            num_prefill=0,
-            others=[len(each.tokens) for each in self._silent.values() if each.num_pending == 1],
-            is_mixed=False,
-        )
-        allocation = self.controller.allocate(candidates)
-        if allocation.is_draft or allocation.measures:
-            self.meter.end_rest()
-        else:
-            self._alone = _like(tracks, candidates)
-            self.meter.reconsidered(self.meter.clock() - began)
-
-    def _decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
-        tracks = (self._tracks[each] for each in request_ids)
-        return (track for track in tracks if track.decodes)
+        return self._rest.begins()
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -166,9 +97,9 @@ class DraftSpeculator:
         for index, depth in enumerate(depths):
             if depth != "auto" and depth > 0:
                 most = min(limits[index], depth, share)
-                plans[index] = self._fixed(self._track(requests[index]), most)
+                plans[index] = self._fixed(self._who.of(requests[index]), most)
                 budget -= plans[index].num_rows
-        tracks = [self._track(requests[index]) for index in auto]
+        tracks = [self._who.of(requests[index]) for index in auto]
         if not auto or self.meter.rests():
             return plans
         began = self.meter.clock()
@@ -197,42 +128,10 @@ class DraftSpeculator:
         """What a free source guesses, else the draft model, to that depth."""
         if depth < 1:
             return NOTHING
-        paths = self._guess(track, depth)
+        paths = self._guesser.guess(track, depth)
         if paths:
             return DraftPlan(paths[0].draft(depth))
         return DraftPlan(max_draft=depth) if self._has_lm else NOTHING
-
-    def _guess(self, track: Track, most: int) -> list[Path]:
-        """Everything that the free sources say, merged; empty when they say nothing."""
-        request = track.request
-        guesses = [
-            guess
-            for source in self._sources
-            if (guess := source.propose(request, most)) is not None and guess.token_ids
-        ]
-        if request.sampling.constraint is not None:
-            guesses = self._possible(request, guesses)
-        track.guesses = guesses
-        if not guesses:
-            return []
-        survivals = [
-            self.calibration.survival(g.source, g.kind, request.request_id, len(g.token_ids))
-            for g in guesses
-        ]
-        return merge(guesses, survivals)
-
-    def _possible(self, request: Request, guesses: Sequence[Guess]) -> list[Guess]:
-        """What a request's constraint leaves of its guesses."""
-        if self._grammar is None:
-            return list(guesses)
-        own, trim = self._grammar.name, self._grammar.trim
-        left = [guess if guess.source == own else trim(request, guess) for guess in guesses]
-        return [guess for guess in left if guess is not None]
-
-    def _is_forced(self, track: Track) -> bool:
-        """Whether a constraint tells what follows: such drafts come true, whatever others did."""
-        request = track.request
-        return self._grammar is not None and self._grammar.propose(request, FREE_LEN) is not None
 
     def _plan_auto(self, tracks: Sequence[Track], candidates: Candidates) -> list[DraftPlan]:
         """The controller's choice; a verdict for plain decoding holds for a while."""
@@ -252,6 +151,33 @@ class DraftSpeculator:
             room -= plan.num_rows - plan.depth
         return plans
 
+    def _reconsider(self) -> None:
+        """Look again, in a step that rests, whether the verdict for plain decoding still holds.
+
+        Where it does not the rest ends, and the next step decides. Beside prompts nothing can be
+        said of steps without them, so the verdict grows old.
+        """
+        who = self._who
+        tracks = list(who.decoding(who.tracks))
+        if len(tracks) < len(who.tracks) or who.own_depth:
+            return
+        began = self.meter.clock()
+        self.meter.flush()
+        candidates = self._candidates(
+            tracks,
+            [max(0, each.request.max_len - len(each.request.tokens) - 1) for each in tracks],
+            self._budget,
+            num_prefill=0,
+            others=[len(each.tokens) for each in who.silent.values() if each.num_pending == 1],
+            is_mixed=False,
+        )
+        allocation = self.controller.allocate(candidates)
+        if allocation.is_draft or allocation.measures:
+            self.meter.end_rest()
+        else:
+            self._alone = _like(tracks, candidates)
+            self.meter.reconsidered(self.meter.clock() - began)
+
     def _candidates(
         self,
         tracks: Sequence[Track],
@@ -264,7 +190,7 @@ class DraftSpeculator:
     ) -> Candidates:
         """``others``: tokens of the requests that decode beside these."""
         for track, limit in zip(tracks, limits, strict=True):
-            track.paths = self._guess(track, min(limit, FREE_LEN)) if limit else []
+            track.paths = self._guesser.guess(track, min(limit, FREE_LEN)) if limit else []
         lens = [len(track.request.tokens) for track in tracks]
         seen, costs = [*lens, *others], self.controller.costs
         context = (len(seen), max(seen), sum(seen))
@@ -317,7 +243,7 @@ class DraftSpeculator:
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Score every guess of the step, verified or not, against what was committed."""
-        track = self._tracks.get(request.request_id)
+        track = self._who.tracks.get(request.request_id)
         if track is None:
             return
         if track.guesses:
@@ -329,100 +255,57 @@ class DraftSpeculator:
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """What the step cost."""
-        if self._run.left:
-            self._run.num_untold += 1
-            self._run.untold_s += seconds
+        if self._rest.left:
+            self._rest.passed(seconds)
             return
-        if self._run.num_untold:
-            self.meter.passed(*self._run.tell())
+        self._rest.tell()
         self.meter.end(plan, output, seconds)
 
     # -- who is there ---------------------------------------------------------------------------
 
-    def _track(self, request: Request) -> Track:
-        track = self._tracks.get(request.request_id)
-        if track is None:
-            track = self._tracks[request.request_id] = Track(request)
-        return track
-
     def join(self, request: Request) -> None:
         """A prefix hit brings the draft model's KV along, if that was in use."""
-        self._end_run()
-        depth, request_id = self._depth(request), request.request_id
+        self._rest.end_run()
+        depth, request_id, who = self._depth(request), request.request_id, self._who
         if depth == 0:
-            self._silent[request_id] = request
+            who.silent[request_id] = request
             return
         if depth != "auto":
-            self._own_depth.add(request_id)
+            who.own_depth.add(request_id)
         if request.sampling.constraint is not None:
-            self._constrained.add(request_id)
-        if depth == "auto" and request.sampling.constraint is None:
-            self._glance.join(request)
-        self._reader.join(request)
-        self._track(request).lm_len = request.num_computed if self._uses_lm else 0
-        if len(self._tracks) == 1:
-            self.meter.cut_rest(anyway=self._track(request).lm_kind != self._alone)
+            who.constrained.add(request_id)
+        may_peek = depth == "auto" and request.sampling.constraint is None
+        self._rest.join(request, may_peek=may_peek)
+        track = who.of(request)
+        track.lm_len = request.num_computed if self._uses_lm else 0
+        if len(who.tracks) == 1:
+            self.meter.cut_rest(anyway=track.lm_kind != self._alone)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
-        request_id = request.request_id
-        self._silent.pop(request_id, None)
-        if self._tracks.pop(request_id, None) is not None:
-            self._own_depth.discard(request_id)
-            self._constrained.discard(request_id)
-            self._glance.leave(request_id)
-            self._reader.leave(request)
-            self._num_idle += 1  # nobody need decode for that
-            self.calibration.forget(request_id)
+        if self._who.leave(request.request_id):
+            self._rest.leave(request)
+            self.calibration.forget(request.request_id)
 
     def has_work(self) -> bool:
-        """Always but in a rest, where who came or left waits for a few others: see `work`."""
-        if self._run.left:
-            return False
-        meter = self.meter
-        return self._is_reading() or meter.is_ending or (meter.is_resting and meter.may_peek)
-
-    def _is_reading(self) -> bool:
-        """Whether text is to be taken in."""
-        if not self._tracks:
-            return self._reader.has_news
-        if not self.meter.is_resting or self._own_depth:
-            return True
-        num_idle = self._num_idle + self._run.num_planned
-        return num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
+        """Always but in a rest, where who came or left waits for a few others."""
+        return self._rest.has_work()
 
     def work(self) -> None:
         """Take in what was said; in a rest, look for a reason to end it."""
-        self._read()
-        if not self._tracks:
-            return
-        while self._sources and self.meter.is_resting and self.meter.may_peek:
-            self._peek()
-        if self.meter.is_ending:
+        self._rest.work(is_drafting=self._is_drafting)
+        if self.meter.is_ending and self._who.tracks:
             self._reconsider()
-
-    def _read(self) -> None:
-        """Take in what was said: of requests that ended, then of those that run.
-
-        In a rest nobody looks up but at a glance: prompts are enough, and answers wait for its end.
-        Even then they are taken in by the bite, unless drafts are made of them. Who fixed how deep
-        to draft never rests.
-        """
-        self._reader.keep(MOST_LEFT if self._tracks else None)
-        bite = REST_BITE if self.meter.is_resting else 1 if self._is_drafting else BITE
-        self._reader.read(bite, eager=self._own_depth)
-        # What is left comes next.
-        self._num_idle = (NEWS_EVERY if self._reader.has_news else 0) - self._run.num_planned
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget what was said in these namespaces, in all when none is named."""
-        self._reader.keep()
+        self._rest.keep()
         for source in self._sources:
             source.flush(*namespaces)
 
     def describe(self) -> Mapping[str, object]:
         """What it does and why, for the log."""
-        self._end_run()
+        self._rest.end_run()
         self.meter.flush()
         return self.controller.describe()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +63,35 @@ class Track:
         if output.draft_len or is_silent:
             missed = is_silent or hits < min(output.draft_len, num_served)
             calibration.score(LM, self.lm_kind, self.request.request_id, hits, missed)
+
+
+@dataclass(slots=True)
+class Drafters:
+    """Who is there, by request id."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)  # those that may draft
+    own_depth: set[str] = field(default_factory=set)  # of these, who said how deep
+    constrained: set[str] = field(default_factory=set)  # of these, with a grammar
+    silent: dict[str, Request] = field(default_factory=dict)  # those that may not draft
+
+    def decoding(self, request_ids: Iterable[str]) -> Iterator[Track]:
+        """Which of these may draft in the next step."""
+        tracks = (self.tracks[each] for each in request_ids)
+        return (track for track in tracks if track.decodes)
+
+    def of(self, request: Request) -> Track:
+        """What is known of a request, from now on if it was not."""
+        track = self.tracks.get(request.request_id)
+        if track is None:
+            track = self.tracks[request.request_id] = Track(request)
+        return track
+
+    def leave(self, request_id: str) -> bool:
+        """Forget a request; whether it might draft."""
+        self.silent.pop(request_id, None)
+        self.own_depth.discard(request_id)
+        self.constrained.discard(request_id)
+        return self.tracks.pop(request_id, None) is not None
 
 
 def padded(rows: Sequence[Survival]) -> Survival:

@@ -87,7 +87,7 @@ def make_speculator(*sources, depth="auto") -> DraftSpeculator:
 def drafted(speculator: DraftSpeculator, *requests: Request) -> list[tuple[list[int], set[str]]]:
     for request in requests:
         request.num_computed = len(request.tokens) - 1  # it decodes
-        if request.request_id not in speculator._tracks:
+        if request.request_id not in speculator._who.tracks:
             speculator.join(request)
     if speculator.rests():
         return [([], set())] * len(requests)

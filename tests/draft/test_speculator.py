@@ -19,15 +19,9 @@ from foretoken.draft.meter import MAX_REST, RUN
 from foretoken.draft.peek import TELLING
 from foretoken.draft.prediction import PredictionSource
 from foretoken.draft.radix import RadixSource
+from foretoken.draft.rest import BITE, MOST_LEFT, NEWS_EVERY, REST_BITE, REST_EVERY
 from foretoken.draft.source import Guess
-from foretoken.draft.speculator import (
-    BITE,
-    MOST_LEFT,
-    NEWS_EVERY,
-    REST_BITE,
-    REST_EVERY,
-    DraftSpeculator,
-)
+from foretoken.draft.speculator import DraftSpeculator
 from foretoken.draft.suffix import SuffixSource
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
@@ -263,11 +257,11 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
     bench = Bench()
     for index in range(5):
         bench.tell([index, 2, 3], TEXT)
-    assert not bench.speculator._tracks
-    assert not any(vars(bench.speculator._reader)[name] for name in ("_requests", "_num_read"))
-    assert not bench.speculator._reader._left
-    assert not bench.speculator._glance._new
-    assert not bench.speculator._glance._known
+    who, rest = bench.speculator._who, bench.speculator._rest
+    assert not who.tracks
+    assert not any(vars(rest._reader)[name] for name in ("_requests", "_num_read", "_left"))
+    assert not rest._glance._new
+    assert not rest._glance._known
     assert not any(track.bends for track in bench.speculator.calibration._tracks.values())
 
 
@@ -601,7 +595,7 @@ def test_in_a_rest_ended_requests_do_not_pile_up() -> None:
         assert speculator.rests()
         if speculator.has_work():
             speculator.work()
-        most = max(most, len(speculator._reader._left))
+        most = max(most, len(speculator._rest._reader._left))
     assert most <= 2 * MOST_LEFT
 
 
@@ -612,7 +606,7 @@ def test_prompts_that_one_call_does_not_take_in_come_next() -> None:
     for each in range(4):
         bench.join(range(10_000 * each, 10_000 * each + 1500))
     steps = 0
-    while speculator._reader.has_news:
+    while speculator._rest._reader.has_news:
         assert speculator.rests()
         steps += 1
         if speculator.has_work():

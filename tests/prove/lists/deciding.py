@@ -123,9 +123,9 @@ MUTATIONS = (
     ),
     Mutation(
         "rests-are-never-looked-into",
-        "draft/speculator.py",
-        "while self._sources and self.meter.is_resting and",
-        "while not self._sources and self.meter.is_resting and",
+        "draft/rest.py",
+        "while self._has_sources and",
+        "while not self._has_sources and",
         ("tests/draft/test_speculator.py",),
         "text that begins to repeat is drafted soon",
     ),
@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rests-who-comes-waits-for-a-turn",
-        "draft/speculator.py",
+        "draft/rest.py",
         "request = newcomer or self._glance.in_turn()",
         "request = self._glance.in_turn()",
         ("tests/draft/test_speculator.py",),
@@ -163,9 +163,9 @@ MUTATIONS = (
     ),
     Mutation(
         "rests-take-in-every-answer",
-        "draft/speculator.py",
-        "bite = REST_BITE if self.meter.is_resting else",
-        "bite = REST_BITE if not self.meter.is_resting else",
+        "draft/rest.py",
+        "bite = REST_BITE if meter.is_resting else",
+        "bite = REST_BITE if not meter.is_resting else",
         ("tests/draft/test_speculator.py",),
         "answers are taken in by the bite while nobody drafts",
     ),
@@ -236,7 +236,7 @@ MUTATIONS = (
     Mutation(
         "rests-a-run-goes-on-whoever-comes",
         "draft/speculator.py",
-        """        self._end_run()
+        """        self._rest.end_run()
         depth, request_id""",
         """        depth, request_id""",
         ("tests/draft/test_speculator.py",),
@@ -261,14 +261,14 @@ MUTATIONS = (
     Mutation(
         "rests-hold-for-who-comes-alone",
         "draft/speculator.py",
-        "anyway=self._track(request).lm_kind != self._alone",
+        "anyway=track.lm_kind != self._alone",
         "anyway=False",
         ("tests/draft/test_speculator.py",),
         "who comes alone is weighed, unless the verdict was about its like",
     ),
     Mutation(
         "rests-let-ended-requests-pile-up",
-        "draft/speculator.py",
+        "draft/rest.py",
         "(NEWS_EVERY if self._reader.has_news else 0) -",
         "0 -",
         ("tests/draft/test_speculator.py",),
@@ -284,7 +284,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rests-take-in-news-one-by-one",
-        "draft/speculator.py",
+        "draft/rest.py",
         "(NEWS_EVERY if self._reader.has_news else REST_EVERY)",
         "(1 if self._reader.has_news else REST_EVERY)",
         ("tests/draft/test_speculator.py",),

@@ -201,7 +201,7 @@ MUTATIONS = (
     Mutation(
         "speculator-flush-forgets-the-ended",
         "draft/speculator.py",
-        "self._reader.keep()\n        for source in self._sources:\n            source.flush(",
+        "self._rest.keep()\n        for source in self._sources:\n            source.flush(",
         "for source in self._sources:\n            source.flush(",
         (SPECULATOR,),
         "a flush forgets what has just been said",
@@ -217,7 +217,7 @@ MUTATIONS = (
     Mutation(
         "speculator-remembers-who-left",
         "draft/speculator.py",
-        "            self.calibration.forget(request_id)\n",
+        "            self.calibration.forget(request.request_id)\n",
         "",
         (SPECULATOR,),
         "nothing is kept of requests that left",

@@ -1,0 +1,159 @@
+"""Rest: steps in which nobody drafts, and what is done behind them.
+
+A step that rests should cost what it costs without speculation. To ask and to tell takes
+microseconds, for what is met once a step has left the processor's caches by then, and in steps of
+a small model that is a share worth having. So a few steps at a time rest whatever they find, a
+*run*; whatever may end the rest is looked at behind the kernels of a step, where nobody waits for
+it; and text is read by the bite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..core.request import Request
+from .calibration import Calibration
+from .meter import Meter
+from .peek import TELLING, Peek
+from .reader import Reader
+from .source import CarefulSource
+from .track import Drafters, Track
+
+MOST_LEFT = 8  # ended requests whose tokens a step takes in, a tenth of a millisecond each
+BITE = 32  # tokens of an answer that are worth a call where nobody drafts
+REST_BITE = 128  # the same in a rest, whose last step may have no time for all
+NEWS_EVERY = TELLING - 1  # steps of a rest between two in which something is taken in
+REST_EVERY = 64  # the same while nobody came or left
+
+
+class Rest:
+    """Says which steps rest, looks for reasons to end that, and has text taken in.
+
+    ``is_forced``: whether a request's constraint tells what follows.
+    """
+
+    def __init__(
+        self,
+        drafters: Drafters,
+        meter: Meter,
+        sources: Sequence[CarefulSource],
+        calibration: Calibration,
+        is_forced: Callable[[Track], bool],
+    ) -> None:
+        self.left = 0  # steps of a run that are still to be planned
+        self._length = 0  # of the run
+        self._num_untold = 0  # steps of it that are over, and which nobody was told of
+        self._untold_s = 0.0  # what these took in all
+        self._num_idle = 0  # steps, and requests that left, since text was last taken in
+        self._drafters, self._meter, self._is_forced = drafters, meter, is_forced
+        self._has_sources = bool(sources)
+        self._glance = Peek(sources, calibration)
+        self._reader = Reader(sources)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def begins(self) -> bool:
+        """Whether nobody drafts in the step that is planned, which belongs to no run."""
+        self.end_run()
+        self._num_idle += 1
+        who, meter = self._drafters, self._meter
+        if not who.tracks:
+            return True
+        if not meter.is_resting:
+            return False
+        if who.constrained and any(map(self._is_forced, who.decoding(who.constrained))):
+            meter.end_rest()
+        if who.own_depth and any(who.decoding(who.own_depth)):
+            return False
+        if not meter.rests():
+            return False
+        if not who.constrained and not self._is_reading():
+            self.left = self._length = meter.run()
+        return True
+
+    @property
+    def _num_planned(self) -> int:
+        """Steps of the run that were planned."""
+        return self._length - self.left
+
+    def end_run(self) -> None:
+        """Somebody asks again; count the steps that were not asked about."""
+        num_steps = self._num_planned
+        self.left = self._length = 0
+        if num_steps:
+            self._num_idle += num_steps
+            self._meter.rested(num_steps)
+
+    def passed(self, seconds: float) -> None:
+        """A step of the run is over; that is told with the others."""
+        self._num_untold += 1
+        self._untold_s += seconds
+
+    def tell(self) -> None:
+        """Tell of the steps that passed."""
+        if self._num_untold:
+            self._meter.passed(self._num_untold, self._untold_s)
+            self._num_untold, self._untold_s = 0, 0.0
+
+    # -- behind them ----------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Always but in a rest, where who came or left waits for a few others: see `work`."""
+        if self.left:
+            return False
+        meter = self._meter
+        return self._is_reading() or meter.is_ending or (meter.is_resting and meter.may_peek)
+
+    def _is_reading(self) -> bool:
+        """Whether text is to be taken in."""
+        if not self._drafters.tracks:
+            return self._reader.has_news
+        if not self._meter.is_resting or self._drafters.own_depth:
+            return True
+        num_idle = self._num_idle + self._num_planned
+        return num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
+
+    def work(self, *, is_drafting: bool) -> None:
+        """Take in what was said, then look for a reason to end a rest.
+
+        Of requests that ended, then of those that run. In a rest nobody looks up but at a glance:
+        prompts are enough, and answers wait for its end. Even then they are taken in by the bite,
+        unless drafts are made of them. Who fixed how deep to draft never rests.
+        """
+        who, meter = self._drafters, self._meter
+        self._reader.keep(MOST_LEFT if who.tracks else None)
+        bite = REST_BITE if meter.is_resting else 1 if is_drafting else BITE
+        self._reader.read(bite, eager=who.own_depth)
+        # What is left comes next.
+        self._num_idle = (NEWS_EVERY if self._reader.has_news else 0) - self._num_planned
+        while self._has_sources and who.tracks and meter.is_resting and meter.may_peek:
+            self._peek()
+
+    def _peek(self) -> None:
+        """End the rest where a look-up promises something, or for who came, which is rarer."""
+        meter = self._meter
+        began = meter.clock()
+        newcomer = self._glance.newcomer()
+        request = newcomer or self._glance.in_turn()
+        found = request is not None and self._glance.promises(request)
+        meter.peeked(meter.clock() - began, found=found)
+        if newcomer is not None and not found:
+            meter.cut_rest()
+
+    # -- who is there ---------------------------------------------------------------------------
+
+    def join(self, request: Request, *, may_peek: bool) -> None:
+        """Its prompt is read soon, and if it may, it is glanced at when it has begun to answer."""
+        if may_peek:
+            self._glance.join(request)
+        self._reader.join(request)
+
+    def leave(self, request: Request) -> None:
+        """Its tokens are kept later."""
+        self._glance.leave(request.request_id)
+        self._reader.leave(request)
+        self._num_idle += 1  # nobody need decode for that
+
+    def keep(self) -> None:
+        """Take in all that ended requests have said."""
+        self._reader.keep()
