@@ -49,6 +49,7 @@ class Rest:
         self._has_sources = bool(sources)
         self._glance = Peek(sources, calibration)
         self._reader = Reader(sources)
+        self._alone: Request | None = None  # who came to nobody, and was not looked at yet
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -60,6 +61,7 @@ class Rest:
         if not who.tracks:
             return True
         if not meter.is_resting:
+            self._alone = None  # the step decides
             return False
         if who.constrained and any(map(self._is_forced, who.decoding(who.constrained))):
             meter.end_rest()
@@ -67,7 +69,7 @@ class Rest:
             return False
         if not meter.rests():
             return False
-        if not who.constrained and not self._is_reading():
+        if not (who.constrained or self._alone or self._is_reading()):
             self.left = self._length = meter.run()
         return True
 
@@ -102,7 +104,9 @@ class Rest:
         if self.left:
             return False
         meter = self._meter
-        return self._is_reading() or meter.is_ending or (meter.is_resting and meter.may_peek)
+        if self._is_reading() or meter.is_ending:
+            return True
+        return meter.is_resting and (meter.may_peek or self._alone is not None)
 
     def _is_reading(self) -> bool:
         """Whether text is to be taken in."""
@@ -126,8 +130,25 @@ class Rest:
         self._reader.read(bite, eager=who.own_depth)
         # What is left comes next.
         self._num_idle = (NEWS_EVERY if self._reader.has_news else 0) - self._num_planned
-        while self._has_sources and who.tracks and meter.is_resting and meter.may_peek:
+        if not self._has_sources or not who.tracks:
+            return
+        if self._alone is not None:
+            self._look_at(self._alone)
+        while meter.is_resting and meter.may_peek:
             self._peek()
+
+    def _look_at(self, request: Request) -> None:
+        """End the rest for who came to nobody and begins with what was said before.
+
+        One look for each is cheap enough to be made at once: a whole request that is asked again
+        may be short.
+        """
+        if not request.num_output or not self._meter.is_resting:
+            return
+        self._alone = None
+        began = self._meter.clock()
+        if self._glance.promises(request):
+            self._meter.peeked(self._meter.clock() - began, found=True)
 
     def _peek(self) -> None:
         """End the rest where a look-up promises something, or for who came, which is rarer."""
@@ -144,13 +165,16 @@ class Rest:
 
     def join(self, request: Request, *, may_peek: bool) -> None:
         """Its prompt is read soon, and if it may, it is glanced at when it has begun to answer."""
+        self._alone = None
         if may_peek:
             self._glance.join(request)
+            self._alone = None if self._drafters.tracks else request
         self._reader.join(request)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later."""
         self._glance.leave(request.request_id)
+        self._alone = None
         self._reader.leave(request)
         self._num_idle += 1  # nobody need decode for that
 

@@ -504,6 +504,18 @@ def test_who_comes_is_asked_about_in_the_next_step() -> None:
     assert not bench.speculator.rests(), "who fixed a depth never rests"
 
 
+@pytest.mark.parametrize(("prompt", "is_found"), [(TEXT[:6], True), ([90, 91], False)])
+def test_who_comes_alone_and_asks_again_what_was_asked_is_found_at_once(prompt, is_found) -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    (request,) = resting(bench, 1)
+    bench.speculator.meter._peek_in = 2 * MAX_REST  # nobody else looks
+    bench.speculator.leave(request)
+    newcomer = bench.join(prompt)
+    rested = [go_on(bench, [newcomer], [token_id]) for token_id in TEXT[6:]]
+    assert rested[:2] == [True, not is_found]
+
+
 def test_who_may_not_draft_counts_where_a_verdict_is_made_again() -> None:
     bench = Bench()
     silent = [bench.request(TEXT[::-1], depth=0) for _ in range(3)]

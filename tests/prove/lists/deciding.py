@@ -124,8 +124,8 @@ MUTATIONS = (
     Mutation(
         "rests-are-never-looked-into",
         "draft/rest.py",
-        "while self._has_sources and",
-        "while not self._has_sources and",
+        "while meter.is_resting and meter.may_peek",
+        "while meter.is_resting and not meter.may_peek",
         ("tests/draft/test_speculator.py",),
         "text that begins to repeat is drafted soon",
     ),
@@ -257,6 +257,14 @@ MUTATIONS = (
         "if allocation.measures:",
         ("tests/draft/test_speculator.py",),
         "a verdict is made again before it is old",
+    ),
+    Mutation(
+        "rests-who-asks-again-alone-waits",
+        "draft/rest.py",
+        "self._alone = None if self._drafters.tracks else request",
+        "self._alone = None",
+        ("tests/draft/test_speculator.py",),
+        "who comes to nobody is looked at before it has said much",
     ),
     Mutation(
         "rests-hold-for-who-comes-alone",
