@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from ..api.build import Built
 from ..core.request import Request
-from ..core.speculation import DraftPlan, Speculator
+from ..core.speculation import Careful, DraftPlan, NoSpeculation, Speculator
 from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .replay import ReplayRunner
 from .speculation_load import Load, Stream, make_request
@@ -66,8 +66,12 @@ class Phase:
         return np.array([self.num_prompt, self.num_chunks, self.num_read, self.num_rows], float)
 
 
-class Alternating:
-    """A speculator that is on and off in turn, and what it measures of that."""
+class Alternating(Careful):
+    """A speculator that is on and off in turn, and what it measures of that.
+
+    Stands where an engine has its own, and asks and tells as that does: while it is off, somebody
+    who always rests.
+    """
 
     def __init__(
         self,
@@ -76,7 +80,9 @@ class Alternating:
         seed: int = 0,
         cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
+        self._on, self._off = Careful(inner), Careful(NoSpeculation())
+        self._now = self._on
         self._cpu_clock, self._cpu_began = cpu_clock, cpu_clock()
         self.phases: list[Phase] = []  # neighbours in pairs; the last one is under way
         self._random = random.Random(seed)
@@ -90,22 +96,21 @@ class Alternating:
 
     def rests(self) -> bool:
         """While it is off nobody drafts."""
-        return self.inner.rests() if self._is_on else True
+        return self._now.rests()
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
         """Passed on."""
-        return self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
+        return self._on.plan(requests, limits, budget=budget, num_prefill=num_prefill)
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Passed on."""
-        self.inner.observe(request, row, output, num_served)
+        self._on.observe(request, row, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """What was planned while it was on is told; all is measured."""
-        if self._is_on or not plan.is_plain:
-            self.inner.observe_step(plan, output, seconds)
+        (self._now if plan.is_plain else self._on).observe_step(plan, output, seconds)
         self._num_steps += 1
         began, self._cpu_began = self._cpu_began, self._cpu_clock()
         if self._num_steps > SETTLE and self.phases:
@@ -125,33 +130,33 @@ class Alternating:
         """The next phase: one of a pair by lot, the other one by what it was."""
         is_second = len(self.phases) % 2 == 1
         self._is_on = not self._is_on if is_second else self._random.random() < 0.5
+        self._now = self._on if self._is_on else self._off
         self.phases.append(Phase(self._is_on))
         self._num_steps = 0
 
     def join(self, request: Request) -> None:
         """Passed on."""
-        self.inner.join(request)
+        self._on.join(request)
 
     def leave(self, request: Request) -> None:
         """Passed on."""
-        self.inner.leave(request)
+        self._on.leave(request)
 
     def has_work(self) -> bool:
         """Only while it is on."""
-        return self._is_on and self.inner.has_work()
+        return self._now.has_work()
 
     def work(self) -> None:
         """What is said while it is off is taken in later, before it is timed again."""
-        if self._is_on:
-            self.inner.work()
+        self._now.work()
 
     def flush(self, *namespaces: str | None) -> None:
         """Passed on."""
-        self.inner.flush(*namespaces)
+        self._on.flush(*namespaces)
 
     def describe(self) -> Mapping[str, object]:
         """Passed on."""
-        return self.inner.describe()
+        return self._on.describe()
 
     def pairs(self) -> list[tuple[Phase, Phase]]:
         """On and off, of every pair that served about as many at once."""
@@ -266,9 +271,9 @@ async def compare_phases(
     built: Built, text: Text, concurrency: int, num_pairs: int
 ) -> dict[str, object]:
     """On over off, so many requests at once, until so many pairs of phases were timed."""
-    careful = built.engine.scheduler.speculator
-    inner = careful.inner
-    careful.inner = alternating = Alternating(inner)
+    scheduler = built.engine.scheduler
+    careful = scheduler.speculator
+    scheduler.speculator = alternating = Alternating(careful.inner)
     asked = _Asked()
     built.engine.flush_cache()
     if isinstance(built.engine.runner, ReplayRunner):
@@ -277,7 +282,7 @@ async def compare_phases(
     try:
         await asyncio.gather(*clients)
     finally:
-        careful.inner = inner
+        scheduler.speculator = careful
     pairs = alternating.pairs()
     more = np.array([on.work() - off.work() for on, off in pairs])
     wall = [off.seconds * on.num_tokens / (on.seconds * off.num_tokens) for on, off in pairs]

@@ -51,10 +51,11 @@ NOTHING = DraftPlan()
 class Speculator(Protocol):
     """Decides what each decoding request drafts."""
 
-    def rests(self) -> bool:
-        """Whether nobody drafts in the step to come: then neither `plan` nor `observe` is called.
+    def rests(self) -> int:
+        """Steps, from the one to come on, in which nobody drafts; 0 where it wants to `plan`.
 
-        Asked once a step that somebody decodes in, so that such a step costs next to nothing.
+        Of these steps neither `plan` nor `observe` is called. Asked behind them, or when a request
+        has joined: so a step that somebody decodes in and nobody drafts costs next to nothing.
         """
 
     def plan(
@@ -76,6 +77,12 @@ class Speculator(Protocol):
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """A step was committed; ``seconds`` since the one before it, or since it was planned."""
 
+    def passed(self, num_steps: int, seconds: float) -> None:
+        """So many steps that it was not asked about were committed, and took so long in all.
+
+        Told instead of `observe_step`, before anything else is asked or told.
+        """
+
     def join(self, request: Request) -> None:
         """A request begins to run, for the first time or after a preemption."""
 
@@ -83,7 +90,7 @@ class Speculator(Protocol):
         """A request ended."""
 
     def has_work(self) -> bool:
-        """Whether `work` has something to do. Asked once a step: it costs next to nothing."""
+        """Whether `work` has something to do. Asked often: it costs next to nothing."""
 
     def work(self) -> None:
         """Upkeep while the model thread runs the step planned last; a millisecond or so."""
@@ -101,9 +108,9 @@ class FixedDepth:
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def rests(self) -> bool:
+    def rests(self) -> int:
         """Never: requests may ask for a depth of their own."""
-        return False
+        return 0
 
     def plan(
         self,
@@ -127,6 +134,9 @@ class FixedDepth:
         """Nothing is learnt."""
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """Nothing is learnt."""
+
+    def passed(self, num_steps: int, seconds: float) -> None:
         """Nothing is learnt."""
 
     def join(self, request: Request) -> None:
@@ -156,9 +166,9 @@ class NoSpeculation(FixedDepth):
     def __init__(self) -> None:
         super().__init__(0)
 
-    def rests(self) -> bool:
+    def rests(self) -> int:
         """Always."""
-        return True
+        return 1
 
 
 NO_SPECULATION = NoSpeculation()
@@ -169,19 +179,30 @@ class Careful:
 
     One that fails more than now and then is not asked again. A plan that exceeds what was offered
     is a failure, too.
+
+    While it rests for some steps it is not asked in each of them, nor told of each: what is met
+    once a step has left the processor's caches by then, and a call takes microseconds.
     """
 
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
         self._failures = 0.0  # faded
+        self._left = 0  # steps to come of which it need not be asked
+        self._num_passed, self._passed_s = 0, 0.0  # of these, what it was not told of
 
     def rests(self) -> bool:
-        """Passed on; one that fails rests."""
+        """Whether nobody drafts in the step to come; one that fails rests."""
+        if self._left:
+            self._left -= 1
+            return True
         try:
-            return self.inner.rests()
+            self._tell()
+            num_steps = self.inner.rests()
         except Exception:
             self._failed()
             return True
+        self._left = max(0, num_steps - 1)
+        return num_steps > 0
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -201,11 +222,18 @@ class Careful:
         self._try(self.inner.observe, request, row, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Passed on."""
-        self._try(self.inner.observe_step, plan, output, seconds)
+        """Passed on, or told of with others."""
+        if self._left:
+            self._num_passed += 1
+            self._passed_s += seconds
+        else:
+            self._try(self._tell)
+            self._try(self.inner.observe_step, plan, output, seconds)
 
     def join(self, request: Request) -> None:
-        """Passed on."""
+        """Passed on; it is asked about the next step."""
+        self._left = 0
+        self._try(self._tell)
         self._try(self.inner.join, request)
 
     def leave(self, request: Request) -> None:
@@ -213,8 +241,11 @@ class Careful:
         self._try(self.inner.leave, request)
 
     def has_work(self) -> bool:
-        """Passed on; one that fails has none."""
+        """Passed on, or not yet; one that fails has none."""
+        if self._left:
+            return False
         try:
+            self._tell()
             return self.inner.has_work()
         except Exception:
             self._failed()
@@ -235,6 +266,13 @@ class Careful:
     def broke_step(self) -> None:
         """A step failed that came through without its drafts; steps must not go on like that."""
         self._count("drafts made a step fail")
+
+    def _tell(self) -> None:
+        """Tell of the steps that passed."""
+        if self._num_passed:
+            told = self._num_passed, self._passed_s
+            self._num_passed, self._passed_s = 0, 0.0
+            self.inner.passed(*told)
 
     def _try(self, tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:

@@ -14,7 +14,7 @@ MAX_REST, MAX_REST_S = 128, 0.5  # steps, seconds: such a verdict holds no longe
 BRIEF_REST = 2  # steps that tell what plain decoding costs
 CUT_EVERY = 4  # rests, of which one may end early for who came
 RUN = 4  # steps that rest between two that ask whether there is a reason not to
-PEEK_SHARE = 0.002  # of the time that looks for a reason to end a rest may take
+PEEK_SHARE = 0.001  # of the time that looks for a reason to end a rest may take
 FIRST_PEEK = 6  # steps of a rest after drafts
 MAX_PATIENCE = 16  # times longer between them, where such reasons came to nothing
 MEAN_RATE = 0.1  # of a new value in a running mean
@@ -84,7 +84,7 @@ class Meter:
         """Whether a verdict holds for the step that is being planned."""
         self._holds = self._rest > 0
         if self._holds:
-            self.rested(1)
+            self._count(1)
         else:
             self.flush()
         return self._holds
@@ -93,8 +93,8 @@ class Meter:
         """Steps behind this one that may rest without anybody asking."""
         return 0 if self._num_wanted else min(self._rest, RUN)
 
-    def rested(self, num_steps: int) -> None:
-        """So many steps were planned in a rest."""
+    def _count(self, num_steps: int) -> None:
+        """So many steps rest."""
         self._rest = max(0, self._rest - num_steps)
         self._num_rested += num_steps
         self._peek_in = max(self._peek_in - num_steps, -RUN)
@@ -181,7 +181,8 @@ class Meter:
         step.lm_hits += num_hits
 
     def passed(self, num_steps: int, seconds: float) -> None:
-        """So many steps that rested are over, and took so long in all; nothing else is told."""
+        """So many steps are over that rested without being asked about, and took so long in all."""
+        self._count(num_steps)
         self._num_unseen += num_steps
         self._pass_time(seconds)
 

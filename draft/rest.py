@@ -1,10 +1,8 @@
 """Rest: steps in which nobody drafts, and what is done behind them.
 
-A step that rests should cost what it costs without speculation. To ask and to tell takes
-microseconds, for what is met once a step has left the processor's caches by then, and in steps of
-a small model that is a share worth having. So a few steps at a time rest whatever they find, a
-*run*; whatever may end the rest is looked at behind the kernels of a step, where nobody waits for
-it; and text is read by the bite.
+A step that rests should take what it takes without speculation. So a few steps at a time rest
+whatever they find; what may end the rest is looked at behind the kernels of a step, where nobody
+waits for it; and text is read by the bite.
 """
 
 from __future__ import annotations
@@ -40,10 +38,6 @@ class Rest:
         calibration: Calibration,
         is_forced: Callable[[Track], bool],
     ) -> None:
-        self.left = 0  # steps of a run that are still to be planned
-        self._length = 0  # of the run
-        self._num_untold = 0  # steps of it that are over, and which nobody was told of
-        self._untold_s = 0.0  # what these took in all
         self._num_idle = 0  # steps, and requests that left, since text was last taken in
         self._drafters, self._meter, self._is_forced = drafters, meter, is_forced
         self._has_sources = bool(sources)
@@ -53,60 +47,38 @@ class Rest:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def begins(self) -> bool:
-        """Whether nobody drafts in the step that is planned, which belongs to no run."""
-        self.end_run()
+    def num_steps(self) -> int:
+        """Steps that rest, from the one that is planned on; 0 where somebody may draft in it."""
         self._num_idle += 1
         who, meter = self._drafters, self._meter
         if not who.tracks:
-            return True
+            return 1
         if not meter.is_resting:
             self._alone = None  # the step decides
-            return False
+            return 0
         if who.constrained and any(map(self._is_forced, who.decoding(who.constrained))):
             meter.end_rest()
         if who.own_depth and any(who.decoding(who.own_depth)):
-            return False
+            return 0
         if not meter.rests():
-            return False
-        if not (who.constrained or self._alone or self._is_reading()):
-            self.left = self._length = meter.run()
-        return True
+            return 0
+        is_watched = who.constrained or self._alone or self._is_reading()
+        return 1 if is_watched else 1 + meter.run()
 
-    @property
-    def _num_planned(self) -> int:
-        """Steps of the run that were planned."""
-        return self._length - self.left
-
-    def end_run(self) -> None:
-        """Somebody asks again; count the steps that were not asked about."""
-        num_steps = self._num_planned
-        self.left = self._length = 0
-        if num_steps:
-            self._num_idle += num_steps
-            self._meter.rested(num_steps)
-
-    def passed(self, seconds: float) -> None:
-        """A step of the run is over; that is told with the others."""
-        self._num_untold += 1
-        self._untold_s += seconds
-
-    def tell(self) -> None:
-        """Tell of the steps that passed."""
-        if self._num_untold:
-            self._meter.passed(self._num_untold, self._untold_s)
-            self._num_untold, self._untold_s = 0, 0.0
+    def passed(self, num_steps: int, seconds: float) -> None:
+        """So many steps are over that nobody asked about, and took so long."""
+        self._num_idle += num_steps
+        self._meter.passed(num_steps, seconds)
 
     # -- behind them ----------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Always but in a rest, where who came or left waits for a few others: see `work`."""
-        if self.left:
-            return False
         meter = self._meter
         if self._is_reading() or meter.is_ending:
             return True
-        return meter.is_resting and (meter.may_peek or self._alone is not None)
+        is_new = self._alone is not None and self._alone.num_output > 0
+        return meter.is_resting and (meter.may_peek or is_new)
 
     def _is_reading(self) -> bool:
         """Whether text is to be taken in."""
@@ -114,8 +86,7 @@ class Rest:
             return self._reader.has_news
         if not self._meter.is_resting or self._drafters.own_depth:
             return True
-        num_idle = self._num_idle + self._num_planned
-        return num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
+        return self._num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
 
     def work(self, *, is_drafting: bool) -> None:
         """Take in what was said, then look for a reason to end a rest.
@@ -128,8 +99,7 @@ class Rest:
         self._reader.keep(MOST_LEFT if who.tracks else None)
         bite = REST_BITE if meter.is_resting else 1 if is_drafting else BITE
         self._reader.read(bite, eager=who.own_depth)
-        # What is left comes next.
-        self._num_idle = (NEWS_EVERY if self._reader.has_news else 0) - self._num_planned
+        self._num_idle = NEWS_EVERY if self._reader.has_news else 0  # what is left comes next
         if not self._has_sources or not who.tracks:
             return
         if self._alone is not None:

@@ -77,12 +77,9 @@ class DraftSpeculator:
 
     # -- plan -----------------------------------------------------------------------------------
 
-    def rests(self) -> bool:
-        """Whether nobody may draft, or a verdict against it still holds for all."""
-        if self._rest.left:
-            self._rest.left -= 1
-            return True
-        return self._rest.begins()
+    def rests(self) -> int:
+        """While nobody may draft, or a verdict against it still holds for all."""
+        return self._rest.num_steps()
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -255,17 +252,16 @@ class DraftSpeculator:
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """What the step cost."""
-        if self._rest.left:
-            self._rest.passed(seconds)
-            return
-        self._rest.tell()
         self.meter.end(plan, output, seconds)
+
+    def passed(self, num_steps: int, seconds: float) -> None:
+        """What steps cost that rested without being asked about."""
+        self._rest.passed(num_steps, seconds)
 
     # -- who is there ---------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
         """A prefix hit brings the draft model's KV along, if that was in use."""
-        self._rest.end_run()
         depth, request_id, who = self._depth(request), request.request_id, self._who
         if depth == 0:
             who.silent[request_id] = request
@@ -305,7 +301,6 @@ class DraftSpeculator:
 
     def describe(self) -> Mapping[str, object]:
         """What it does and why, for the log."""
-        self._rest.end_run()
         self.meter.flush()
         return self.controller.describe()
 

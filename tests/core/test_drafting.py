@@ -18,6 +18,7 @@ from foretoken.core.speculation import (
     Careful,
     DraftPlan,
     FixedDepth,
+    NoSpeculation,
 )
 from foretoken.core.step import Draft, PlanRow, StepOutput, StepPlan
 from foretoken.radix_cache import KVLease, PrefixCache
@@ -227,3 +228,63 @@ def test_a_failure_now_and_then_is_forgiven() -> None:
 
 def test_where_nobody_drafts_nobody_is_asked() -> None:
     assert NO_SPECULATION.rests()
+
+
+class Rests(NoSpeculation):
+    """Rests for three steps at a time, and writes down what it is asked and told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[object] = []
+
+    def rests(self) -> int:
+        self.said.append("rests")
+        return 3
+
+    def has_work(self) -> bool:
+        self.said.append("has work")
+        return True
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:  # noqa: ARG002
+        self.said.append(seconds)
+
+    def passed(self, num_steps: int, seconds: float) -> None:
+        self.said.append((num_steps, seconds))
+
+    def join(self, request: Request) -> None:
+        self.said.append(request.request_id)
+
+
+NO_STEP = StepPlan(rows=(), fresh_pages=array("q")), StepOutput(rows=())
+
+
+def rest(careful: Careful, *seconds: float) -> None:
+    """Steps that took so long each."""
+    for each in seconds:
+        assert careful.rests()
+        careful.has_work()
+        careful.observe_step(*NO_STEP, each)
+
+
+def test_who_rests_for_some_steps_is_asked_before_and_told_behind_them() -> None:
+    careful = Careful(speculator := Rests())
+    rest(careful, 1.0, 2.0, 4.0)
+    assert speculator.said == ["rests", (2, 3.0), "has work", 4.0]
+    rest(careful, 8.0)
+    assert speculator.said[4:] == ["rests"]
+
+
+def test_who_rests_is_asked_again_when_somebody_joins() -> None:
+    careful = Careful(speculator := Rests())
+    rest(careful, 1.0)
+    careful.join(make_request("a", [1, 2, 3]))
+    rest(careful, 2.0)
+    assert speculator.said == ["rests", (1, 1.0), "a", "rests"]
+
+
+def test_who_cannot_be_told_what_passed_rests_and_the_step_goes_on() -> None:
+    speculator = Rests()
+    speculator.passed = Says().plan  # type: ignore[assignment, method-assign]
+    careful = Careful(speculator)
+    rest(careful, *[1.0] * 6)
+    assert speculator.said.count("rests") == 2

@@ -161,7 +161,6 @@ def test_a_verdict_that_is_made_again_holds_anew_by_what_that_took() -> None:
 
 def test_what_is_told_late_counts_in_full() -> None:
     meter = decided(0.010, 0.1)
-    meter.rested(3)
     meter.passed(3, 1000.0)
     assert not meter.is_resting, "steps have become longer than was meant"
     assert meter.steps(OBSERVE_EVERY - 4, 0.010) == 0
@@ -179,7 +178,7 @@ def test_a_clock_that_stands_still_is_borne() -> None:
 
 def steps_until_peek(meter: Meter) -> int:
     for step in range(1, 1000):
-        meter.rested(1)
+        meter.passed(1, 0.0)
         if meter.may_peek:
             return step
     raise AssertionError("nobody looks")

@@ -91,7 +91,7 @@ class FaultySpeculator:
     def __init__(self, inner: Speculator, faults: Faults, rng: random.Random) -> None:
         self.inner, self._faults, self._rng = inner, faults, rng
 
-    def rests(self) -> bool:
+    def rests(self) -> int:
         return self.inner.rests()
 
     def plan(
@@ -112,6 +112,10 @@ class FaultySpeculator:
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         self._fail("observe raises")
         self.inner.observe_step(plan, output, seconds)
+
+    def passed(self, num_steps: int, seconds: float) -> None:
+        self._fail("observe raises")
+        self.inner.passed(num_steps, seconds)
 
     def join(self, request: Request) -> None:
         self._fail("upkeep raises")
