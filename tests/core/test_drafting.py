@@ -245,7 +245,7 @@ class Rests(NoSpeculation):
         self.said.append("has work")
         return True
 
-    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:  # noqa: ARG002
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         self.said.append(seconds)
 
     def passed(self, num_steps: int, seconds: float) -> None:
