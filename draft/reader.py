@@ -34,9 +34,14 @@ class Reader:
         self._left.append(request)
 
     @property
-    def has_news(self) -> bool:
-        """Whether prompts or ended requests are still to be taken in."""
-        return bool(self._new or self._left)
+    def has_prompts(self) -> bool:
+        """Whether prompts are still to be taken in."""
+        return bool(self._new)
+
+    @property
+    def num_left(self) -> int:
+        """Ended requests whose tokens are still to be kept."""
+        return len(self._left)
 
     def keep(self, most: int | None = None) -> None:
         """Take in what ended requests have said: of so many, the first that ended, or of all."""

@@ -21,7 +21,7 @@ MOST_LEFT = 8  # ended requests whose tokens a step takes in, a tenth of a milli
 BITE = 32  # tokens of an answer that are worth a call where nobody drafts
 REST_BITE = 128  # the same in a rest, whose last step may have no time for all
 NEWS_EVERY = TELLING - 1  # steps of a rest between two in which something is taken in
-REST_EVERY = 64  # the same while nobody came or left
+REST_EVERY = 64  # the same while nobody came, and few left
 
 
 class Rest:
@@ -81,12 +81,16 @@ class Rest:
         return meter.is_resting and (meter.may_peek or is_new)
 
     def _is_reading(self) -> bool:
-        """Whether text is to be taken in."""
+        """Whether text is to be taken in. Of who left only before others come, or many have."""
         if not self._drafters.tracks:
-            return self._reader.has_news
+            return self._has_news or self._reader.num_left > 0
         if not self._meter.is_resting or self._drafters.own_depth:
             return True
-        return self._num_idle >= (NEWS_EVERY if self._reader.has_news else REST_EVERY)
+        return self._num_idle >= (NEWS_EVERY if self._has_news else REST_EVERY)
+
+    @property
+    def _has_news(self) -> bool:
+        return self._reader.has_prompts or self._reader.num_left >= MOST_LEFT
 
     def work(self, *, is_drafting: bool) -> None:
         """Take in what was said, then look for a reason to end a rest.
@@ -99,7 +103,7 @@ class Rest:
         self._reader.keep(MOST_LEFT if who.tracks else None)
         bite = REST_BITE if meter.is_resting else 1 if is_drafting else BITE
         self._reader.read(bite, eager=who.own_depth)
-        self._num_idle = NEWS_EVERY if self._reader.has_news else 0  # what is left comes next
+        self._num_idle = NEWS_EVERY if self._has_news else 0  # what is left comes next
         if not self._has_sources or not who.tracks:
             return
         if self._alone is not None:

@@ -284,7 +284,7 @@ MUTATIONS = (
     Mutation(
         "rests-let-ended-requests-pile-up",
         "draft/rest.py",
-        "NEWS_EVERY if self._reader.has_news else 0  # what",
+        "NEWS_EVERY if self._has_news else 0  # what",
         "0  # what",
         ("tests/draft/test_speculator.py",),
         "what ended requests said is let go of in a rest, too",
@@ -300,8 +300,8 @@ MUTATIONS = (
     Mutation(
         "rests-take-in-news-one-by-one",
         "draft/rest.py",
-        "(NEWS_EVERY if self._reader.has_news else REST_EVERY)",
-        "(1 if self._reader.has_news else REST_EVERY)",
+        "(NEWS_EVERY if self._has_news else REST_EVERY)",
+        "(1 if self._has_news else REST_EVERY)",
         ("tests/draft/test_speculator.py",),
         "in a rest, who came waits for a few others",
     ),
