@@ -586,6 +586,7 @@ def test_in_a_rest_who_came_or_left_waits_for_a_few_others() -> None:
     assert idle_steps() == NEWS_EVERY < TELLING, "before it is glanced at"
     speculator.leave(newcomer)
     speculator.meter.rest()
+    speculator.meter.peeked(1.0, found=False)
     assert idle_steps() == REST_EVERY - 1
     for _ in range(MOST_LEFT):
         assert not speculator.has_work()
@@ -618,6 +619,7 @@ def test_prompts_that_one_call_does_not_take_in_come_next() -> None:
     bench = Bench()
     resting(bench, 4)
     speculator = bench.speculator
+    speculator.meter.peeked(1.0, found=False)  # so dear that nobody looks again
     for each in range(4):
         bench.join(range(10_000 * each, 10_000 * each + 1500))
     steps = 0
