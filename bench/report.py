@@ -54,10 +54,11 @@ def _cpu_model() -> str:
 
 
 def command() -> str:
-    """The command line as typed."""
+    """The command line as typed, but for where this machine keeps its files."""
     program = Path(sys.argv[0])
     by_name = program.name == "foretoken"
-    return " ".join(["foretoken" if by_name else f"foretoken bench {program.stem}", *sys.argv[1:]])
+    said = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
+    return " ".join(["foretoken" if by_name else f"foretoken bench {program.stem}", *said])
 
 
 def table(rows: Sequence[Row]) -> str:
