@@ -158,6 +158,15 @@ class Alternating(Careful):
         """Passed on."""
         return self._on.describe()
 
+    def broke_step(self) -> None:
+        """Passed on."""
+        self._on.broke_step()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether what is measured was let go of."""
+        return self._on.inner is not self.inner
+
     def pairs(self) -> list[tuple[Phase, Phase]]:
         """On and off, of every pair that served about as many at once."""
         found = []
@@ -283,6 +292,8 @@ async def compare_phases(
         await asyncio.gather(*clients)
     finally:
         scheduler.speculator = careful
+    if alternating.has_failed:
+        raise RuntimeError("the speculator failed again and again: there is nothing to compare")
     pairs = alternating.pairs()
     more = np.array([on.work() - off.work() for on, off in pairs])
     wall = [off.seconds * on.num_tokens / (on.seconds * off.num_tokens) for on, off in pairs]

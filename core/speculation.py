@@ -80,7 +80,8 @@ class Speculator(Protocol):
     def passed(self, num_steps: int, seconds: float) -> None:
         """So many steps that it was not asked about were committed, and took so long in all.
 
-        Told instead of `observe_step`, before anything else is asked or told.
+        Told instead of `observe_step`, before it is told of another step or of a newcomer, or asked
+        about one.
         """
 
     def join(self, request: Request) -> None:
@@ -188,20 +189,22 @@ class Careful:
         self.inner = speculator
         self._failures = 0.0  # faded
         self._left = 0  # steps to come of which it need not be asked
+        self._num_due = 0  # steps that it was asked about, or need not be, and are not over
         self._num_passed, self._passed_s = 0, 0.0  # of these, what it was not told of
 
     def rests(self) -> bool:
         """Whether nobody drafts in the step to come; one that fails rests."""
         if self._left:
             self._left -= 1
+            self._num_due += 1
             return True
         try:
             self._tell()
-            num_steps = self.inner.rests()
+            num_steps = int(self.inner.rests())
+            self._left, self._num_due = max(0, num_steps - 1), 1
         except Exception:
             self._failed()
             return True
-        self._left = max(0, num_steps - 1)
         return num_steps > 0
 
     def plan(
@@ -223,10 +226,12 @@ class Careful:
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Passed on, or told of with others."""
-        if self._left:
+        if self._left and self._num_due:
+            self._num_due -= 1
             self._num_passed += 1
             self._passed_s += seconds
         else:
+            self._left = 0  # a step that nobody decodes in is no part of a rest
             self._try(self._tell)
             self._try(self.inner.observe_step, plan, output, seconds)
 

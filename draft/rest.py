@@ -75,8 +75,12 @@ class Rest:
     def has_work(self) -> bool:
         """Always but in a rest, where who came or left waits for a few others: see `work`."""
         meter = self._meter
-        if self._is_reading() or meter.is_ending:
+        if self._is_reading():
             return True
+        if not self._drafters.tracks:
+            return False
+        if meter.is_ending or not self._has_sources:
+            return meter.is_ending
         is_new = self._alone is not None and self._alone.num_output > 0
         return meter.is_resting and (meter.may_peek or is_new)
 
@@ -142,7 +146,7 @@ class Rest:
         self._alone = None
         if may_peek:
             self._glance.join(request)
-            self._alone = None if self._drafters.tracks else request
+            self._alone = request if self._has_sources and not self._drafters.tracks else None
         self._reader.join(request)
 
     def leave(self, request: Request) -> None:

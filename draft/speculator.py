@@ -70,7 +70,7 @@ class DraftSpeculator:
         # Of the one request that the last verdict for plain decoding was about, what the draft
         # model makes of its like; None: it was about several.
         self._alone: int | None = None
-        self._budget = 0  # rows for drafts, when they were last planned
+        self._room = 0  # rows of a step for decoding and drafts, when they were last planned
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -86,7 +86,7 @@ class DraftSpeculator:
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
         self.meter.begin()
-        self._budget = budget
+        self._room = budget + len(requests)
         depths = [self._depth(request) for request in requests]
         auto = [index for index, depth in enumerate(depths) if depth == "auto"]
         plans = [NOTHING] * len(requests)
@@ -160,14 +160,17 @@ class DraftSpeculator:
             return
         began = self.meter.clock()
         self.meter.flush()
+        others = [len(each.tokens) for each in who.silent.values() if each.num_pending == 1]
         candidates = self._candidates(
             tracks,
             [max(0, each.request.max_len - len(each.request.tokens) - 1) for each in tracks],
-            self._budget,
+            max(0, self._room - len(tracks) - len(others)),
             num_prefill=0,
-            others=[len(each.tokens) for each in who.silent.values() if each.num_pending == 1],
+            others=others,
             is_mixed=False,
         )
+        for track in tracks:
+            track.guesses = ()  # they are of this step, which does not verify them
         allocation = self.controller.allocate(candidates)
         if allocation.is_draft or allocation.measures:
             self.meter.end_rest()
@@ -270,12 +273,12 @@ class DraftSpeculator:
             who.own_depth.add(request_id)
         if request.sampling.constraint is not None:
             who.constrained.add(request_id)
-        may_peek = depth == "auto" and request.sampling.constraint is None
-        self._rest.join(request, may_peek=may_peek)
+        is_free = request.sampling.constraint is None
+        self._rest.join(request, may_peek=depth == "auto" and is_free)
         track = who.of(request)
         track.lm_len = request.num_computed if self._uses_lm else 0
         if len(who.tracks) == 1:
-            self.meter.cut_rest(anyway=track.lm_kind != self._alone)
+            self.meter.cut_rest(anyway=track.lm_kind != self._alone or not is_free)
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
@@ -307,4 +310,5 @@ class DraftSpeculator:
 
 def _like(tracks: Sequence[Track], candidates: Candidates) -> int | None:
     """How the draft model fares with the only request that decodes; None: there are others."""
-    return tracks[0].lm_kind if candidates.num_decodes == 1 else None
+    is_alone = candidates.num_decodes == 1 and tracks[0].request.sampling.constraint is None
+    return tracks[0].lm_kind if is_alone else None

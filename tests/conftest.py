@@ -7,5 +7,9 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # a busy machine breaks no promise
+settings.load_profile("untimed")
 if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/gpu/conftest.py
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -288,3 +288,19 @@ def test_who_cannot_be_told_what_passed_rests_and_the_step_goes_on() -> None:
     careful = Careful(speculator)
     rest(careful, *[1.0] * 6)
     assert speculator.said.count("rests") == 2
+
+
+def test_a_step_that_nobody_decodes_in_ends_what_was_said_of_the_next() -> None:
+    careful = Careful(speculator := Rests())
+    rest(careful, 1.0)
+    careful.observe_step(*NO_STEP, 8.0)  # nobody asked: prompts alone
+    assert speculator.said == ["rests", (1, 1.0), 8.0]
+    rest(careful, 2.0)
+    assert speculator.said[3:] == ["rests"]
+
+
+@pytest.mark.parametrize("said", [None, "three", 2.5])
+def test_who_says_nothing_sensible_rests_for_one_step(said) -> None:
+    careful = Careful(speculator := Rests())
+    speculator.rests = lambda: said  # type: ignore[method-assign]
+    assert [careful.rests() for _ in range(3)] == [True] * 3

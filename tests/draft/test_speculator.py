@@ -23,6 +23,7 @@ from foretoken.draft.rest import BITE, MOST_LEFT, NEWS_EVERY, REST_BITE, REST_EV
 from foretoken.draft.source import Guess
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.draft.suffix import SuffixSource
+from sampling_rows import Countdown
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -504,6 +505,65 @@ def test_a_few_steps_rest_at_once_but_for_who_is_to_be_looked_at_or_read() -> No
     newcomer.tokens.append(1)
     newcomer.num_computed = len(newcomer.tokens) - 1
     assert bench.speculator.rests() == 0, "who fixed a depth never rests"
+
+
+def test_a_verdict_is_made_again_by_the_rows_that_there_are_now() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    others = resting(bench, 4)
+    bench.speculator.plan(others, [0] * 4, budget=0, num_prefill=0)  # no room beside them
+    for other in others:
+        bench.speculator.leave(other)
+    (request,) = resting(bench, 1)
+    bench.speculator.plan([request], [20], budget=31, num_prefill=0)
+    bench.speculator._room = 4  # as it was when they were planned
+    seen: list[int] = []
+    allocate = bench.speculator.controller.allocate
+
+    def watch(candidates: Candidates) -> Allocation:
+        seen.append(candidates.budget)
+        return allocate(candidates)
+
+    bench.speculator.controller.allocate = watch  # type: ignore[method-assign]
+    bench.speculator.meter.rest()
+    assert all(go_on(bench, [request], [10_000 + each]) for each in range(MAX_REST))
+    assert seen == [3]
+
+
+def test_what_a_verdict_guessed_is_not_scored_against_what_comes_later() -> None:
+    bench = Bench()
+    bench.tell(TEXT[:6], TEXT[6:])
+    (request,) = resting(bench, 1)
+    bench.speculator.meter._peek_in = 2 * MAX_REST  # nobody else looks
+    said = [*range(10_000, 10_000 + MAX_REST - len(TEXT)), *TEXT]
+    assert all(go_on(bench, [request], [token_id]) for token_id in said)
+    assert not bench.speculator._who.of(request).guesses
+
+
+@pytest.mark.parametrize("is_constrained", [False, True])
+def test_who_comes_alone_with_a_constraint_is_weighed(is_constrained) -> None:
+    bench = Bench(DEAR)
+    bench.tell([1, 2, 3], [50, 51, 52, 53, 54, 55])
+    bench.speculator.meter.decide_s = 100.0
+    bench.speculator.meter.rest()
+    assert bench.speculator.meter.rests()
+    bench.speculator.meter._num_uncut = 0  # not one rest in a few
+    constraint = Countdown(64) if is_constrained else None
+    sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=8, constraint=constraint)
+    bench.join(TEXT[:8], sampling=sampling)
+    assert bench.speculator.meter.is_ending == is_constrained
+
+
+def test_nobody_works_for_requests_that_may_not_draft() -> None:
+    bench = Bench()
+    (request,) = resting(bench, 1)
+    assert bench.speculator.rests()
+    bench.speculator.leave(request)
+    bench.speculator.work()
+    bench.request(TEXT, depth=0)
+    for _ in range(MAX_REST):
+        assert bench.speculator.rests()
+        assert not bench.speculator.has_work()
 
 
 @pytest.mark.parametrize(("prompt", "is_found"), [(TEXT[:6], True), ([90, 91], False)])
