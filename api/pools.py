@@ -15,9 +15,10 @@ from ..core.ops.device import free_memory
 from ..core.recovery import is_out_of_memory
 
 HOST_KV_BYTES = 2 * 2**30
-# Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and 256 MiB for
-# the sums of attention of the target and of its draft model each.
-WORKSPACE_BYTES = 5 * 2**29
+# Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and for the target
+# and its draft model each 256 MiB for the sums of attention and 128 MiB for the logits that graphs
+# of few rows keep.
+WORKSPACE_BYTES = 11 * 2**28
 
 
 def make_pools(decoders: Sequence[Decoder], config: EngineConfig, sizes: Sizes) -> list[KVPool]:

@@ -50,13 +50,8 @@ class Asked:
         """
         if len(self.places) != num_logits:
             return None
-        return Draws(
-            [
-                SampleRow(row.tokens, row.sampling, tuple(row.draft[:depth]))
-                for row in self.rows
-                for depth in range(len(row.draft) + 1)
-            ]
-        )
+        rows = [SampleRow(row.tokens, row.sampling) for row in self.rows]
+        return Draws(rows, [len(row.draft) + 1 for row in self.rows])
 
 
 def num_logits(row: PlanRow, draft: Draft) -> int:

@@ -56,9 +56,15 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """What a batch's logits will decide, for a backend that can choose along with the pass."""
+    """What a batch's logits will decide, for a backend that can choose along with the pass.
 
-    rows: Sequence[SampleRow]  # [num_logits] whose token each row of logits decides
+    For each of ``rows`` a run of logits: the first decides its token, each of the others the one
+    behind a token more of a draft. What the draft's tokens are is not said: they decide nothing
+    where no row is edited, and others are not chosen along with the pass.
+    """
+
+    rows: Sequence[SampleRow]
+    counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
     tau: float = 1.0  # divides the logits on top of the temperature
 
 

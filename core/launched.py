@@ -47,7 +47,7 @@ class LaunchedStep:
         batch = decoder.batch([_segment(row, after) for row in rows], page_size=pool.page_size)
         if after is not None:
             batch.ahead = after._lend(rows, decoder.config.vocab_size)
-        batch.draws = Draws([SampleRow(row.tokens, row.sampling) for row in rows])
+        batch.draws = Draws([SampleRow(row.tokens, row.sampling) for row in rows], [1] * len(rows))
         self._computing.start()
         logits = decoder.logits(decoder.hidden_states(batch, pool), batch)
         self._computing.stop()

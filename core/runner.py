@@ -201,6 +201,7 @@ class ModelRunner:
         asked: Asked,
         drawing: Drawing | None,
     ) -> list[RowOutput]:
+        """What the rows yield. Where the pass chose, changed ``logits`` change no token."""
         prompts = prompt_logprobs(rows, paths, logits)
         found = iter(self._verified(asked.decisive(logits), asked, drawing))
         verified = [

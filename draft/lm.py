@@ -248,7 +248,7 @@ class LmProposer:
         asked = [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
         batch = self._decoder.batch(segments, page_size=self._pool.page_size)
         if self._says_draws:
-            batch.draws = Draws(asked, self.tau)
+            batch.draws = Draws(asked, [1] * len(asked), self.tau)
         logits = self._decoder.forward(batch, self._pool)
         return _Scored(asked, logits, batch.drawing)
 

@@ -4,13 +4,16 @@ It records every operation of torch and every launch of a Triton kernel (under t
 tensors by reference, numbers by value. A replay does exactly those again into the same tensors, so
 that whatever the host decides anew for each pass, and does not write to where the graph reads it,
 is missing from the result.
+
+Graphs of one factory share memory, and more strictly than CUDA's: nothing that any of them made
+outlives the next replay. So whoever holds a result for too long finds it void.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,11 +26,22 @@ REFUSED = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique")
 VOID = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
-class FakeGraph:
-    """`Graph` of core/ops/triton/graphs.py."""
+Memory: TypeAlias = list[Tensor]  # what the graph that was replayed last has made
 
-    def __init__(self) -> None:
+
+def fake_graphs() -> Callable[[], FakeGraph]:
+    """In place of `cuda_graphs`: graphs that share their memory."""
+    memory: Memory = []
+    return lambda: FakeGraph(memory)
+
+
+class FakeGraph:
+    """`Graph` of core/ops/triton/graphs.py. Those with the same ``memory`` use it in turn."""
+
+    def __init__(self, memory: Memory) -> None:
         self._calls: list[Callable[[], object]] = []
+        self._made: list[Tensor] = []
+        self._memory = memory
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         """Record ``work``. What it made is void until a replay: nothing is computed here."""
@@ -35,12 +49,14 @@ class FakeGraph:
         recorder = _Recorder(self._calls)
         with recorder, _recorded_launches(recorder):
             out = work()
-        for made in recorder.made:
-            made.fill_(torch.nan if made.is_floating_point() else -1)
+        self._made = recorder.made
+        _void(self._made)
         return out
 
     def replay(self) -> None:
-        """Do all of it again."""
+        """Do all of it again. What its peers or it itself had left is void."""
+        _void(self._memory)
+        self._memory[:] = self._made
         for call in self._calls:
             call()
 
@@ -69,6 +85,11 @@ class _Recorder(TorchDispatchMode):
         if name not in VOID:
             self.calls.append(lambda: _again(func, args, kwargs, fresh))
         return result
+
+
+def _void(tensors: Sequence[Tensor]) -> None:
+    for each in tensors:
+        each.fill_(torch.nan if each.is_floating_point() else -1)
 
 
 def _again(func: Any, args: Sequence[Any], kwargs: Any, fresh: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graph import FakeGraph, _Recorder
+from fake_graph import FakeGraph, Memory, _Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
@@ -87,8 +87,8 @@ class FakeMark:
 class StreamGraph(FakeGraph):
     """A graph that is captured before the stream is driven; then it is replayed on it."""
 
-    def __init__(self, stream: FakeStream) -> None:
-        super().__init__()
+    def __init__(self, stream: FakeStream, memory: Memory) -> None:
+        super().__init__(memory)
         self._stream = stream
         self.num_replayed = 0
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
-from fake_graph import FakeGraph
+from fake_graph import fake_graphs
 from torch import Tensor
 
 from foretoken.core.kv_pool import KvDtype, KVPool
@@ -36,11 +37,10 @@ CONFIG = DecoderConfig(
 
 
 class CountedGraph:
-    """A fake graph, or CUDA's where the tests run on a GPU."""
+    """A graph that counts its replays."""
 
-    def __init__(self) -> None:
-        on_gpu = torch.get_default_device().type == "cuda"
-        self._graph: Graph = cuda_graphs()() if on_gpu else FakeGraph()
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
         self.num_replayed = 0
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
@@ -52,14 +52,19 @@ class CountedGraph:
 
 
 class Graphs:
-    """Makes graphs and keeps them."""
+    """Makes graphs that share memory, and keeps them: CUDA's where the tests run on a GPU."""
 
     def __init__(self) -> None:
         self.made: list[CountedGraph] = []
 
     def __call__(self) -> CountedGraph:
-        self.made.append(CountedGraph())
+        self.made.append(CountedGraph(self._make()))
         return self.made[-1]
+
+    @cached_property
+    def _make(self) -> MakeGraph:
+        """Not before a test runs: then it is known where."""
+        return cuda_graphs() if torch.get_default_device().type == "cuda" else fake_graphs()
 
     @property
     def num_replayed(self) -> int:

@@ -130,6 +130,7 @@ class Tokens:
 class ScriptedRunner(ModelRunner):
     """Steers every request along the answer that its prompt asks for."""
 
+    launches = False  # a pass that chooses, too, would choose by its own logits
     tokens: Tokens
     scripts: dict[RowSampling, Script]  # of the last MAX_KNOWN requests
 

@@ -40,6 +40,7 @@ def pair(tmp_path_factory) -> Iterator[tuple[Decoder, Decoder]]:
 class Poisoned(ModelRunner):
     """One value takes the place of all the bad request's logits, from its second token on."""
 
+    launches = False  # a pass that chooses, too, would choose by sound logits
     value = float("nan")
 
     def _verify(self, rows, paths, logits, *rest):

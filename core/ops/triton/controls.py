@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from ...batch import Draws, IntArray
 from ...constraint import ConstraintFailed
 from ...noise import stream_keys
 from ...sampling import MIN_TEMPERATURE, SampleRow
@@ -69,21 +70,26 @@ class ControlDesk:
 
     def write(self, places: Sequence[Place], vocab_size: int, tau: float) -> Controls:
         """What there is to say of ``places`` when the vocabulary has ``vocab_size`` tokens."""
-        columns, edited = self._columns(places, vocab_size, tau)
+        columns, edited = self._unedited(places, vocab_size, tau)
         lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
         return Controls(columns, _cuts(columns), lists, refusals)
 
-    def write_plain(
-        self, rows: Sequence[SampleRow], vocab_size: int, tau: float
-    ) -> Controls | None:
-        """As `write` of places in the order of the logits; None where one is edited or refused.
+    def write_plain(self, draws: Draws, vocab_size: int) -> Controls | None:
+        """As `write` of all that is to be drawn, in the order of the logits.
 
-        Then no constraint was asked yet.
+        None where a row is edited or refused; its constraint was not asked then.
         """
-        columns, edited = self._columns(list(enumerate(rows)), vocab_size, tau)
-        return None if edited else Controls(columns, _cuts(columns), None, {})
+        records, positions = list[bytes](), list[int]()
+        for row, count in zip(draws.rows, draws.counts, strict=True):
+            wishes, first = self._wishes_of(row.sampling, vocab_size), row.position
+            if wishes.is_edited or first < wishes.min_tokens:
+                return None
+            records.append(wishes.record * count)
+            positions += range(first, first + count)
+        columns = _columns(records, positions, np.arange(len(positions)), draws.tau)
+        return Controls(columns, _cuts(columns), None, {})
 
-    def _columns(
+    def _unedited(
         self, places: Sequence[Place], vocab_size: int, tau: float
     ) -> tuple[NDArray[np.int64], list[_Edited]]:
         """The numbers of all places, as if nobody was edited, and who is."""
@@ -95,18 +101,26 @@ class ControlDesk:
             positions.append(position)
             if wishes.is_edited or position < wishes.min_tokens:
                 edited.append((index, row, wishes))
-        columns = np.frombuffer(bytearray().join(records), np.int64).reshape(-1, NUM_COLUMNS)
-        columns[:, KEY] = stream_keys(columns[:, KEY].view(np.uint64), np.array(positions))
-        columns[:, ROW] = [at for at, _ in places]
-        degrees = columns[:, DEGREE].view(np.float64)
-        degrees[:] = np.maximum(degrees * tau, MIN_TEMPERATURE).astype(np.float32)
-        return columns, edited
+        rows = np.array([at for at, _ in places])
+        return _columns(records, positions, rows, tau), edited
 
     def _wishes_of(self, sampling: RowSampling, vocab_size: int) -> Wishes:
         found = self._wishes.get(sampling)
         if found is None or found.vocab_size != vocab_size:
             found = self._wishes[sampling] = Wishes(sampling, vocab_size)
         return found
+
+
+def _columns(
+    records: Sequence[bytes], positions: Sequence[int], rows: IntArray, tau: float
+) -> NDArray[np.int64]:
+    """Numbers of places at these output positions, decided by these ``rows`` of the logits."""
+    columns = np.frombuffer(bytearray().join(records), np.int64).reshape(-1, NUM_COLUMNS)
+    columns[:, KEY] = stream_keys(columns[:, KEY].view(np.uint64), np.array(positions))
+    columns[:, ROW] = rows
+    degrees = columns[:, DEGREE].view(np.float64)
+    degrees[:] = np.maximum(degrees * tau, MIN_TEMPERATURE).astype(np.float32)
+    return columns
 
 
 def _cuts(columns: NDArray[np.int64]) -> Ints:

@@ -58,20 +58,20 @@ class TritonSampler:
         self, logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
     ) -> list[Choice]:
         """Draw one token per row; see `core.verify.sample`."""
-        _check(len(logits), rows)
+        _check(len(logits), len(rows))
         return self._choose(logits, list(enumerate(rows)), tau)
 
     def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonDrawing:
         """As `sample` of a row or more, without waiting."""
         if not rows:
             raise ValueError("no token to draw")
-        _check(len(logits), rows)
+        _check(len(logits), len(rows))
         return self._begin(logits, list(enumerate(rows)), 1.0)
 
     def plain_controls(self, draws: Draws, num_logits: int, vocab_size: int) -> Controls | None:
         """What `race` must know of tokens to be drawn; None where a row is edited."""
-        _check(num_logits, draws.rows)
-        return self._desk.write_plain(draws.rows, vocab_size, draws.tau)
+        _check(num_logits, sum(draws.counts))
+        return self._desk.write_plain(draws, vocab_size)
 
     def race(self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor) -> Tensor:
         """Winners of places without edits, int64 [num_places], for a graph; see `Race`."""
@@ -99,9 +99,9 @@ class TritonSampler:
         return Race(logits, columns, cuts, hashes, sent, tile=self._tile).run()
 
 
-def _check(num_logits: int, rows: Sequence[SampleRow]) -> None:
-    if len(rows) != num_logits:
-        raise ValueError(f"{num_logits} rows of logits for {len(rows)} tokens to draw")
+def _check(num_logits: int, num_tokens: int) -> None:
+    if num_tokens != num_logits:
+        raise ValueError(f"{num_logits} rows of logits for {num_tokens} tokens to draw")
 
 
 class TritonDrawing:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from .work_list import NARROW_LEN, SPLIT, WorkList
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
 MAX_WORDS = 2**20 - 2**13  # of a graph's packet: with its other fields four mebibytes
+_Shape: TypeAlias = tuple[int, bool]  # rows, and whether they may be of long chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +78,7 @@ class _PoolGraphs:
         self.num_splits = -(-self.num_positions // SPLIT)
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
         self.sums = Sums.of(num_places, heads, pool.data.device)
-        self.captured: dict[tuple[int, bool], _Captured] = {}
+        self.captured: dict[_Shape, _Captured] = {}
 
     def num_words(self, bucket: int, page_size: int, num_windows: int) -> int:
         """Words for rows that share nothing, each as long as can be; or `MAX_WORDS`."""
@@ -170,7 +172,7 @@ class TritonStep:
             return None
         try:
             shared = shared or _PoolGraphs(geometry)
-            captured = self._capture(self._make_graph(), geometry, shared, bucket, has_wide)
+            captured = self._capture(self._make_graph, geometry, shared, (bucket, has_wide))
         except Exception:
             logger.exception("no graph of %d rows: it and others to come run without", bucket)
             self._make_graph = None
@@ -180,12 +182,28 @@ class TritonStep:
         return captured
 
     def _capture(
-        self, graph: Graph, geometry: Geometry, shared: _PoolGraphs, bucket: int, has_wide: bool
+        self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
-        pool, windows = geometry.pool, self._windows
+        """With a head where rows are few; where that fails, without one: its logits take memory."""
+        bucket, has_wide = shape
+        if bucket <= MAX_ROWS and not has_wide:
+            try:
+                head = Head(self._ops, self._weights, self._sampler)
+                return self._record(make_graph(), geometry, shared, shape, head)
+            except Exception:
+                logger.warning("no graph of %d rows that chooses, too", bucket, exc_info=True)
+        return self._record(make_graph(), geometry, shared, shape, None)
+
+    def _record(
+        self,
+        graph: Graph,
+        geometry: Geometry,
+        shared: _PoolGraphs,
+        shape: _Shape,
+        head: Head | None,
+    ) -> _Captured:
+        pool, windows, (bucket, has_wide) = geometry.pool, self._windows, shape
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
-        has_head = bucket <= MAX_ROWS and not has_wide
-        head = Head(self._ops, self._weights, self._sampler) if has_head else None
         room = fields(bucket, len(windows), num_words, bucket if head else 0)
         packet = Packet(room, pool.data.device, num_hosts=FLIGHTS)
         packet.upload(fill_idle(packet.open()))

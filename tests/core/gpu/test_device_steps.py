@@ -45,7 +45,7 @@ def device() -> torch.device:
     ("where", "free", "budget"),
     [
         (CUDA, 120 * GIB, 108 * GIB),
-        (CUDA, 10 * GIB, 15 * GIB // 2),
+        (CUDA, 10 * GIB, 29 * GIB // 4),
         (CUDA, 2 * GIB, 1 * GIB),
         (CPU, 120 * GIB, 2 * GIB),
         (CPU, 4 * GIB, 1 * GIB),

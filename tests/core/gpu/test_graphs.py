@@ -21,7 +21,7 @@ from foretoken.core.model import Decoder
 
 pytest.importorskip("triton")
 
-from fake_graph import FakeGraph
+from fake_graph import fake_graphs
 from graphed import (
     NUM_PAGES,
     PAGE_SIZE,
@@ -33,6 +33,7 @@ from graphed import (
 )
 
 from foretoken.core.ops.triton import plan, step, work_list
+from foretoken.core.ops.triton.head import Head
 from foretoken.core.ops.triton.packet import Packet
 from foretoken.core.ops.triton.step import TritonStep
 
@@ -237,6 +238,25 @@ def test_where_capturing_fails_kernels_are_launched_one_by_one_and_the_log_says_
     ]
 
 
+def test_a_graph_that_fails_with_a_head_is_captured_without_one_and_so_are_others(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    twins = Twins()
+    with monkeypatch.context() as patch:
+        patch.setattr(Head, "compute", fail)
+        for _ in range(2):
+            twins.check([segment(17, 2, [50, 51])])
+    twins.check([segment(5, 1, [40])])
+    (shared,) = graphs_of(twins.graphed).values()
+    has_head = {shape: captured.head is not None for shape, captured in shared.captured.items()}
+    assert has_head == {(2, False): False, (1, False): True}
+    assert (len(twins.graphs.made), twins.graphs.num_replayed) == (3, 3)
+    assert [record.message for record in caplog.records] == ["no graph of 2 rows that chooses, too"]
+
+
 class NoWaiting(TorchFunctionMode):
     """Refuses what waits for the value of a tensor. (`numpy` does not: a device's has none.)"""
 
@@ -277,7 +297,7 @@ def test_nothing_waits_for_the_device_in_a_pass_and_one_copy_goes_there(
 
 
 def test_the_fake_replays_numbers_as_they_were_and_tensors_as_they_are() -> None:
-    number, tensor, graph = [2.0], torch.ones(3, device="cpu"), FakeGraph()
+    number, tensor, graph = [2.0], torch.ones(3, device="cpu"), fake_graphs()()
     out = graph.capture(lambda: tensor * number[0] + 1)
     assert out.isnan().all()
     tensor.fill_(5.0)
@@ -285,4 +305,18 @@ def test_the_fake_replays_numbers_as_they_were_and_tensors_as_they_are() -> None
     graph.replay()
     assert out.tolist() == [11.0, 11.0, 11.0]
     with pytest.raises(RuntimeError, match="reads the device"):
-        FakeGraph().capture(lambda: tensor * tensor[0].item())
+        fake_graphs()().capture(lambda: tensor * tensor[0].item())
+
+
+def test_what_fakes_of_one_factory_leave_holds_until_any_of_them_is_replayed() -> None:
+    tensor, make = torch.ones(3, device="cpu"), fake_graphs()
+    graphs = [make(), make(), fake_graphs()()]
+    sums = [graph.capture(lambda: (tensor + 1, torch.empty_like(tensor))) for graph in graphs]
+    seen = []
+    for graph, (_, unwritten) in zip(graphs, sums, strict=True):
+        for _ in range(2):
+            graph.replay()
+            assert unwritten.isnan().all()
+            unwritten.fill_(7.0)
+        seen.append([bool(total.isfinite().all()) for total, _ in sums])
+    assert seen == [[True, False, False], [False, True, False], [False, True, True]]

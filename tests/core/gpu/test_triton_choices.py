@@ -186,7 +186,7 @@ def test_graphs_of_more_rows_choose_nothing(twins: Twins, monkeypatch: pytest.Mo
 def test_a_number_of_draws_that_is_not_that_of_the_logits_is_refused(twins: Twins) -> None:
     decoder, pool = twins.runners[0].decoder, twins.runners[0].pool
     batch = decoder.batch([Segment([1], 0, array("q", [0]), 1)], page_size=PAGE_SIZE)
-    batch.draws = Draws([row_of(), row_of()])
+    batch.draws = Draws([row_of()], [2])
     with pytest.raises(ValueError, match="1 rows of logits for 2 tokens to draw"):
         decoder.hidden_states(batch, pool)
 
@@ -259,7 +259,7 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twi
 def test_nothing_is_chosen_where_there_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies there is neither read nor written: it would be outside the logits."""
     rows, logits = [row_of(1, top_k=3), row_of(2), row_of(3, top_p=0.5)], logits_of(3, 40)
-    controls = ControlDesk().write_plain(rows, 40, 1.0)
+    controls = ControlDesk().write_plain(Draws(rows, [1, 1, 1]), 40)
     assert controls is not None
     columns = torch.from_numpy(controls.columns).to(logits.device)
     cuts, hashes = torch.tensor([0, -1, 2, -1]), vocabulary_hashes(40, logits.device)
@@ -284,7 +284,8 @@ def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
     told = [(to["controls"].reshape(-1, NUM_COLUMNS)[:, ROW].tolist(), to["cuts"].tolist())]
     desk, rows = ControlDesk(), [row_of(1), row_of(2, top_k=3), row_of(3, top_k=3)]
     for count in (3, 2, 0):
-        fill_controls(to, desk.write_plain(rows[:count], 40, 1.0) if count else None)
+        draws = Draws(rows[:count], [1] * count)
+        fill_controls(to, desk.write_plain(draws, 40) if count else None)
         columns = to["controls"].reshape(-1, NUM_COLUMNS)
         told.append((columns[:, ROW].tolist(), to["cuts"].tolist()))
     nobody = [-1] * 4
@@ -294,6 +295,28 @@ def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
         ([0, 1, -1, -1], [1, -1, -1, -1]),
         (nobody, nobody),
     ]
+
+
+def test_a_run_of_draws_is_told_as_its_places_would_be_one_by_one() -> None:
+    """With a tail before the first, as a draft model's have."""
+    first, second = row_of(1, top_k=3), replace(row_of(2, temperature=0.5, min_p=0.1), tail=[7, 8])
+    told = ControlDesk().write_plain(Draws([first, second], [1, 3], 0.7), 40)
+    tails = [(), (), (1,), (1, 2)]
+    rows = [
+        replace(row, tail=(*row.tail, *tail))
+        for row, tail in zip([first, second, second, second], tails, strict=True)
+    ]
+    expected = ControlDesk().write(list(enumerate(rows)), 40, 0.7)
+    assert told is not None
+    assert told.columns.tolist() == expected.columns.tolist()
+    assert told.cuts.tolist() == expected.cuts.tolist() == [0]
+
+
+@pytest.mark.parametrize("wish", [{"logit_bias": {3: 1.0}}, {"min_tokens": 99}])
+def test_nobody_behind_an_edited_row_is_looked_at_for_the_graph(wish: dict[str, Any]) -> None:
+    rows: Any = iter([row_of(1), row_of(2, **wish), row_of(3)])
+    assert ControlDesk().write_plain(Draws(rows, [1, 1, 1]), 40) is None
+    assert [row.sampling.seed for row in rows] == [row_of(3).sampling.seed]
 
 
 def test_a_constraint_is_asked_once_though_its_row_is_not_for_the_graph(twins: Twins) -> None:

@@ -21,6 +21,7 @@ from foretoken.core.verify import NOT_FINITE
 
 pytest.importorskip("triton")
 
+from fake_graph import Memory
 from fake_stream import FakeStream, StreamGraph
 from graphed import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
 
@@ -58,8 +59,10 @@ class Lab:
         self.restart()
 
     def _graphs(self) -> Any:
-        on_gpu = torch.get_default_device().type == "cuda"
-        return Graphs() if on_gpu else lambda: StreamGraph(self.stream)
+        if torch.get_default_device().type == "cuda":
+            return Graphs()
+        memory: Memory = []
+        return lambda: StreamGraph(self.stream, memory)
 
     def restart(self) -> None:
         """As it was before anything was computed."""

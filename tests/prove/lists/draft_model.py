@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "lm-draws-in-a-graph-without-tau",
         "draft/lm.py",
-        "batch.draws = Draws(asked, self.tau)",
-        "batch.draws = Draws(asked)",
+        "Draws(asked, [1] * len(asked), self.tau)",
+        "Draws(asked, [1] * len(asked))",
         (f"{CHOICES}::test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it",),
         "a draft is as sharp in a graph as out of it",
     ),

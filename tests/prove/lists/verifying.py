@@ -8,6 +8,7 @@ VERIFY = "tests/core/test_verify.py"
 REJECTION = "tests/core/test_rejection.py"
 NOISE = "tests/core/test_noise.py"
 CHOICES = "tests/core/gpu/test_triton_choices.py"
+GRAPHS = "tests/core/gpu/test_graphs.py"
 
 MUTATIONS = (
     Mutation(
@@ -161,18 +162,28 @@ MUTATIONS = (
     Mutation(
         "graph-chooses-for-edited-rows",
         "core/ops/triton/controls.py",
-        "return None if edited else Controls(",
-        "return Controls(",
+        "if wishes.is_edited or first < wishes.min_tokens:",
+        "if first < wishes.min_tokens:",
         (f"{CHOICES}::test_beside_an_edited_row_all_are_chosen_behind_the_graph",),
         "law 4: the same token in a graph and out of it",
     ),
     Mutation(
         "graph-forgets-the-draft-before-a-place",
-        "core/asked.py",
-        "tuple(row.draft[:depth])",
-        "()",
+        "core/ops/triton/controls.py",
+        "positions += range(first, first + count)",
+        "positions += [first] * count",
         (f"{CHOICES}::test_drafts_and_branches_are_followed_by_what_the_graph_chose",),
         "I6: noise is keyed by the position on the path",
+    ),
+    Mutation(
+        "graph-gives-up-with-its-head",
+        "core/ops/triton/step.py",
+        'logger.warning("no graph of %d rows that chooses, too", bucket, exc_info=True)',
+        "raise",
+        (
+            f"{GRAPHS}::test_a_graph_that_fails_with_a_head_is_captured_without_one_and_so_are_others",
+        ),
+        "memory that is lacking for logits costs no graph",
     ),
     Mutation(
         "graph-cuts-nobodys-row",
