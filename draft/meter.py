@@ -14,8 +14,8 @@ MAX_REST, MAX_REST_S = 128, 0.5  # steps, seconds: such a verdict holds no longe
 BRIEF_REST = 2  # steps that tell what plain decoding costs
 CUT_EVERY = 4  # rests, of which one may end early for who came
 RUN = 4  # steps that rest between two that ask whether there is a reason not to
-# Of the time that looks for a reason to end a rest may take, by their own clock: what they push
-# out of the caches costs the steps behind them several times as much (measured).
+# Of the time that looks for a reason to end a rest may take, by their own clock: two threads' time
+# to wake one, and what they push out of the caches, cost the steps more than that.
 PEEK_SHARE = 0.0005
 FIRST_PEEK = 6  # steps of a rest after drafts
 MAX_PATIENCE = 16  # times longer between them, where such reasons came to nothing
