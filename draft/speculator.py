@@ -70,7 +70,7 @@ class DraftSpeculator:
         # Of the one request that the last verdict for plain decoding was about, what the draft
         # model makes of its like; None: it was about several.
         self._alone: int | None = None
-        self._room = 0  # rows of a step for decoding and drafts, when they were last planned
+        self._room = 0  # rows of a step for decoding and drafts, the most that were offered
         for source in self._sources:
             calibration.register(source.name, source.priors)
         calibration.register(LM, LM_PRIORS)
@@ -86,7 +86,7 @@ class DraftSpeculator:
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
         self.meter.begin()
-        self._room = budget + len(requests)
+        self._room = max(self._room, budget + len(requests))
         depths = [self._depth(request) for request in requests]
         auto = [index for index, depth in enumerate(depths) if depth == "auto"]
         plans = [NOTHING] * len(requests)

@@ -375,6 +375,19 @@ def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
     assert asked < 15
 
 
+def candidates_of(bench: Bench) -> list[Candidates]:
+    """What its controller is asked from now on."""
+    seen: list[Candidates] = []
+    allocate = bench.speculator.controller.allocate
+
+    def watch(candidates: Candidates) -> Allocation:
+        seen.append(candidates)
+        return allocate(candidates)
+
+    bench.speculator.controller.allocate = watch  # type: ignore[method-assign]
+    return seen
+
+
 def rested_steps(bench: Bench, said: Sequence[int]) -> int:
     """Steps of a long rest, while a request says so, until deciding is worth it again."""
     meter = bench.speculator.meter
@@ -509,25 +522,15 @@ def test_a_few_steps_rest_at_once_but_for_who_is_to_be_looked_at_or_read() -> No
 
 def test_a_verdict_is_made_again_by_the_rows_that_there_are_now() -> None:
     bench = Bench()
-    bench.tell(TEXT[:6], TEXT[6:])
     others = resting(bench, 4)
+    bench.speculator._room = 0
     bench.speculator.plan(others, [0] * 4, budget=0, num_prefill=0)  # no room beside them
-    for other in others:
+    for other in others[1:]:
         bench.speculator.leave(other)
-    (request,) = resting(bench, 1)
-    bench.speculator.plan([request], [20], budget=31, num_prefill=0)
-    bench.speculator._room = 4  # as it was when they were planned
-    seen: list[int] = []
-    allocate = bench.speculator.controller.allocate
-
-    def watch(candidates: Candidates) -> Allocation:
-        seen.append(candidates.budget)
-        return allocate(candidates)
-
-    bench.speculator.controller.allocate = watch  # type: ignore[method-assign]
+    seen = candidates_of(bench)
     bench.speculator.meter.rest()
-    assert all(go_on(bench, [request], [10_000 + each]) for each in range(MAX_REST))
-    assert seen == [3]
+    assert all(go_on(bench, others[:1], [10_000 + each]) for each in range(MAX_REST))
+    assert [candidates.budget for candidates in seen] == [3]
 
 
 def test_what_a_verdict_guessed_is_not_scored_against_what_comes_later() -> None:
@@ -582,14 +585,7 @@ def test_who_may_not_draft_counts_where_a_verdict_is_made_again() -> None:
     bench = Bench()
     silent = [bench.request(TEXT[::-1], depth=0) for _ in range(3)]
     requests = resting(bench, 1)
-    seen: list[Candidates] = []
-    allocate = bench.speculator.controller.allocate
-
-    def watch(candidates: Candidates) -> Allocation:
-        seen.append(candidates)
-        return allocate(candidates)
-
-    bench.speculator.controller.allocate = watch  # type: ignore[method-assign]
+    seen = candidates_of(bench)
     bench.speculator.leave(silent.pop())
     said = range(10_000, 10_000 + 2 * MAX_REST)
     assert all(go_on(bench, [*requests, *silent], [each] * 3) for each in said)
@@ -705,14 +701,7 @@ def test_requests_that_may_not_draft_count_in_what_a_step_takes() -> None:
     bench = Bench()
     auto = [bench.request(TEXT) for _ in range(2)]
     others = [bench.request(TEXT[::-1], depth=0) for _ in range(14)]
-    seen: list[Candidates] = []
-    allocate = bench.speculator.controller.allocate
-
-    def watch(candidates: Candidates) -> Allocation:
-        seen.append(candidates)
-        return allocate(candidates)
-
-    bench.speculator.controller.allocate = watch  # type: ignore[method-assign]
+    seen = candidates_of(bench)
     bench.plan(*auto, *others)
     (candidates,) = seen
     assert len(candidates.free) == 2
