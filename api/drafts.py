@@ -25,6 +25,7 @@ from ..draft.radix import RadixSource
 from ..draft.source import Source
 from ..draft.speculator import DraftSpeculator
 from ..draft.suffix import SuffixSource
+from .gguf_tokenizer import load_gguf_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": RadixSource,
@@ -47,7 +48,7 @@ class DraftSpec:
         return not self.sources and self.model is None
 
 
-def parse_draft(config: EngineConfig, *, builtin_draft: str | None) -> DraftSpec:
+def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     """Read ``draft``; "auto" is everything free, and the draft model that belongs to the target.
 
     Raises `InvalidRequest` for an empty name, a source named twice, or two draft models.
@@ -55,7 +56,7 @@ def parse_draft(config: EngineConfig, *, builtin_draft: str | None) -> DraftSpec
     if config.draft == "none" or config.speculation in ("off", 0):
         return DraftSpec()
     if config.draft == "auto":
-        return DraftSpec(AUTO, builtin_draft)
+        return DraftSpec(AUTO, None if own_draft is None else str(own_draft))
     names = [name.strip() for name in config.draft.split(",")]
     for name in names:
         if name in ("", "auto", "none") or names.count(name) > 1:
@@ -116,9 +117,17 @@ def measure_costs(
     costs.load(profile_step(target, draft))
 
 
-def check_compatible(folder: Path, draft: Decoder, target_folder: Path, target: Decoder) -> None:
+def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Decoder) -> None:
     """Raises `ModelLoadError` unless a draft model speaks the target's tokens."""
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
-        raise ModelLoadError(f"{folder}: a draft of {ours} tokens for a target of {theirs}")
-    check_same_tokens(folder, target_folder)
+        raise ModelLoadError(f"{path}: a draft of {ours} tokens for a target of {theirs}")
+    check_same_tokens(path, target_path, read=_tokenizer_json)
+
+
+def _tokenizer_json(path: Path) -> str | None:
+    """The text of a model's tokenizer.json; of a GGUF file, of the one that it implies."""
+    if path.suffix.lower() == ".gguf":
+        return str(load_gguf_tokenizer(path).backend_tokenizer.to_str())
+    file = path / "tokenizer.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else None

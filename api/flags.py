@@ -41,7 +41,8 @@ def add_model(parser: Parser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="folder in Hugging Face layout, or a hub id; nothing: the built-in pair",
+        help="folder in Hugging Face layout, GGUF file, hub id, smollm2 or builtin; default: "
+        "smollm2 where it is installed, else builtin",
     )
 
 

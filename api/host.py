@@ -85,7 +85,7 @@ class Host:
                 keep_freed_memory()  # from here: in a thread it would come too late for others
                 self._built = await asyncio.to_thread(_build, self._model, self.config)
             tokenizer = await asyncio.to_thread(
-                Tokenizer.load, self._built.folder, max_model_len=self._built.max_model_len
+                Tokenizer.load, self._built.path, max_model_len=self._built.max_model_len
             )
             await self._built.engine.start()
             built = self._built

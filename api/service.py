@@ -69,7 +69,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a model that is not here; a body without one means the one that is."""
         built = self.llm.built
-        if name is not None and name not in {self.model, built.name, built.folder.name}:
+        if name is not None and name not in {self.model, built.name, *built.aliases}:
             raise unknown_model(name)
 
     @property

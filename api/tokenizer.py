@@ -19,6 +19,7 @@ from ..core.errors import (
     PromptTooLong,
 )
 from .arrival import origin
+from .gguf_tokenizer import load_gguf_tokenizer
 from .template import (
     INLINE_CHARS,
     ChatTemplate,
@@ -70,16 +71,12 @@ class Tokenizer:
         self._word_ids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     @classmethod
-    def load(cls, folder: Path, *, max_model_len: int) -> Tokenizer:
-        """From a local folder; raises `ModelLoadError`."""
-        from transformers import AutoTokenizer
-
+    def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
+        """From a local folder or a GGUF file; raises `ModelLoadError`."""
         try:
-            hf = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # any file of the folder may be damaged in any way
-            raise ModelLoadError(f"{folder}: the tokenizer does not load: {error}") from error
+            hf = _load_hf(path)
+        except Exception as error:  # any of the files may be damaged in any way
+            raise ModelLoadError(f"{path}: the tokenizer does not load: {error}") from error
         return cls(hf, max_model_len=max_model_len)
 
     def close(self) -> None:
@@ -318,3 +315,11 @@ class Tokenizer:
     def _byte_values(self) -> dict[int, int]:
         names = {f"<0x{value:02X}>": value for value in range(256)}
         return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
+
+
+def _load_hf(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
+    if path.suffix.lower() == ".gguf":
+        return load_gguf_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

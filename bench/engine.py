@@ -20,7 +20,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ..api.build import BUILTIN, Built, build
+from ..api.build import Built, build
+from ..api.models import BUILTIN
 from ..core.config import EngineConfig
 from ..core.params import SamplingParams
 from ..core.request import Request, Usage
@@ -233,7 +234,9 @@ def _text(work: Workload, vocab_size: int) -> list[int]:
 
 
 def _builtin(args: argparse.Namespace) -> list[dict[str, object]]:
-    built = build(None, EngineConfig(device="cpu", threads=args.threads, speculation=args.depth))
+    built = build(
+        "builtin", EngineConfig(device="cpu", threads=args.threads, speculation=args.depth)
+    )
     work = Workload(args.requests, 512, 32, 96, args.concurrency)
     return _compare(BUILTIN / "target", built, work, args.repeats)
 

@@ -21,9 +21,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from ..api.build import BUILTIN
 from ..api.grammar import compile_grammar
 from ..api.matcher import Grammar, GrammarMatcher, Vocabulary
+from ..api.models import BUILTIN
 from ..api.tokenizer import Tokenizer
 from .schemas import Schema
 

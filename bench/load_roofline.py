@@ -31,12 +31,18 @@ class Roofline:
         return f"{text}; median user {users['p50'] / per_step / self.steps_per_s:.2g} of it"
 
 
-def measured_roofline(folder: Path, weight_bytes: int | None = None) -> Roofline | None:
+def measured_roofline(path: Path, weight_bytes: int | None = None) -> Roofline | None:
     """Of a checkpoint's files, or of so many bytes; None where there are none."""
     if weight_bytes is None:
-        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weight_bytes = file_bytes(path)
     if not weight_bytes:
         return None
     from .engine import read_bandwidth  # imports torch
 
     return Roofline(weight_bytes, read_bandwidth())
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes of a checkpoint's files: of a GGUF file, or of a folder's tensors."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)

@@ -126,7 +126,7 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
     (token_id,) = tokenizer.encode_word(WORD)
     built = SimpleNamespace(
         engine=NullEngine(clock, token_id),
-        folder=FOLDER,
+        path=FOLDER,
         name="null",
         vocab_size=len(tokenizer.vocab),
         max_model_len=4096,

@@ -231,9 +231,7 @@ def _cpu_per_token(figures: dict[str, object]) -> float | None:
 
 
 def _own_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--model", help="folder in Hugging Face layout, or a hub id; nothing: the built-in pair"
-    )
+    parser.add_argument("--model", help="as `foretoken serve MODEL`")
     add_engine_flags(parser)
     group = parser.add_argument_group("comparison")
     group.add_argument("--compare", action="store_true", help="without and with speculation")
@@ -244,7 +242,7 @@ async def _main(runs: Sequence[argparse.Namespace]) -> None:
     from ..api.sdk import AsyncLLM
 
     async with AsyncLLM(runs[0].model, **engine_options(runs[0])) as llm:
-        roofline = measured_roofline(llm.built.folder, weight_bytes(llm))
+        roofline = measured_roofline(llm.built.path, weight_bytes(llm))
         corpus = await id_corpus(llm.tokenizer.encode, llm.built.vocab_size, runs[0].seed)
         bench = Bench(llm, corpus, roofline)
         for args in runs:

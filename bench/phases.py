@@ -21,8 +21,9 @@ from typing import Any
 
 import msgspec
 
-from ..api.build import BUILTIN, Built, build, find_folder
+from ..api.build import Built, build
 from ..api.flags import Parser, add_engine_flags, engine_options
+from ..api.models import find_model
 from ..core.config import EngineConfig
 from ..core.errors import ForetokenError, InvalidRequest
 from ..core.model.config import DecoderConfig, read_config
@@ -111,13 +112,13 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
         raise InvalidRequest("device: phases are measured on the CPU", param="device")
     with _model(args.model) as (model, more):
         options |= more
-        if model is not None:
+        if model != "builtin":  # which has a draft model of its own
             options.setdefault("draft", ORACLE)
-        folder = BUILTIN / "target" if model is None else find_folder(model)
         config = EngineConfig(**options)  # wrong options are told before files are read
         if config.kv_tokens is None and config.kv_memory is None:
-            options["kv_tokens"] = _kv_tokens(read_config(folder), sizes, config)
-        built = build(None if model is None else folder, EngineConfig(**options))
+            path = find_model(model).path
+            options["kv_tokens"] = _kv_tokens(read_config(path), sizes, config)
+        built = build(model, EngineConfig(**options))
         return asyncio.run(_run(built, sizes, options, args.model or built.name))
 
 
@@ -163,7 +164,7 @@ async def _run(built: Built, sizes: Sizes, options: dict[str, Any], name: str) -
         raise ForetokenError("phases are measured on a real model")
     meter = Meter(runner.decoder, options["threads"])
     needed = max(sizes.max_len, 64 * BATCHES[-1], sizes.depth_prompts * sizes.depth_prompt_len)
-    text, kind = prompt_text(built.folder, built.vocab_size, needed)
+    text, kind = prompt_text(built.path, built.vocab_size, needed)
     meter.measure()
     runner.pool.data.zero_()  # or the system would map its pages while prompts are timed
     draft = options.get("draft", "auto")

@@ -184,7 +184,7 @@ def _profiled(functions: bool) -> Iterator[None]:
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
 
-async def _run(args: argparse.Namespace, model: Path | None) -> list[dict[str, object]]:
+async def _run(args: argparse.Namespace, model: str) -> list[dict[str, object]]:
     options: dict[str, Any] = {"speculation": args.speculation, "max_running": 256}
     if args.threads:
         options["threads"] = args.threads
@@ -224,15 +224,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _with_model(
-    args: argparse.Namespace, run: Callable[[Path | None], list[dict[str, object]]]
+    args: argparse.Namespace, run: Callable[[str], list[dict[str, object]]]
 ) -> list[dict[str, object]]:
-    if args.model == "builtin":
-        return run(None)
     if args.model != "random-0.6b":
-        return run(Path(args.model))
+        return run(args.model)
     with tempfile.TemporaryDirectory() as name:
         write_pair(Path(name), qwen3_06b(), torch.bfloat16, eps=0.06)
-        return run(Path(name) / "target")
+        return run(str(Path(name) / "target"))
 
 
 if __name__ == "__main__":

@@ -174,14 +174,13 @@ def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline 
     if "--quantize" in server_args:
         return None  # its bytes are not those of the files
     if args.model is not None:
-        folder = Path(args.model)
         is_here = args.url is None or Http(args.url).host in LOCAL_HOSTS
-        return measured_roofline(folder) if folder.is_dir() and is_here else None
+        return measured_roofline(Path(args.model)) if is_here else None
     if args.url is not None:
         return None
-    from ..api.build import BUILTIN
+    from ..api.models import find_model
 
-    return measured_roofline(BUILTIN / "target")
+    return measured_roofline(find_model().path)
 
 
 if __name__ == "__main__":

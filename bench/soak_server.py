@@ -83,7 +83,15 @@ class Server:
         await self._end_of_output()  # of the one before: what it still said is not ours
         self._told = asyncio.Event()
         self._process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "foretoken.api.cli", "serve", *self._args, *self._where()],
+            *[
+                sys.executable,
+                "-m",
+                "foretoken.api.cli",
+                "serve",
+                "builtin",
+                *self._args,
+                *self._where(),
+            ],
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

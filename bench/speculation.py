@@ -20,7 +20,8 @@ from typing import Protocol
 
 import torch
 
-from ..api.build import BUILTIN, Built, build
+from ..api.build import Built, build
+from ..api.models import find_model
 from ..core.config import EngineConfig
 from ..core.params import SamplingParams
 from ..core.request import Request
@@ -36,6 +37,7 @@ from ..draft.speculator import DraftSpeculator
 from ..draft.suffix import SuffixSource
 from ..radix_cache import RadixTree
 from .engine import read_bandwidth
+from .load_roofline import file_bytes
 from .replay import ReplayRunner
 from .report import command, machine, table, write_json
 from .speculation_load import Load, adversarial, compare
@@ -297,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(prog="foretoken bench speculation", description=__doc__)
     parser.add_argument("--part", choices=["all", "sources", "engine", "rest"], default="all")
-    parser.add_argument("--model", type=Path, help="a checkpoint, in place of the built-in pair")
+    parser.add_argument("--model", default="builtin", help="as `foretoken serve MODEL`")
     parser.add_argument("--draft", help="as `foretoken serve --draft`")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--depths", type=int, nargs="*", default=[], help="fixed depths beside")
@@ -311,8 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     report: dict[str, object] = {"command": command(), "machine": machine()}
     bandwidth = read_bandwidth()
-    folder = args.model or BUILTIN / "target"
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    num_bytes = file_bytes(find_model(args.model).path)
     report["read_gb_per_s"] = bandwidth / 1e9
     # Weights read once a token: what no plain decoding of one request can exceed.
     report["roofline_tok_per_s_batch_1"] = bandwidth / num_bytes

@@ -46,7 +46,9 @@ async def _generate(
     speculation: str, params: Sequence[SamplingParams], concurrency: int, threads: int
 ) -> tuple[list[Completion], float]:
     """All answers, and the seconds that they took."""
-    async with AsyncLLM(speculation=speculation, max_running=concurrency, threads=threads) as llm:
+    async with AsyncLLM(
+        "builtin", speculation=speculation, max_running=concurrency, threads=threads
+    ) as llm:
         await llm.generate("x", SamplingParams(regex="x"))  # reads the vocabulary
         limit = asyncio.Semaphore(concurrency)
 

@@ -1,37 +1,92 @@
-"""Weights as int8 or int4 with scales, symmetric, rounded to nearest."""
+"""Weights as small integers with scales: our own rounding, and what quantised files hold."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 Quantize: TypeAlias = Literal["none", "int8", "int4"]
+WeightKind: TypeAlias = Literal["int8", "int4", "int8_group", "int4_min"]
 
-INT4_GROUP = 32  # neighbours along in_features that share a scale
+GROUP = 32  # neighbours along in_features that share a scale
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[out, in]`` to int8 ``[out, in]`` and float32 scales ``[out]``, one per output channel."""
-    wide = weight.float()
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight ``[out_features, in_features]`` of integers and scales, whose value is
+    ``values * scale``, plus ``minimum`` where there is one.
+
+    ==============  ================  ================================  ======================
+    kind            values            scale, minimum                    who makes it
+    ==============  ================  ================================  ======================
+    ``int8``        int8 -127..127    float32 ``[out]``                 ``quantize``
+    ``int4``        int8 -8..7        float16 ``[out, in / 32]``        ``quantize``
+    ``int4_min``    int8 0..15        float16 both, ``[out, in / 32]``  GGUF Q4_0, Q4_1
+    ``int8_group``  int8 -128..127    float16 ``[out, in / 32]``        GGUF Q8_0
+    ==============  ================  ================================  ======================
+
+    The native kernels round activations to int8 for the first two, to 16 bits for the others.
+    ``in_features`` of an ``int4`` weight's values is padded to whole groups.
+    """
+
+    kind: WeightKind
+    values: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """The values as float32 ``[out_features, padded in_features]``: one product, one sum."""
+        if self.kind == "int8":
+            return self.values.float() * self.scale.unsqueeze(1)
+        groups = self.values.float().view(len(self.values), -1, GROUP)
+        wide = groups.mul_(self.scale.float().unsqueeze(2))
+        if self.minimum is not None:
+            wide += self.minimum.float().unsqueeze(2)
+        return wide.view(len(self.values), -1)
+
+    def rows(self, order: Tensor) -> QuantizedWeight:
+        """Its rows ``order`` [num_rows], in that order."""
+        minimum = None if self.minimum is None else self.minimum[order]
+        return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum)
+
+
+def stack(weights: list[QuantizedWeight]) -> QuantizedWeight | None:
+    """Rows of several weights of one kind, one below the other; None where kinds differ."""
+    kinds = {each.kind for each in weights}
+    if len(kinds) > 1:
+        return None
+    minima = [each.minimum for each in weights if each.minimum is not None]
+    return QuantizedWeight(
+        kinds.pop(),
+        torch.cat([each.values for each in weights]),
+        torch.cat([each.scale for each in weights]),
+        torch.cat(minima) if minima else None,
+    )
+
+
+def quantize_weight(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedWeight:
+    """Round ``[out_features, in_features]`` to the nearest of int8 by row or int4 by group."""
+    return _to_int8(weight.float()) if kind == "int8" else _to_int4(weight.float())
+
+
+def _to_int8(wide: Tensor) -> QuantizedWeight:
     scale = wide.abs().amax(dim=1) / 127
     values = (wide / _nonzero(scale).unsqueeze(1)).round_()
-    return values.to(torch.int8), scale
+    return QuantizedWeight("int8", values.to(torch.int8), scale)
 
 
-def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[out, in]`` to int8 of -8 to 7, ``in`` padded to groups, and float16 ``[out, groups]``.
-
-    The value furthest from zero becomes -8, whatever its sign, so that all 16 levels are used.
-    """
-    out_features, in_features = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -in_features % INT4_GROUP))
-    groups = padded.view(out_features, -1, INT4_GROUP)
+def _to_int4(wide: Tensor) -> QuantizedWeight:
+    """The value furthest from zero becomes -8, whatever its sign: all 16 levels are used."""
+    out_features, in_features = wide.shape
+    padded = torch.nn.functional.pad(wide, (0, -in_features % GROUP))
+    groups = padded.view(out_features, -1, GROUP)
     furthest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
     scale = (furthest / -8).half()
     values = (groups / _nonzero(scale.float()).unsqueeze(2)).round_().clamp_(-8, 7)
-    return values.to(torch.int8).view(out_features, -1), scale
+    return QuantizedWeight("int4", values.to(torch.int8).view(out_features, -1), scale)
 
 
 def _nonzero(scale: Tensor) -> Tensor:

@@ -8,21 +8,24 @@ tokens that only one of the two knows; an ordinary token must be known to both.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..core.errors import ModelLoadError
 
 
-def check_same_tokens(draft: Path, target: Path) -> None:
-    """Compare the tokenizers in two models' folders; raises `ModelLoadError` naming the draft.
+def check_same_tokens(draft: Path, target: Path, *, read: Callable[[Path], str | None]) -> None:
+    """Compare the tokenizers of two models; raises `ModelLoadError` naming the draft.
 
-    Two models without any tokenizer are taken at their word.
+    ``read`` gives the text of a model's tokenizer.json, or None where it has none. Two models
+    without any tokenizer are taken at their word.
     """
-    files = [folder / "tokenizer.json" for folder in (draft, target)]
-    if not any(file.is_file() for file in files):
+    contents = {path: read(path) for path in (draft, target)}
+    if not any(contents.values()):
         return
-    (ours, our_special), (theirs, their_special) = (_texts(file) for file in files)
+    (ours, our_special), (theirs, their_special) = (
+        _texts(path, content) for path, content in contents.items()
+    )
     special = our_special | their_special
     for token_id in ours.keys() | theirs.keys():
         known_to_both = token_id in ours and token_id in theirs
@@ -34,16 +37,16 @@ def check_same_tokens(draft: Path, target: Path) -> None:
             raise ModelLoadError(f"{draft}: {message}")
 
 
-def _texts(file: Path) -> tuple[dict[int, str], set[int]]:
+def _texts(path: Path, text: str | None) -> tuple[dict[int, str], set[int]]:
     """The text of each id, and which ids were added to the model's own vocabulary."""
-    if not file.is_file():
-        raise ModelLoadError(f"{file.parent}: no tokenizer.json to compare draft and target by")
+    if text is None:
+        raise ModelLoadError(f"{path}: no tokenizer.json to compare draft and target by")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text)
         texts = _own_texts(content["model"]["vocab"])
         added = {int(token["id"]): token["content"] for token in content.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{file}: not a tokenizer that can be compared") from error
+        raise ModelLoadError(f"{path}: not a tokenizer that can be compared") from error
     return texts | added, set(added)
 
 

@@ -38,7 +38,7 @@ class Observed:
         self.observing = Observing(
             access_log=True, telemetry=Telemetry(provider, step_rate=step_rate)
         )
-        self.llm = AsyncLLM(max_model_len=256, kv_tokens=1024, page_size=16, threads=1)
+        self.llm = AsyncLLM("builtin", max_model_len=256, kv_tokens=1024, page_size=16, threads=1)
         self.do(self.llm.start())
         self._serving = self.observing.serving(self.llm, MODEL)
         self.do(self._serving.__aenter__())

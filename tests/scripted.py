@@ -179,7 +179,7 @@ class ScriptedRunner(ModelRunner):
 def build_scripted(model: str | os.PathLike[str] | None, config: Any) -> builder.Built:
     """`build`, with a scripted model in the engine."""
     built = _build(model, config)
-    built.engine.runner = ScriptedRunner.over(built.engine.runner, Tokens(built.folder))
+    built.engine.runner = ScriptedRunner.over(built.engine.runner, Tokens(built.path))
     return built
 
 
@@ -187,4 +187,4 @@ _build = builder.build
 
 if __name__ == "__main__":
     builder.build = build_scripted
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    sys.exit(main(["serve", "builtin", *sys.argv[1:]]))

@@ -29,9 +29,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(args: Sequence[str] = (), *, command: Sequence[str] | None = None) -> Iterator[Server]:
+def running(
+    args: Sequence[str] = (), *, model: str = "builtin", command: Sequence[str] | None = None
+) -> Iterator[Server]:
     """Start a server, wait until it says that it is ready, end it in any case."""
-    command = command or [sys.executable, "-m", "foretoken.api.cli", "serve", "--port", "0", *args]
+    serve = [sys.executable, "-m", "foretoken.api.cli", "serve", model, "--port", "0"]
+    command = command or [*serve, *args]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

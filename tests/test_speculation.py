@@ -15,7 +15,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=40)
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[dict[str, Completion]]:
-    with LLM(speculation="off") as llm:
+    with LLM("builtin", speculation="off") as llm:
         yield {"greedy": llm.generate(PROMPT, GREEDY), "sampled": llm.generate(PROMPT, SAMPLED)}
 
 
@@ -25,7 +25,7 @@ def params(base: SamplingParams, **changes: object) -> SamplingParams:
 
 
 def test_off_proposes_nothing_whatever_the_request_says(plain: dict[str, Completion]) -> None:
-    with LLM(speculation="off") as llm:
+    with LLM("builtin", speculation="off") as llm:
         said = llm.generate(PROMPT, params(GREEDY, speculation=8))
     assert said.token_ids == plain["greedy"].token_ids
     assert (said.usage.proposed_tokens, said.usage.verify_steps) == (0, 40)
@@ -36,7 +36,7 @@ def test_the_controller_changes_no_token_and_a_retry_takes_few_steps(
     plain: dict[str, Completion], kind: str
 ) -> None:
     asked = GREEDY if kind == "greedy" else SAMPLED
-    with LLM() as llm:
+    with LLM("builtin") as llm:
         first, again = llm.generate(PROMPT, asked), llm.generate(PROMPT, asked)
     assert first.token_ids == again.token_ids == plain[kind].token_ids
     assert again.usage.verify_steps < 20
@@ -47,7 +47,7 @@ def test_the_controller_changes_no_token_and_a_retry_takes_few_steps(
 
 
 def test_another_salt_gets_no_draft_from_the_tree(plain: dict[str, Completion]) -> None:
-    with LLM(draft="radix", speculation=8) as llm:
+    with LLM("builtin", draft="radix", speculation=8) as llm:
         llm.generate(PROMPT, params(GREEDY, cache_salt="a"))
         other = llm.generate(PROMPT, params(GREEDY, cache_salt="b"))
         same = llm.generate(PROMPT, params(GREEDY, cache_salt="a"))
@@ -57,7 +57,7 @@ def test_another_salt_gets_no_draft_from_the_tree(plain: dict[str, Completion]) 
 
 
 def test_an_oracle_is_labelled_as_one(plain: dict[str, Completion]) -> None:
-    with LLM(draft="oracle:0.9", speculation=8) as llm:
+    with LLM("builtin", draft="oracle:0.9", speculation=8) as llm:
         llm.generate(PROMPT, GREEDY)
         replayed = llm.generate(PROMPT, GREEDY)
     assert replayed.token_ids == plain["greedy"].token_ids
@@ -67,7 +67,7 @@ def test_an_oracle_is_labelled_as_one(plain: dict[str, Completion]) -> None:
 
 def test_a_prediction_is_drafted_and_counted(plain: dict[str, Completion]) -> None:
     known = plain["greedy"].text
-    with LLM(draft="ngram", speculation=8) as llm:
+    with LLM("builtin", draft="ngram", speculation=8) as llm:
         said = llm.generate(PROMPT, params(GREEDY, prediction=known))
         wrong = llm.generate(PROMPT, params(GREEDY, prediction="nothing of the kind " * 9))
     assert said.token_ids == wrong.token_ids == plain["greedy"].token_ids
@@ -79,9 +79,9 @@ def test_rejection_sampling_takes_a_fixed_depth_and_is_greedy_where_the_target_i
     plain: dict[str, Completion],
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        LLM(verify="rejection")
+        LLM("builtin", verify="rejection")
     assert refused.value.param == "verify"
-    with LLM(verify="rejection", speculation=4) as llm:
+    with LLM("builtin", verify="rejection", speculation=4) as llm:
         greedy = llm.generate(PROMPT, params(GREEDY, speculation="auto"))
         sampled = llm.generate(PROMPT, SAMPLED)
     assert greedy.token_ids == plain["greedy"].token_ids
@@ -94,7 +94,7 @@ def test_the_prefix_hit_rate_is_that_of_plain_decoding(speculation: str | int) -
     prompts = [f"# shared header of every file\nimport os\n\ndef f{i}():\n" for i in range(6)]
     hits = {}
     for setting in ("off", speculation):
-        with LLM(speculation=setting, kv_tokens=512, page_size=4) as llm:
+        with LLM("builtin", speculation=setting, kv_tokens=512, page_size=4) as llm:
             said = [llm.generate(prompt, GREEDY) for prompt in prompts * 2]
         hits[setting] = [each.usage.cached_tokens for each in said]
     assert hits[speculation] == hits["off"]
@@ -105,6 +105,6 @@ def test_the_prefix_hit_rate_is_that_of_plain_decoding(speculation: str | int) -
     "draft", ["radix,auto", "radix,radix", "radix,,suffix", "oracle:x", "oracle:2"]
 )
 def test_a_bad_draft_is_refused_by_name(draft: str) -> None:
-    with pytest.raises(InvalidRequest) as refused, LLM(draft=draft) as llm:
+    with pytest.raises(InvalidRequest) as refused, LLM("builtin", draft=draft) as llm:
         llm.generate(PROMPT, GREEDY)
     assert refused.value.param == "draft"

@@ -10,9 +10,9 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from foretoken import SamplingParams
-from foretoken.api.build import BUILTIN
 from foretoken.api.grammar import Grammars
 from foretoken.api.matcher import Grammar
+from foretoken.api.models import BUILTIN
 from foretoken.api.output.families import FAMILIES
 from foretoken.api.output.syntax import Syntax
 from foretoken.api.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...api.build import BUILTIN
+from ...api.models import BUILTIN
 from ...core.warm_up import warm_up
 from .bed import PAGE_SIZE, fill
 from .shapes import LLAMA, QWEN, SMALL

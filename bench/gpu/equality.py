@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.build import BUILTIN
+from ...api.models import BUILTIN
 from ...core.batch import Segment
 from ...core.model import Decoder
 from ..phases_data import Depth

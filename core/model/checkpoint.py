@@ -1,168 +1,100 @@
-"""Checkpoint: the safetensors files of a folder, checked from their headers before any is read.
-
-Format: https://huggingface.co/docs/safetensors - eight bytes of header length, a JSON header,
-then the tensors' bytes.
-"""
+"""A checkpoint: a config and tensors by name, whatever the format of its files."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from .fields import read_json
+from ..quantize import QuantizedWeight
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+if TYPE_CHECKING:
+    from .config import DecoderConfig
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _NAMES_SHOWN = 4  # in an error
+GGUF = ".gguf"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where a tensor lies and what it is."""
+class Checkpoint(Protocol):
+    """Tensors by the names of transformers, each read when it is asked for."""
 
-    file: Path
-    dtype: str  # F32, F16 or BF16
-    shape: tuple[int, ...]
-
-
-class Checkpoint:
-    """Tensors by name. Raises `ModelLoadError` for files that are missing or damaged."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.entries: dict[str, TensorEntry] = {}
-        self._open: dict[Path, Any] = {}  # safe_open handles, memory-mapped
-        for file, names in _files(folder).items():
-            self._add(file, names)
+    where: Path
+    config: DecoderConfig
 
     @property
-    def num_bytes(self) -> int:
-        """Size of all tensors in bytes."""
-        return sum(_num_bytes(e.dtype, e.shape) for e in self.entries.values())
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor in the files."""
 
-    def check(
-        self, expected: Mapping[str, tuple[int, ...]], *, ignored: Collection[str] = ()
-    ) -> None:
-        """Compare names and shapes with what a decoder needs."""
-        found = {n for n in self.entries if n not in ignored and not _is_derived(n)}
-        self._refuse("lacks", sorted(set(expected) - set(found)))
-        self._refuse("has unexpected", sorted(found - set(expected)))
-        for name, shape in expected.items():
-            actual = self.entries[name].shape
-            if actual != shape:
-                raise ModelLoadError(
-                    f"{self.folder}: {name} has shape {list(actual)}, but config.json "
-                    f"implies {list(shape)}"
-                )
+    @property
+    def stored_dtype(self) -> str:
+        """Of the matrices: float32, bfloat16 or float16; of quantised ones, what they suit."""
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in its own dtype."""
-        file = self.entries[name].file
-        try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._open[file].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise ModelLoadError(f"{file} cannot be read: {error}") from error
-        return tensor
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """One tensor, on the CPU, as it is stored. Raises `ModelLoadError`."""
 
-    def _refuse(self, verb: str, names: list[str]) -> None:
-        if not names:
-            return
-        shown = ", ".join(names[:_NAMES_SHOWN])
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        raise ModelLoadError(f"{self.folder} {verb} tensors: {shown}{more}")
 
-    def _add(self, file: Path, names: Collection[str] | None) -> None:
-        entries = _read_header(file)
-        absent = sorted(set(names or ()) - set(entries))
-        if absent:
-            raise ModelLoadError(f"{file} lacks {absent[0]}, which {INDEX_FILE} places there")
-        self.entries |= {n: e for n, e in entries.items() if names is None or n in names}
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint in a folder in Hugging Face layout, in a GGUF file, or in a folder with one.
+
+    Reads headers alone. Raises `ModelLoadError` for files that are missing, damaged or not
+    supported.
+    """
+    file = gguf_file(Path(path))
+    if file is not None:
+        from .formats.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(file)
+    from .formats.safetensors import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(Path(path))
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path names, or None where it names something else.
+
+    Raises `ModelLoadError` for a folder with several of them and no config.json.
+    """
+    if path.suffix.lower() == GGUF:
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(each for each in path.iterdir() if each.suffix.lower() == GGUF)
+    if len(files) > 1:
+        names = ", ".join(each.name for each in files[:_NAMES_SHOWN])
+        raise ModelLoadError(f"{path} holds several GGUF files ({names}): name one of them")
+    return files[0] if files else None
+
+
+def check_tensors(
+    checkpoint: Checkpoint,
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: Collection[str] = (),
+) -> None:
+    """Compare names and shapes with what a decoder needs. Raises `ModelLoadError`."""
+    found = {name for name in checkpoint.shapes if name not in ignored and not _is_derived(name)}
+    _refuse(checkpoint, "lacks", sorted(set(expected) - found))
+    _refuse(checkpoint, "has unexpected", sorted(found - set(expected)))
+    for name, shape in expected.items():
+        actual = checkpoint.shapes[name]
+        if actual != shape:
+            raise ModelLoadError(
+                f"{checkpoint.where}: {name} has shape {list(actual)}, but its config "
+                f"implies {list(shape)}"
+            )
+
+
+def _refuse(checkpoint: Checkpoint, verb: str, names: list[str]) -> None:
+    if not names:
+        return
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    raise ModelLoadError(f"{checkpoint.where} {verb} tensors: {shown}{more}")
 
 
 def _is_derived(name: str) -> bool:
     """Old checkpoints store RoPE's frequencies, which follow from the config."""
     return name.endswith(".rotary_emb.inv_freq")
-
-
-def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Files of a checkpoint and the tensors that the index places in each; None: all of them."""
-    if (folder / INDEX_FILE).exists():
-        return _indexed_files(folder)
-    if (folder / SINGLE_FILE).exists():
-        return {folder / SINGLE_FILE: None}
-    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
-    if pickles:
-        raise ModelLoadError(
-            f"{folder} holds {pickles[0].name}, a pickle that could run any code; "
-            "only safetensors are loaded"
-        )
-    raise ModelLoadError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
-
-
-def _indexed_files(folder: Path) -> dict[Path, set[str] | None]:
-    index = read_json(folder / INDEX_FILE).get("weight_map")
-    is_map = isinstance(index, dict) and all(isinstance(f, str) for f in index.values())
-    if not is_map or not index:
-        raise ModelLoadError(f"{folder / INDEX_FILE}: weight_map must name a file for each tensor")
-    files: dict[Path, set[str] | None] = {}
-    for name, file_name in index.items():
-        if Path(file_name).name != file_name:
-            raise ModelLoadError(f"{folder / INDEX_FILE}: {file_name!r} is not a plain file name")
-        names = files.setdefault(folder / file_name, set())
-        assert names is not None  # every file of an index has its own list
-        names.add(name)
-    return files
-
-
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """Entries of one file; offsets are checked against its size, so a cut download shows."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise ModelLoadError(f"{file} is damaged: its header does not fit the file")
-            header = json.loads(stream.read(length))
-    except FileNotFoundError:
-        raise ModelLoadError(f"{file.parent} has no {file.name}") from None
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} is damaged: {error}") from error
-    if not isinstance(header, dict):
-        raise ModelLoadError(f"{file} is damaged: its header is no JSON object")
-    space = size - 8 - length
-    return {
-        name: _entry(file, name, value, space)
-        for name, value in header.items()
-        if name != "__metadata__"
-    }
-
-
-def _entry(file: Path, name: str, value: Any, space: int) -> TensorEntry:  # noqa: ANN401 - JSON
-    try:
-        dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
-        start, stop = (int(n) for n in value["data_offsets"])
-    except (KeyError, TypeError, ValueError):
-        raise ModelLoadError(f"{file} is damaged: the header of {name} is incomplete") from None
-    if dtype not in _ITEM_BYTES:
-        supported = ", ".join(_ITEM_BYTES)
-        raise ModelLoadError(f"{file}: {name} has dtype {dtype}; only {supported} are supported")
-    if stop - start != _num_bytes(dtype, shape) or not 0 <= start <= stop <= space:
-        raise ModelLoadError(f"{file} is damaged: the bytes of {name} do not lie within the file")
-    return TensorEntry(file, dtype, shape)
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return _ITEM_BYTES[dtype] * math.prod(shape)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from ..errors import ModelLoadError
+from .checkpoint import gguf_file
 from .fields import Fields, read_json
 from .rope import RopeSpec, parse_rope
 
@@ -49,8 +50,17 @@ class DecoderConfig:
 
 
 def read_config(path: str | Path) -> DecoderConfig:
-    """The config of a checkpoint folder. Raises `ModelLoadError` for what is not supported."""
-    folder = Path(path)
+    """The config of a checkpoint. Raises `ModelLoadError` for what is not supported."""
+    file = gguf_file(Path(path))
+    if file is None:
+        return read_folder_config(Path(path))
+    from .formats.gguf import GgufCheckpoint
+
+    return GgufCheckpoint(file).config
+
+
+def read_folder_config(folder: Path) -> DecoderConfig:
+    """The config of a folder in Hugging Face layout."""
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
     config = parse_config(Fields(read_json(folder / "config.json"), str(folder / "config.json")))

@@ -17,16 +17,17 @@ from ..ops import Backend, Quantize, choose_ops
 from ..ops.base import Exactness, HeadNorm, Ops, PackedLinear
 from ..ops.device import choose_device
 from ..ops.weights import DecoderWeights, LayerWeights
-from .checkpoint import Checkpoint
+from ..quantize import QuantizedWeight, stack
+from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import DecoderConfig, read_config
 from .decoder import Decoder, head_layout
 from .shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, tensor_shapes
 
 LoadFormat: TypeAlias = Literal["auto", "random"]
-_Read: TypeAlias = Callable[[str], Tensor]
+_Weight: TypeAlias = Tensor | QuantizedWeight
+_Read: TypeAlias = Callable[[str], _Weight]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 # Random weights of standard deviation 0.02 collapse to one repeated token; these factors keep
 # attention from averaging everything and let the layers outweigh the embedding.
@@ -45,43 +46,41 @@ def load_decoder(
     quantize: Quantize = "none",
     kv_dtype: KvDtype = "auto",
 ) -> Decoder:
-    """A decoder from a folder in Hugging Face layout.
+    """A decoder from a folder in Hugging Face layout or a GGUF file.
 
-    ``dtype="auto"`` keeps the checkpoint's, but computes float16 in float32 on the CPU, which
-    holds every float16 value. ``load_format="random"`` needs config.json only and draws seeded
-    weights of the real shapes; on a GPU, where they are drawn there, others than on the CPU.
-    ``quantize`` packs every matrix of the layers and the output as int8 or int4, for the backends
-    that compute so; ``kv_dtype`` is that of the pools to come. Raises `ModelLoadError` before
-    memory is spent on weights.
+    ``dtype="auto"`` keeps the checkpoint's: weights that are stored quantised stay so where the
+    backend has kernels for them (activations are bfloat16), and float16 is computed in float32 on
+    the CPU, which holds every float16 value. Any other dtype holds all weights in that dtype.
+    ``load_format="random"`` needs the config only and draws seeded weights of the real shapes; on
+    a GPU, where they are drawn there, others than on the CPU. ``quantize`` packs every matrix of
+    the layers and the output as int8 or int4, for the backends that compute so; ``kv_dtype`` is
+    that of the pools to come. Raises `ModelLoadError` before memory is spent on weights.
     """
-    config = read_config(path)
     device = choose_device(device)
-    checkpoint = None if load_format == "random" else _checkpoint(path, config)
-    stored = config.dtype if checkpoint is None else _stored_dtype(checkpoint)
+    checkpoint = None if load_format == "random" else _checkpoint(path)
+    config = read_config(path) if checkpoint is None else checkpoint.config
+    stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
     chosen = _choose_dtype(dtype, stored, device)
-    heads = head_layout(config)
     ops = choose_ops(
         device,
         exact=exact,
         backend=backend,
         dtype=chosen,
-        heads=heads,
+        heads=head_layout(config),
         quantize=quantize,
         kv_dtype=kv_dtype,
     )
     read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
-    return _assemble(config, read, ops, chosen, device)
+    keeps_packed = dtype == "auto" and quantize == "none"
+    return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
 
 
-def _checkpoint(path: str | Path, config: DecoderConfig) -> Checkpoint:
-    """The files of a folder, which hold what the config implies."""
-    checkpoint = Checkpoint(Path(path))
-    checkpoint.check(tensor_shapes(config), ignored=_ignored(config))
+def _checkpoint(path: str | Path) -> Checkpoint:
+    """The files of a checkpoint, which hold what the config implies."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    check_tensors(checkpoint, tensor_shapes(config), ignored=_ignored(config))
     return checkpoint
-
-
-def _stored_dtype(checkpoint: Checkpoint) -> str:
-    return _STORED[checkpoint.entries[EMBEDDING].dtype]
 
 
 def _ignored(config: DecoderConfig) -> tuple[str, ...]:
@@ -120,29 +119,6 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     return read
 
 
-def _assemble(
-    config: DecoderConfig, read: _Read, ops: Ops, dtype: torch.dtype, device: torch.device
-) -> Decoder:
-    """Read, cast and pack layer by layer, so that at most one layer exists twice."""
-
-    def cast(name: str) -> Tensor:
-        # The bytes as they are stored go to the device and are cast there: in one call the host
-        # would make a copy in the other dtype first.
-        return read(name).to(device).to(dtype)
-
-    builder = _Builder(config, cast, ops)
-    embedding = cast(EMBEDDING)
-    lm_head = embedding if config.tie_embeddings else cast(LM_HEAD)
-    weights = DecoderWeights(
-        embedding=embedding,
-        layers=tuple(builder.layer(i) for i in _progress(range(config.num_layers))),
-        final_norm=cast(FINAL_NORM),
-        lm_head=ops.pack_linear(lm_head),
-        norm_eps=config.norm_eps,
-    )
-    return Decoder(config, weights, ops)
-
-
 def _progress(layers: range) -> Iterable[int]:
     """A progress bar on a terminal, nothing in logs and pipes."""
     if not sys.stderr.isatty():
@@ -153,25 +129,54 @@ def _progress(layers: range) -> Iterable[int]:
     return bar
 
 
-class _Builder:
-    """Packs the tensors of one layer."""
+class _Assembly:
+    """Reads, casts and packs layer by layer, so that at most one layer exists twice.
 
-    def __init__(self, config: DecoderConfig, cast: _Read, ops: Ops) -> None:
-        self._config = config
-        self._cast = cast
-        self._ops = ops
+    ``keeps_packed``: quantised weights stay as they are stored where the ops have kernels for them.
+    """
 
-    def layer(self, index: int) -> LayerWeights:
-        """The weights of one layer."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        read: _Read,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keeps_packed: bool,
+    ) -> None:
+        self._config, self._read, self._ops = config, read, ops
+        self._dtype, self._device = dtype, device
+        self._kept = ops.stored_kinds if keeps_packed else frozenset()
+
+    def decoder(self) -> Decoder:
+        """The whole model."""
+        config = self._config
+        embedding = self._read(EMBEDDING)
+        table = self._cast(embedding)
+        is_tied = config.tie_embeddings
+        lm_head = embedding if is_tied else self._read(LM_HEAD)
+        if not self._keeps(lm_head):
+            lm_head = table if is_tied else self._cast(lm_head)
+        weights = DecoderWeights(
+            embedding=table,
+            layers=tuple(self._layer(i) for i in _progress(range(config.num_layers))),
+            final_norm=self._vector(FINAL_NORM),
+            lm_head=self._ops.pack_linear(lm_head),
+            norm_eps=config.norm_eps,
+        )
+        return Decoder(config, weights, self._ops)
+
+    def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, layer_prefix(index)
         qkv = [f"{prefix}self_attn.{n}_proj" for n in "qkv"]
         gate_up = [f"{prefix}mlp.{n}_proj" for n in ("gate", "up")]
         return LayerWeights(
-            input_norm=self._cast(f"{prefix}input_layernorm.weight"),
+            input_norm=self._vector(f"{prefix}input_layernorm.weight"),
             qkv=self._linear(qkv, bias=config.qkv_bias),
             head_norm=self._head_norm(prefix) if config.qk_norm else None,
             o=self._linear([f"{prefix}self_attn.o_proj"], bias=config.o_bias),
-            post_norm=self._cast(f"{prefix}post_attention_layernorm.weight"),
+            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
             gate_up=self._linear(gate_up, bias=config.mlp_bias),
             down=self._linear([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
             window=config.windows[index],
@@ -179,12 +184,31 @@ class _Builder:
 
     def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
         """Matrices stacked into one, so that one call reads the input once."""
-        weight = torch.cat([self._cast(f"{name}.weight") for name in names])
-        stacked = torch.cat([self._cast(f"{name}.bias") for name in names]) if bias else None
-        return self._ops.pack_linear(weight, stacked)
+        stacked = torch.cat([self._vector(f"{name}.bias") for name in names]) if bias else None
+        return self._ops.pack_linear(
+            self._stacked([self._read(f"{name}.weight") for name in names]), stacked
+        )
+
+    def _stacked(self, weights: list[_Weight]) -> _Weight:
+        """As they are stored if all are of one kind that is kept, else cast."""
+        kept = [each for each in weights if isinstance(each, QuantizedWeight) and self._keeps(each)]
+        joined = stack(kept) if len(kept) == len(weights) else None
+        return joined or torch.cat([self._cast(each) for each in weights])
 
     def _head_norm(self, prefix: str) -> HeadNorm:
         config = self._config
-        q = self._cast(f"{prefix}self_attn.q_norm.weight").expand(config.num_heads, -1)
-        k = self._cast(f"{prefix}self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
+        q = self._vector(f"{prefix}self_attn.q_norm.weight").expand(config.num_heads, -1)
+        k = self._vector(f"{prefix}self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
         return HeadNorm(torch.cat((q, k)).float(), config.norm_eps)
+
+    def _keeps(self, weight: _Weight) -> bool:
+        return isinstance(weight, QuantizedWeight) and weight.kind in self._kept
+
+    def _vector(self, name: str) -> Tensor:
+        return self._cast(self._read(name))
+
+    def _cast(self, weight: _Weight) -> Tensor:
+        # The bytes as they are stored go to the device and are cast there: in one call the host
+        # would make a copy in the other dtype first.
+        values = weight if isinstance(weight, Tensor) else weight.dequantize()
+        return values.to(self._device).to(self._dtype)

@@ -32,6 +32,7 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()  # of a file that spells out llama3's scaling: by frequency
 
 
 def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
@@ -79,6 +80,8 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     """Radians per position of every pair of dimensions, ``[head_dim / 2]`` float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (spec.theta**exponents)
+    if spec.divisors:
+        return plain / torch.tensor(spec.divisors, dtype=torch.float32)
     if spec.kind == "linear":  # arXiv 2306.15595
         return plain / spec.factor
     if spec.kind == "llama3":

@@ -140,45 +140,86 @@ FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int
     finish(job, tile, out[0], count);
 }
 
-enum { INT4_BLOCK = PANEL * 18 }; /* bytes of a group: 16 of nibbles and 2 of scale a column */
+/* Bytes of a group of 32 columns of a panel, by kind: values, then scales, then minima. */
+enum {
+    INT4_BLOCK = PANEL * 18,
+    INT4_MIN_BLOCK = PANEL * 20,
+    INT8_GROUP_BLOCK = PANEL * 34,
+};
 
-FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+/* The eight vectors of quads of half a panel, whose bytes begin at `w`. */
+FT_INLINE void load_group(const char *w, const int is_int8, vi *quads) {
+#pragma GCC unroll 8
+    for (int j = 0; j < (is_int8 ? 8 : 4); j++) {
+        vi bytes = vi_load(w + j * STEP_BYTES);
+        if (is_int8) {
+            quads[j] = bytes;
+        } else {
+            quads[j] = vi_low_nibbles(bytes);
+            quads[j + 4] = vi_high_nibbles(bytes);
+        }
+    }
+}
+
+/* Weights with a scale for each group of 32; `kind` is a constant, too. Activations are bytes for
+ * int4, else numbers of 16 bits as two bytes, high and low, each with sums of its own. */
+FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const int count,
+                          const int kind) {
+    const int is_int8 = kind == FT_LINEAR_INT8_GROUP, has_min = kind == FT_LINEAR_INT4_MIN;
+    const int block = is_int8 ? INT8_GROUP_BLOCK : has_min ? INT4_MIN_BLOCK : INT4_BLOCK;
+    const int is_fine = kind != FT_LINEAR_INT4, size = FT_GROUP << is_fine; /* bytes of a row */
     const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
     const float *x_scale = job->x_scale + tile->row * job->groups;
     const int32_t *x_offset = job->x_offset + tile->row * job->groups;
     vf sum[MAX_TILE][2];
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
-    for (int64_t g = 0; g < job->groups; g++, w += INT4_BLOCK, ahead += tile->ahead_step) {
+    for (int64_t g = 0; g < job->groups; g++, w += block, ahead += tile->ahead_step) {
         vi left[8], right[8];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            vi first = vi_load(w + j * STEP_BYTES);
-            vi second = vi_load(w + j * STEP_BYTES + STEP_BYTES / 2);
-            left[j] = vi_low_nibbles(first);
-            left[j + 4] = vi_high_nibbles(first);
-            right[j] = vi_low_nibbles(second);
-            right[j + 4] = vi_high_nibbles(second);
+        load_group(w, is_int8, left);
+        load_group(w + STEP_BYTES / 2, is_int8, right);
+        const uint16_t *scale = (const uint16_t *)(w + (is_int8 ? 8 : 4) * STEP_BYTES);
+        vf left_scale = vf_load_fp16(scale), right_scale = vf_load_fp16(scale + FT_LANES);
+        vf left_min = vf_zero(), right_min = vf_zero();
+        if (has_min) {
+            left_min = vf_load_fp16(scale + PANEL);
+            right_min = vf_load_fp16(scale + PANEL + FT_LANES);
         }
-        const uint16_t *scale = (const uint16_t *)(w + 4 * STEP_BYTES);
-        vf left_scale = vf_load_fp16(scale);
-        vf right_scale = vf_load_fp16(scale + FT_LANES);
-#pragma GCC unroll 9
-        for (int line = 0; line < INT4_BLOCK; line += 64) ft_prefetch(ahead + line);
+#pragma GCC unroll 18
+        for (int line = 0; line < block; line += 64) ft_prefetch(ahead + line);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) {
-            vi left_dots = vi_set1(x_offset[r]), right_dots = left_dots;
+            vi dots[2][2] = {{vi_zero(), vi_zero()}, {vi_zero(), vi_zero()}}; /* low, high */
+            if (!has_min) dots[0][0] = dots[0][1] = vi_set1(x_offset[r]);
+#pragma GCC unroll 2
+            for (int part = 0; part <= is_fine; part++) {
 #pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) {
-                vi quad = vi_broadcast(x + 4 * (j * count + r));
-                left_dots = vi_dot_u4s8(left_dots, left[j], quad);
-                right_dots = vi_dot_u4s8(right_dots, right[j], quad);
+                for (int j = 0; j < 8; j++) {
+                    vi quad = vi_broadcast(x + 4 * ((part * 8 + j) * count + r));
+                    if (is_int8) {
+                        dots[part][0] = vi_dot_u8s8(dots[part][0], left[j], quad);
+                        dots[part][1] = vi_dot_u8s8(dots[part][1], right[j], quad);
+                    } else {
+                        dots[part][0] = vi_dot_u4s8(dots[part][0], left[j], quad);
+                        dots[part][1] = vi_dot_u4s8(dots[part][1], right[j], quad);
+                    }
+                }
             }
             vf row_scale = vf_set1(x_scale[r]);
-            sum[r][0] = vf_fma(vf_from_vi(left_dots), vf_mul(left_scale, row_scale), sum[r][0]);
-            sum[r][1] = vf_fma(vf_from_vi(right_dots), vf_mul(right_scale, row_scale), sum[r][1]);
+            vf left_sum = vf_from_vi(dots[0][0]), right_sum = vf_from_vi(dots[0][1]);
+            if (is_fine) {
+                left_sum = vf_fma(vf_from_vi(dots[1][0]), vf_set1(256.0f), left_sum);
+                right_sum = vf_fma(vf_from_vi(dots[1][1]), vf_set1(256.0f), right_sum);
+            }
+            sum[r][0] = vf_fma(left_sum, vf_mul(left_scale, row_scale), sum[r][0]);
+            sum[r][1] = vf_fma(right_sum, vf_mul(right_scale, row_scale), sum[r][1]);
+            if (has_min) { /* the offset is the group's sum */
+                vf row_sum = vf_mul(vf_set1((float)x_offset[r]), row_scale);
+                sum[r][0] = vf_fma(left_min, row_sum, sum[r][0]);
+                sum[r][1] = vf_fma(right_min, row_sum, sum[r][1]);
+            }
         }
-        x += FT_INT4_GROUP * count;
+        x += size * count;
         x_scale += count;
         x_offset += count;
     }
@@ -189,6 +230,18 @@ FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int
         vf_store(out[r] + FT_LANES, sum[r][1]);
     }
     finish(job, tile, out[0], count);
+}
+
+FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_INT4);
+}
+
+FT_INLINE void int4_min_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_INT4_MIN);
+}
+
+FT_INLINE void int8_group_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_INT8_GROUP);
 }
 
 #define CASE(kind, n) \
@@ -210,13 +263,17 @@ DEFINE_TILE(float32)
 DEFINE_TILE(bfloat16)
 DEFINE_TILE(int8)
 DEFINE_TILE(int4)
+DEFINE_TILE(int4_min)
+DEFINE_TILE(int8_group)
 
 static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count) {
     switch (job->weight->kind) {
         case FT_LINEAR_FLOAT32: run_float32(job, tile, count); break;
         case FT_LINEAR_BFLOAT16: run_bfloat16(job, tile, count); break;
         case FT_LINEAR_INT8: run_int8(job, tile, count); break;
-        default: run_int4(job, tile, count);
+        case FT_LINEAR_INT4: run_int4(job, tile, count); break;
+        case FT_LINEAR_INT4_MIN: run_int4_min(job, tile, count); break;
+        default: run_int8_group(job, tile, count);
     }
 }
 
@@ -245,23 +302,25 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
         case FT_LINEAR_FLOAT32: return weight->in_features;
         case FT_LINEAR_BFLOAT16: return ft_ceil_div(weight->in_features, 2);
         case FT_LINEAR_INT8: return round_up(weight->in_features, FT_LANES) / 4;
-        default: return round_up(weight->in_features, FT_INT4_GROUP) / 4;
+        default: return (round_up(weight->in_features, FT_GROUP) << ft_is_fine(weight)) / 4;
     }
 }
 
 int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows, void *y,
               int y_dtype) {
-    static const int per_step[] = {1, 2, 4, FT_INT4_GROUP}; /* columns of the weight, by kind */
+    /* By kind: columns of the weight and bytes of a panel in a step. */
+    static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP};
+    static const int step_bytes[] = {STEP_BYTES, STEP_BYTES,     STEP_BYTES,
+                                     INT4_BLOCK, INT4_MIN_BLOCK, INT8_GROUP_BLOCK};
     if (rows <= 0) return 0;
-    const int is_int4 = weight->kind == FT_LINEAR_INT4;
     ft_linear_job job = {.weight = weight, .rows = rows, .y = y, .y_dtype = y_dtype};
     job.tiles = ft_ceil_div(rows, MAX_TILE);
     job.tile_rows = ft_ceil_div(rows, job.tiles);
     job.tiles = ft_ceil_div(rows, job.tile_rows);
     job.steps = ft_ceil_div(weight->in_features, per_step[weight->kind]);
     job.x_steps = words_of_row(weight);
-    job.groups = is_int4 ? job.steps : 1;
-    job.panel_bytes = job.steps * (is_int4 ? INT4_BLOCK : STEP_BYTES);
+    job.groups = ft_is_grouped(weight) ? job.steps : 1;
+    job.panel_bytes = job.steps * step_bytes[weight->kind];
     if (ft_prepare_rows(&job, x, x_dtype) != 0) return -1;
     const int64_t panels = ft_ceil_div(weight->out_features, PANEL);
     /* Pieces large enough to stream, small enough that a slow core holds nobody up. */

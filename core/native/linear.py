@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.base import PackedLinear
-from ..quantize import INT4_GROUP, Quantize, quantize_int4, quantize_int8
+from ..quantize import GROUP, Quantize, QuantizedWeight, WeightKind, quantize_weight
 from .library import NativeLibrary
 from .memory import HugeArena
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8, _INT4 = 2, 3
+_QUANTIZED_KINDS: dict[WeightKind, int] = {"int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5}
 _ARENA = HugeArena()  # of all weights: small ones share a page
 
 
@@ -49,23 +49,33 @@ class NativeLinear(PackedLinear):
 
 
 def pack_linear(
-    library: NativeLibrary, weight: Tensor, bias: Tensor | None, quantize: Quantize = "none"
+    library: NativeLibrary,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    quantize: Quantize = "none",
 ) -> NativeLinear:
-    """Lay out ``[out_features, in_features]``; float32 or bfloat16 unless quantised."""
-    lanes, scale = library.lanes, None
-    if quantize == "int8":
-        values, scale = quantize_int8(weight)
-        kind, packed = _INT8, _panels(values.view(torch.uint8) ^ 128, 4, 2 * lanes, fill=128)
-    elif quantize == "int4":
-        kind, packed = _INT4, _int4_panels(*quantize_int4(weight), 2 * lanes)
+    """Lay out ``[out_features, in_features]``: float32 or bfloat16, rounded to ``quantize`` where
+    that is asked for, or a quantised weight as it is.
+    """
+    width, in_features = 2 * library.lanes, _in_features(weight)
+    if isinstance(weight, Tensor) and quantize != "none":
+        weight = quantize_weight(weight, quantize)
+    scale = None
+    if isinstance(weight, Tensor):
+        kind = _KINDS[weight.dtype]
+        packed = _panels(weight, 4 // weight.itemsize, width, fill=0)
     else:
-        kind, per_step = _KINDS[weight.dtype], 4 // weight.itemsize
-        packed = _panels(weight, per_step, 2 * lanes, fill=0)
-    bias, scale = (_padded(t, 2 * lanes) for t in (bias, scale))
+        kind, packed = _QUANTIZED_KINDS[weight.kind], _quantized_panels(weight, width)
+        scale = weight.scale if weight.kind == "int8" else None
+    bias, scale = (_padded(t, width) for t in (bias, scale))
     pointers = [t.data_ptr() if t is not None else None for t in (packed, scale, bias)]
-    out_features, in_features = weight.shape
+    out_features = len(weight if isinstance(weight, Tensor) else weight.values)
     struct = LinearStruct(kind, out_features, in_features, *pointers)
     return NativeLinear(packed, bias, True, scale, out_features, in_features, struct)
+
+
+def _in_features(weight: Tensor | QuantizedWeight) -> int:
+    return (weight if isinstance(weight, Tensor) else weight.values).shape[1]
 
 
 def linear(
@@ -87,17 +97,31 @@ def _panels(weight: Tensor, per_step: int, width: int, *, fill: int) -> Tensor:
     return _own(panels.transpose(1, 2))
 
 
-def _int4_panels(values: Tensor, scale: Tensor, width: int) -> Tensor:
-    """Nibbles ``[panels, groups, 4, width, 4]`` and scales ``[panels, groups, width]``, joined."""
-    missing = -len(values) % width
-    values, scale = F.pad(values + 8, (0, 0, 0, missing), value=8), F.pad(scale, (0, 0, 0, missing))
-    halves = values.view(torch.uint8).view(-1, width, scale.shape[1], 2, INT4_GROUP // 2)
-    nibbles = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
-    quads = nibbles.view(-1, width, scale.shape[1], 4, 4).permute(0, 2, 3, 1, 4)
-    scales = scale.view(-1, width, scale.shape[1]).transpose(1, 2).contiguous()
-    blocks = (-1, scale.shape[1], width * 16), (-1, scale.shape[1], width * 2)
-    parts = quads.reshape(blocks[0]), scales.view(torch.uint8).view(blocks[1])
+def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
+    """The layouts of linear.h: values of a panel's group, then its scales, then its minima."""
+    if weight.kind == "int8":
+        return _panels(weight.values.view(torch.uint8) ^ 128, 4, width, fill=128)
+    num_groups = weight.scale.shape[1]
+    if weight.kind == "int8_group":
+        groups = _rows(weight.values.view(torch.uint8) ^ 128, width, 128)
+        quads = groups.view(-1, width, num_groups, GROUP // 4, 4)
+    else:
+        offset = 8 if weight.kind == "int4" else 0
+        nibbles = _rows(weight.values + offset, width, offset).view(torch.uint8)
+        halves = nibbles.view(-1, width, num_groups, 2, GROUP // 2)
+        joined = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
+        quads = joined.view(-1, width, num_groups, GROUP // 8, 4)
+    parts = [quads.permute(0, 2, 3, 1, 4).reshape(len(quads), num_groups, -1)]
+    for numbers in (weight.scale, weight.minimum):
+        if numbers is not None:
+            by_group = _rows(numbers, width, 0).view(-1, width, num_groups).transpose(1, 2)
+            parts.append(by_group.contiguous().view(torch.uint8))
     return _own(torch.cat(parts, dim=2))
+
+
+def _rows(values: Tensor, width: int, fill: int) -> Tensor:
+    """``values`` [out, ...] with rows of ``fill`` up to whole panels."""
+    return F.pad(values, (0, 0, 0, -len(values) % width), value=fill)
 
 
 def _padded(values: Tensor | None, width: int) -> Tensor | None:

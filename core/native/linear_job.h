@@ -9,12 +9,13 @@ typedef struct {
     const ft_linear_weight *weight;
     const char *x; /* tiles of [x_steps][rows of the tile] 32-bit groups */
     const float *x_scale;    /* quantised rows: tiles of [groups][rows of the tile] */
-    const int32_t *x_offset; /* what the offset of the weights adds to a sum, negated, likewise */
+    const int32_t *x_offset; /* what the offset of the weights adds to a sum, negated, likewise;
+                              * int4_min: the sum of the group's quantised activations */
     int64_t rows;
     int64_t tiles, tile_rows; /* the last tile may have fewer */
     int64_t x_steps;
     int64_t groups; /* scales of a row of x */
-    int64_t steps;  /* of the kernel: x_steps, int4: groups */
+    int64_t steps;  /* of the kernel: x_steps, grouped kinds: groups */
     int64_t panel_bytes;
     void *y;
     int y_dtype;

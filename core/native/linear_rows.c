@@ -11,6 +11,7 @@ typedef struct {
     int x_dtype;
     int64_t group_size; /* that shares a scale */
     int32_t weight_offset;
+    int fine;       /* numbers of 16 bits: of each group the low bytes, then the high ones */
     int8_t *bytes;  /* quantised rows, before they are interleaved: [rows, x_steps * 4] */
     uint32_t *out;  /* what job->x will be */
     float *scale;
@@ -30,9 +31,36 @@ FT_INLINE vf load_activation(const rows_t *q, int64_t row, int64_t k) {
     return vf_load(wide);
 }
 
+/* A whole number from -32639 to 32639 as 256 * high + low, both signed bytes. */
+FT_INLINE void split(float number, int8_t *low, int8_t *high) {
+    const int32_t whole = (int32_t)number;
+    *low = (int8_t)whole;
+    *high = (int8_t)((whole + 128) >> 8);
+}
+
+/* A group of rounded numbers to the bytes at `out`; returns their sum. */
+FT_INLINE int32_t store_group(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out) {
+    int32_t sum = 0;
+    if (!q->fine) {
+        for (int64_t k = 0; k < q->group_size; k += FT_LANES)
+            vf_store_int8(out + k, vf_mul(load_activation(q, row, begin + k), factor));
+        for (int64_t k = 0; k < q->group_size; k++) sum += out[k];
+        return sum;
+    }
+    float numbers[FT_GROUP];
+    for (int64_t k = 0; k < FT_GROUP; k += FT_LANES)
+        vf_store(numbers + k, vf_round(vf_mul(load_activation(q, row, begin + k), factor)));
+    for (int k = 0; k < FT_GROUP; k++) {
+        split(numbers[k], out + k, out + FT_GROUP + k);
+        sum += (int32_t)numbers[k];
+    }
+    return sum;
+}
+
 /* A group as signed bytes at `out`, its scale and offset at index `at`. */
 static void quantise_group(const rows_t *q, int64_t row, int64_t begin, int8_t *out, int64_t at) {
     const int64_t end = begin + q->group_size;
+    const float most = q->fine ? 32639.0f : 127.0f; /* 256 * 127 + 127 */
     vf highest = vf_zero(), zero = vf_zero(); /* zero turns NaN where a value is not finite */
     for (int64_t k = begin; k < end; k += FT_LANES) {
         vf value = load_activation(q, row, k);
@@ -46,12 +74,9 @@ static void quantise_group(const rows_t *q, int64_t row, int64_t begin, int8_t *
         top = lanes[i] > top ? lanes[i] : top;
         nothing += zeros[i];
     }
-    const vf factor = vf_set1(top > 0.0f ? 127.0f / top : 0.0f);
-    for (int64_t k = begin; k < end; k += FT_LANES)
-        vf_store_int8(out + k - begin, vf_mul(load_activation(q, row, k), factor));
-    int32_t sum = 0;
-    for (int64_t k = 0; k < q->group_size; k++) sum += out[k];
-    q->scale[at] = top / 127.0f + nothing;
+    const int is_sound = top > 0.0f && nothing == 0.0f;
+    int32_t sum = store_group(q, row, begin, vf_set1(is_sound ? most / top : 0.0f), out);
+    q->scale[at] = top / most + nothing;
     q->offset[at] = -q->weight_offset * sum;
 }
 
@@ -64,9 +89,9 @@ static const char *row_groups(const rows_t *q, int64_t row, int64_t first, int64
     }
     int8_t *out = q->bytes + row * job->x_steps * 4;
     const int64_t scales = first * job->groups + (row - first);
-    for (int64_t g = 0; g < job->groups; g++)
-        quantise_group(q, row, g * q->group_size, out + g * q->group_size, scales + g * count);
-    return (const char *)out;
+    for (int64_t g = 0; g < job->groups; g++, out += q->group_size << q->fine)
+        quantise_group(q, row, g * q->group_size, out, scales + g * count);
+    return (const char *)(q->bytes + row * job->x_steps * 4);
 }
 
 /* Tile by tile: quantise where asked for, and interleave the rows. */
@@ -90,8 +115,10 @@ static void prepare_tiles(void *context, int64_t begin, int64_t end) {
 }
 
 int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype) {
-    const int is_int4 = job->weight->kind == FT_LINEAR_INT4;
-    const int quantised = is_int4 || job->weight->kind == FT_LINEAR_INT8;
+    /* What an offset of the weights adds to a sum, or, where a minimum is added, the sum itself. */
+    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128};
+    const int grouped = ft_is_grouped(job->weight);
+    const int quantised = grouped || job->weight->kind == FT_LINEAR_INT8;
     const int whole = job->weight->kind == FT_LINEAR_FLOAT32 || job->weight->in_features % 2 == 0;
     job->x = x;
     if (job->rows == 1 && !quantised && whole) return 0;
@@ -102,8 +129,9 @@ int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype) {
         .job = job, .x = x, .x_dtype = x_dtype, .out = memory,
         .bytes = quantised ? (int8_t *)(memory + words) : NULL,
         .scale = (float *)(memory + 2 * words), .offset = (int32_t *)(memory + 2 * words) + scales,
-        .group_size = is_int4 ? FT_INT4_GROUP : job->x_steps * 4,
-        .weight_offset = is_int4 ? 8 : 128,
+        .fine = ft_is_fine(job->weight),
+        .group_size = grouped ? FT_GROUP : job->x_steps * 4,
+        .weight_offset = weight_offset[job->weight->kind],
     };
     ft_parallel(prepare_tiles, &q, job->tiles, 1);
     job->x = (const char *)q.out;

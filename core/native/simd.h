@@ -33,6 +33,7 @@ FT_INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 FT_INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return _mm512_fmadd_ps(a, b, sum); }
 FT_INLINE vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
+FT_INLINE vf vf_round(vf a) { return _mm512_roundscale_ps(a, 0); }
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -77,6 +78,7 @@ FT_INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 FT_INLINE vf vf_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return _mm256_fmadd_ps(a, b, sum); }
 FT_INLINE vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
+FT_INLINE vf vf_round(vf a) { return _mm256_round_ps(a, 8); }
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
@@ -145,6 +147,9 @@ FT_INLINE vf vf_max(vf a, vf b) {
 FT_INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return sum + a * b; }
 FT_INLINE vf vf_from_vi(vi a) { return __builtin_convertvector(a, vf); }
+FT_INLINE vf vf_round(vf a) {
+    return (vf){nearbyintf(a[0]), nearbyintf(a[1]), nearbyintf(a[2]), nearbyintf(a[3])};
+}
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
     return (vf){ft_from_bf16(p[0]), ft_from_bf16(p[1]), ft_from_bf16(p[2]), ft_from_bf16(p[3])};
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..quantize import QuantizedWeight, WeightKind
 from ..sampler import Sampler
 
 if TYPE_CHECKING:
@@ -102,7 +103,13 @@ class Ops(Protocol):
     def fuse(self, weights: DecoderWeights) -> Fused | None:
         """The decoder of these weights in one call, where the backend has that."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    @property
+    def stored_kinds(self) -> frozenset[WeightKind]:
+        """Kinds of quantised weights that `pack_linear` takes as they are."""
+
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+    ) -> PackedLinear:
         """Lay out a weight ``[out_features, in_features]`` for `linear`."""
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:

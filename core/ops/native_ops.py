@@ -12,7 +12,7 @@ from ..native.linear import NativeLinear, linear, pack_linear
 from ..native.plan import NativePlan
 from ..native.sampler import NativeSampler
 from ..native.step import NativeStep
-from ..quantize import Quantize
+from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .base import ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from .weights import DecoderWeights
 
@@ -22,6 +22,7 @@ class NativeOps:
 
     min_rows = 1
     batch_device = None
+    stored_kinds: frozenset[WeightKind] = frozenset(("int4_min", "int8_group"))
 
     def __init__(self, library: NativeLibrary, quantize: Quantize = "none") -> None:
         self.library = library
@@ -37,7 +38,9 @@ class NativeOps:
         """All layers in one call."""
         return NativeStep(self.library, weights)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+    ) -> PackedLinear:
         """Lay out a weight in panels, quantised if these ops were made so."""
         return pack_linear(self.library, weight, bias, self.quantize)
 

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..quantize import QuantizedWeight, WeightKind
 from ..sampler import TorchSampler
 from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from .torch_attention import attend
@@ -25,6 +26,7 @@ class TorchOps:
     # take less time than two: 0.6 times in float32, 0.8 in bfloat16 (measured, prepacked weights).
     min_rows = 4
     batch_device = None
+    stored_kinds: frozenset[WeightKind] = frozenset()
 
     def __init__(self, *, exact: Exactness = "spec") -> None:
         self.exact: Exactness = exact
@@ -37,8 +39,11 @@ class TorchOps:
     def fuse(self, weights: DecoderWeights) -> None:
         """Torch runs one operation after another."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+    ) -> PackedLinear:
         """Reorder for oneDNN, whose rows are the same bits beside any number of others."""
+        assert isinstance(weight, Tensor)
         if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES or not _has_onednn():
             return PackedLinear(weight, bias, packed=False)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)

@@ -227,8 +227,9 @@ def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> S
     """What `api.build.build` gives, without importing torch."""
     return SimpleNamespace(
         engine=engine,
-        folder=folder,
+        path=folder,
         name="tiny/model",
+        aliases=frozenset({folder.name}),
         vocab_size=vocab_size,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=frozenset({eos}),

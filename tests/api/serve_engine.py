@@ -77,7 +77,7 @@ scheduler, runner = make_scheduler(max_running=2, max_queued=4), Obedient(4)
 engine = Engine(scheduler, runner, supervision=supervision)
 engine.submit = submit
 threading.Thread(target=obey, daemon=True).start()
-llm = AsyncLLM(step_timeout=supervision.step_timeout)
+llm = AsyncLLM("builtin", step_timeout=supervision.step_timeout)
 llm._built = make_built(engine, Path(folder), EOS, VOCAB_SIZE)
 listen = Listen(
     port=0,

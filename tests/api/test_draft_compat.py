@@ -27,13 +27,14 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def check(folder: Path, draft: object, target: object = TOKENIZER) -> None:
-    """Compare tokenizers given as JSON (None: there is no file)."""
-    for name, content in (("draft", draft), ("target", target)):
-        (folder / name).mkdir()
-        if content is not None:
-            text = content if isinstance(content, str) else json.dumps(content)
-            (folder / name / "tokenizer.json").write_text(text)
-    check_same_tokens(folder / "draft", folder / "target")
+    """Compare tokenizers given as JSON (None: there is none)."""
+    contents = {folder / "draft": draft, folder / "target": target}
+
+    def read(path: Path) -> str | None:
+        content = contents[path]
+        return content if isinstance(content, str | None) else json.dumps(content)
+
+    check_same_tokens(folder / "draft", folder / "target", read=read)
 
 
 def changed(change: Change) -> dict[str, Any]:
@@ -118,7 +119,6 @@ def test_pieces_with_scores_are_compared_by_their_place(tmp_path: Path) -> None:
     def unigram(score: float, word: str = "b") -> dict[str, Any]:
         return TOKENIZER | {"model": {"type": "Unigram", "vocab": [["a", score], [word, -1.0]]}}
 
-    (tmp_path / "same").mkdir()
     check(tmp_path / "same", unigram(-2.0), unigram(-3.0))
     with pytest.raises(ModelLoadError, match="differs"):
         check(tmp_path, unigram(-2.0, "x"), unigram(-2.0))
@@ -139,5 +139,5 @@ def test_two_models_without_a_tokenizer_are_taken_at_their_word(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": []}'])
 def test_a_broken_file_is_a_load_error_that_names_it(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ModelLoadError, match=r"draft.*tokenizer\.json"):
+    with pytest.raises(ModelLoadError, match="draft: not a tokenizer"):
         check(tmp_path, content)

@@ -25,7 +25,7 @@ class Process:
 
     def __init__(self, built, drain=20.0, port=0, uds=()):
         eos = next(iter(built.eos_token_ids))
-        args = [built.folder, eos, built.vocab_size, port, drain, *uds]
+        args = [built.path, eos, built.vocab_size, port, drain, *uds]
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), *map(str, args)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -31,7 +31,7 @@ def loop() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def llm(loop: asyncio.Runner) -> Iterator[AsyncLLM]:
     stack = contextlib.AsyncExitStack()
-    yield loop.run(stack.enter_async_context(AsyncLLM(**OPTIONS)))
+    yield loop.run(stack.enter_async_context(AsyncLLM("builtin", **OPTIONS)))
     loop.run(stack.aclose())
 
 
@@ -171,7 +171,7 @@ def test_a_bad_request_is_refused_before_it_streams(loop: asyncio.Runner, llm: A
 
 def test_a_closed_async_llm_refuses_and_its_streams_end(loop: asyncio.Runner) -> None:
     async def main() -> None:
-        async with AsyncLLM(**OPTIONS) as llm:
+        async with AsyncLLM("builtin", **OPTIONS) as llm:
             stream = llm.stream(PROMPT, long())
             await anext(stream)
         with contextlib.suppress(ForetokenError):

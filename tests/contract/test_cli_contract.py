@@ -55,7 +55,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(kv_tokens=2048, max_model_len=1024, threads=1) as llm:
+    with LLM("builtin", kv_tokens=2048, max_model_len=1024, threads=1) as llm:
         yield llm
 
 
@@ -144,21 +144,26 @@ def test_a_missing_model_fails_with_one_line(args: list[str]) -> None:
 
 def test_a_port_in_use_fails_with_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = call("serve", "--port", str(taken.getsockname()[1]), *SMALL)
+        done = call("serve", "builtin", "--port", str(taken.getsockname()[1]), *SMALL)
     assert done.returncode != 0
     assert_one_line(done)
 
 
 def test_run_prints_the_text_of_the_sdk_and_a_cost_line(llm: LLM) -> None:
     out = llm.generate(PROMPT, SamplingParams(seed=5, max_tokens=11, ignore_eos=True))
-    done = call("run", PROMPT, "--seed", "5", "--max-tokens", "11", "--ignore-eos", *SMALL)
+    done = call(
+        "run", PROMPT, "builtin", "--seed", "5", "--max-tokens", "11", "--ignore-eos", *SMALL
+    )
     assert done.returncode == 0, done.stderr
     assert out.text.rstrip() in done.stdout
     assert re.search(r"\b11\b.*token", (done.stdout + done.stderr).strip().splitlines()[-1])
 
 
+REPEATING = "x = [1, 2, 3, 1, 2, 3, "
+
+
 def test_drafts_are_shown_in_colour_and_the_text_stays_the_same() -> None:
-    args = ["run", "x = [1, 2, 3, 1, 2, 3, ", "--temperature", "0", "--max-tokens", "20", *SMALL]
+    args = ["run", REPEATING, "builtin", "--temperature", "0", "--max-tokens", "20", *SMALL]
     plain = call(*args)
     shown = call(*args, "--show-drafts", variables={"FORCE_COLOR": "1", "NO_COLOR": ""})
     assert shown.returncode == 0, shown.stderr
@@ -177,14 +182,16 @@ def test_chat_answers_every_line_of_a_pipe_and_remembers(llm: LLM) -> None:
     first = llm.chat(messages, greedy).text
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
     second = llm.chat(messages, greedy).text
-    done = call("chat", "--temperature", "0", "--max-tokens", "8", *SMALL, stdin="hi\nmore\n")
+    done = call(
+        "chat", "builtin", "--temperature", "0", "--max-tokens", "8", *SMALL, stdin="hi\nmore\n"
+    )
     assert done.returncode == 0, done.stderr
     assert first.strip() in done.stdout
     assert second.strip() in done.stdout[done.stdout.index(first.strip()) + len(first.strip()) :]
 
 
 def test_the_key_of_the_environment_and_the_served_name_count() -> None:
-    serve = [COMMAND, "serve", "--port", "0", "--served-model-name", "mine", *SMALL]
+    serve = [COMMAND, "serve", "builtin", "--port", "0", "--served-model-name", "mine", *SMALL]
     with running(command=["env", "FORETOKEN_API_KEY=sesame", *serve]) as server:
         assert get(server.url, "/v1/models").status == 401
         listed = get(server.url, "/v1/models", {"Authorization": "Bearer sesame"}).json
@@ -195,7 +202,7 @@ def test_the_key_of_the_environment_and_the_served_name_count() -> None:
 def test_serve_listens_on_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "foretoken.sock"
     process = subprocess.Popen(
-        [COMMAND, "serve", "--uds", str(path), *SMALL],
+        [COMMAND, "serve", "builtin", "--uds", str(path), *SMALL],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -33,7 +33,7 @@ VARIED = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as llm:
+    with LLM("builtin", **OPTIONS) as llm:
         yield llm
 
 
@@ -137,7 +137,7 @@ def test_tokens_do_not_depend_on_speculation(
 def test_tokens_do_not_depend_on_the_draft(
     plain: list[list[int]], options: dict[str, object]
 ) -> None:
-    with LLM(**OPTIONS, **options) as other:
+    with LLM("builtin", **OPTIONS, **options) as other:
         assert varied(other) == plain
         usage = other.generate(PROMPT, greedy()).usage
     if "ngram" not in options.values():

@@ -57,7 +57,7 @@ BAD_FORMS = {"json_schema": {"type": "x"}, "regex": "a(", "grammar": "x", "choic
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**OPTIONS) as llm:
+    with LLM("builtin", **OPTIONS) as llm:
         yield llm
 
 
@@ -153,14 +153,14 @@ def test_one_bad_prompt_of_a_list_fails_the_call_and_not_the_next(llm: LLM) -> N
 )
 def test_a_bad_option_names_itself(option: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match=option) as caught:
-        LLM(**{option: value})
+        LLM("builtin", **{option: value})
     assert caught.value.param == option
 
 
 @pytest.mark.parametrize("options", [{"model": "/no/such/model"}, {"draft": "/no/such/draft"}])
 def test_a_missing_folder_is_a_model_load_error(options: dict[str, str]) -> None:
     with pytest.raises(ModelLoadError, match="/no/such"):
-        LLM(**options)
+        LLM(**{"model": "builtin"} | options)
 
 
 def test_random_weights_need_a_config_only_and_real_ones_need_weights(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_random_weights_need_a_config_only_and_real_ones_need_weights(tmp_path: 
 
 
 def test_a_closed_llm_refuses_and_closing_twice_is_harmless() -> None:
-    with LLM(**OPTIONS) as llm:
+    with LLM("builtin", **OPTIONS) as llm:
         assert llm.generate(PROMPT, short()).token_ids
     llm.close()
     with pytest.raises(ForetokenError):

@@ -249,7 +249,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "misshaped tensor": (
         lambda f: edit_header(f, damage_shape),
-        r"model\.norm\.weight has shape \[32, 2\], but config.json implies \[64\]",
+        r"model\.norm\.weight has shape \[32, 2\], but its config implies \[64\]",
     ),
 }
 

@@ -50,7 +50,7 @@ def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def told(**options: Any) -> list[tuple[Any, ...]]:
-    with LLM(**OPTIONS, **options) as llm:
+    with LLM("builtin", **OPTIONS, **options) as llm:
         answers: Sequence[Completion] = llm.generate(PROMPTS, PARAMS)
     return [
         (each.token_ids, each.text, each.finish_reason, each.stop_reason, each.logprobs)

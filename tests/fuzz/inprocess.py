@@ -26,7 +26,7 @@ class App:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.llm = AsyncLLM(**{**SMALL, **options})
+        self.llm = AsyncLLM("builtin", **{**SMALL, **options})
         self._run(self.llm.start())
         transport = httpx.ASGITransport(
             create_app(self.llm, Settings()), raise_app_exceptions=False

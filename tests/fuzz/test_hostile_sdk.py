@@ -28,7 +28,7 @@ FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**SMALL) as llm:
+    with LLM("builtin", **SMALL) as llm:
         yield llm
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import AsyncLLM, SamplingParams
-from foretoken.api import build
+from foretoken.api import models
 from foretoken.api.build import Built
 from foretoken.api.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=5, seed=0, temperature=0, ignore_eos=True)
 @pytest.fixture(scope="module", autouse=True)
 def _one_tokenizer():
     """Loading one takes longer than a whole scenario."""
-    loaded = Tokenizer.load(Path(build.BUILTIN) / "target", max_model_len=32)
+    loaded = Tokenizer.load(Path(models.BUILTIN) / "target", max_model_len=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", lambda *args, **options: loaded)
         close = loaded.close
@@ -58,7 +58,7 @@ def make_llm(loop: SimulatedLoop) -> tuple[AsyncLLM, World]:
     engine.submit, engine.abort = submit_watched, abort_watched
     capacity = world.scheduler.capacity
     built = Built(
-        engine=engine, folder=Path(), name="hashes", vocab_size=VOCAB_SIZE,
+        engine=engine, path=Path(), name="hashes", vocab_size=VOCAB_SIZE,
         max_model_len=capacity, eos_token_ids=frozenset(),
     )  # fmt: skip
     return AsyncLLM.from_built(built), world

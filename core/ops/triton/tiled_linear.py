@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...quantize import quantize_int8
+from ...quantize import quantize_weight
 from ..base import PackedLinear
 from .linear import linear_kernel
 from .tiles import FILL, LinearLaunch, LinearTiles, linear_launch, linear_tiles
@@ -33,8 +33,8 @@ def pack_tiled(weight: Tensor, bias: Tensor | None, *, is_int8: bool = False) ->
     tiles = linear_tiles(out_features, in_features, weight.dtype, is_int8=is_int8)
     items, scale = weight.contiguous(), None
     if is_int8:
-        values, scale = quantize_int8(weight)
-        items = _pairs(values, tiles.inner)
+        quantized = quantize_weight(weight, "int8")
+        items, scale = _pairs(quantized.values, tiles.inner), quantized.scale
     arrived = torch.zeros(FILL, dtype=torch.int32, device=weight.device)
     return TiledLinear(items, bias, True, scale, tiles, arrived)
 

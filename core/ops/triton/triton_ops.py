@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ...batch import RaggedBatch
 from ...errors import ModelLoadError
 from ...kv_pool import KVPool
-from ...quantize import Quantize
+from ...quantize import Quantize, QuantizedWeight, WeightKind
 from ..base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from ..weights import DecoderWeights
 from .attention import attend_kernel, merge_kernel
@@ -44,6 +44,7 @@ class TritonOps:
 
     min_rows = 1
     batch_device = "cpu"  # a plan copies all of it to the device at once
+    stored_kinds: frozenset[WeightKind] = frozenset()
 
     def __init__(
         self,
@@ -74,8 +75,11 @@ class TritonOps:
             return None
         return cuda_graphs() if self._graphs == "auto" else self._graphs
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+    ) -> PackedLinear:
         """Cut a weight into tiles, quantised if these ops were made so."""
+        assert isinstance(weight, Tensor)
         if self.exact == "off" and self.quantize == "none":
             return PackedLinear(weight.contiguous(), bias, packed=False)
         return pack_tiled(weight, bias, is_int8=self.quantize == "int8")

@@ -6,7 +6,7 @@ import pytest
 from parsing import WEATHER, F, parse, syntax
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.build import BUILTIN
+from foretoken.api.models import BUILTIN
 from foretoken.api.output.events import CallBegin, Words
 from foretoken.api.output.families import FAMILIES
 from foretoken.api.output.syntax import TOOL_PARSERS, Syntax, check_tools

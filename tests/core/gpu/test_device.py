@@ -185,7 +185,8 @@ UNTOUCHED = """
 import sys
 sys.modules["triton"] = None  # importing it raises
 from foretoken import LLM, SamplingParams
-with LLM(device="cpu", threads=1, kv_tokens=512, max_model_len=256, speculation="off") as llm:
+options = dict(device="cpu", threads=1, kv_tokens=512, max_model_len=256, speculation="off")
+with LLM("builtin", **options) as llm:
     llm.generate([5, 6, 7], SamplingParams(max_tokens=4))
 assert not [name for name in sys.modules if name.startswith("triton.")]
 """

@@ -9,7 +9,7 @@ from torch import Tensor
 from checkpoints import ModelDriver, make_reference, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
-from foretoken.core.quantize import quantize_int8
+from foretoken.core.quantize import quantize_weight
 
 pytest.importorskip("triton")
 
@@ -147,7 +147,8 @@ def test_off_leaves_linears_to_the_library_and_int4_is_refused() -> None:
 
 def test_int8_weights_are_those_of_the_other_backends() -> None:
     weight = torch.randn(70, 200, dtype=torch.float16)
-    items, scale = quantize_int8(weight)
+    quantized = quantize_weight(weight, "int8")
+    items, scale = quantized.values, quantized.scale
     tiled = pack_tiled(weight, None, is_int8=True)
     assert tiled.weight.numel() == 70 * 128  # pairs: two steps of 128 inputs
     assert torch.equal(written_out(tiled, 200), items.double() * scale.double()[:, None])

@@ -11,7 +11,12 @@ from torch import Tensor
 from foretoken.core.native import native_library, variants
 from foretoken.core.native.library import NativeLibrary
 from foretoken.core.native.linear import NativeLinear, linear, pack_linear
-from foretoken.core.quantize import Quantize, quantize_int4, quantize_int8
+from foretoken.core.quantize import (
+    Quantize,
+    QuantizedWeight,
+    WeightKind,
+    quantize_weight,
+)
 
 KINDS: list[tuple[Quantize, torch.dtype, float]] = [  # and the relative error that is allowed
     ("none", torch.float32, 1e-6),
@@ -129,14 +134,16 @@ def test_a_row_of_zeros_and_a_channel_of_zeros_are_exact_when_quantised(library)
 
 def test_int8_values_reach_127_and_round_to_the_nearest_step():
     weight = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]])
-    values, scale = quantize_int8(weight)
+    quantized = quantize_weight(weight, "int8")
+    values, scale = quantized.values, quantized.scale
     assert values.tolist() == [[64, -127, 32], [0, 0, 0]]
     assert torch.allclose(values * scale.unsqueeze(1), weight, atol=1 / 127)
 
 
 def test_int4_values_use_all_sixteen_levels_and_pad_the_last_group():
     weight = torch.cat((torch.linspace(-1, 1, 32), torch.ones(8))).unsqueeze(0)
-    values, scale = quantize_int4(weight)
+    quantized = quantize_weight(weight, "int4")
+    values, scale = quantized.values, quantized.scale
     assert values.shape == (1, 64)
     assert values.min() == -8
     assert values.max() == 7
@@ -152,3 +159,55 @@ def test_the_exact_int4_weight_comes_back_bit_by_bit(library):
     packed = pack_linear(library, values / 16, None, "int4")
     out = linear(library, torch.eye(64) * 127, packed)
     assert torch.equal(out, (values / 16 * 127).T.contiguous())
+
+
+# -- weights that a file holds quantised
+
+
+def stored(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(sum(shape))
+    low, high = {"int4": (-8, 8), "int4_min": (0, 16), "int8_group": (-128, 128)}[kind]
+    values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
+    groups = (shape[0], shape[1] // 32)
+    scale = torch.randn(groups, generator=generator).half()
+    minimum = torch.randn(groups, generator=generator).half() if kind == "int4_min" else None
+    return QuantizedWeight(kind, values, scale, minimum)
+
+
+GROUPED: tuple[WeightKind, ...] = ("int4", "int4_min", "int8_group")
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("shape", [(64, 128), (37, 64), (1, 32), (130, 96)], ids=str)
+def test_a_stored_weight_is_computed_with_as_it_is(library, shape, kind):
+    """Activations that int8 holds exactly: what is left is the rounding of float32 sums."""
+    weight = stored(kind, shape)
+    packed = pack_linear(library, weight, None)
+    x = torch.randint(-127, 128, (29, shape[1]), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::32] = 32639 / 256 if kind != "int4" else 127
+    expected = x.double() @ weight.dequantize().double().T
+    found = linear(library, x, packed, torch.float32).double()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(library, threads, kind):
+    packed = pack_linear(library, stored(kind, (130, 96)), None)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = rows(67, 96, dtype)
+        together = linear(library, x, packed, torch.float32)
+        for count, n in ((1, 1), (2, 3), (5, 2), (12, 1), (13, 2), (64, 1)):
+            threads(n)
+            part = linear(library, x[-count:], packed, torch.float32)
+            assert torch.equal(part, together[-count:]), count
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_stored_weights_let_infinities_and_nans_through(library, kind):
+    packed = pack_linear(library, stored(kind, (37, 64)), None)
+    x = rows(4, 64, torch.float32)
+    x[1, 7], x[2, 8] = float("nan"), float("inf")
+    out = linear(library, x, packed)
+    assert out[1].isnan().all()
+    assert not out[2].isfinite().any()
+    assert out[[0, 3]].isfinite().all()

@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "kernel-quantising-hides-nan",
         "core/native/linear_rows.c",
-        "q->scale[at] = top / 127.0f + nothing;",
-        "q->scale[at] = top / 127.0f;",
+        "q->scale[at] = top / most + nothing;",
+        "q->scale[at] = top / most;",
         (f"{LINEAR}::test_infinities_and_nans_stay_visible_in_their_own_row",),
         "NaN stays visible in its own row",
     ),

@@ -1,0 +1,150 @@
+"""Safetensors: the files of a folder, checked from their headers before any tensor is read.
+
+Format: https://huggingface.co/docs/safetensors - eight bytes of header length, a JSON header,
+then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import ModelLoadError
+from ..config import read_folder_config
+from ..fields import read_json
+from ..shapes import EMBEDDING
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies and what it is."""
+
+    file: Path
+    dtype: str  # F32, F16 or BF16
+    shape: tuple[int, ...]
+
+
+class SafetensorsCheckpoint:
+    """`Checkpoint` of a folder in Hugging Face layout."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where = folder
+        self.config = read_folder_config(folder)
+        self.entries: dict[str, TensorEntry] = {}
+        self._open: dict[Path, Any] = {}  # safe_open handles, memory-mapped
+        for file, names in _files(folder).items():
+            self._add(file, names)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor in the files."""
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    @property
+    def stored_dtype(self) -> str:
+        """Of the embedding, which wins over what config.json says."""
+        entry = self.entries.get(EMBEDDING)
+        return self.config.dtype if entry is None else _DTYPES[entry.dtype]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in its own dtype."""
+        file = self.entries[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            tensor: Tensor = self._open[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"{file} cannot be read: {error}") from error
+        return tensor
+
+    def _add(self, file: Path, names: Collection[str] | None) -> None:
+        entries = _read_header(file)
+        absent = sorted(set(names or ()) - set(entries))
+        if absent:
+            raise ModelLoadError(f"{file} lacks {absent[0]}, which {INDEX_FILE} places there")
+        self.entries |= {n: e for n, e in entries.items() if names is None or n in names}
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """Files of a checkpoint and the tensors that the index places in each; None: all of them."""
+    if (folder / INDEX_FILE).exists():
+        return _indexed_files(folder)
+    if (folder / SINGLE_FILE).exists():
+        return {folder / SINGLE_FILE: None}
+    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if pickles:
+        raise ModelLoadError(
+            f"{folder} holds {pickles[0].name}, a pickle that could run any code; "
+            "only safetensors are loaded"
+        )
+    raise ModelLoadError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _indexed_files(folder: Path) -> dict[Path, set[str] | None]:
+    index = read_json(folder / INDEX_FILE).get("weight_map")
+    is_map = isinstance(index, dict) and all(isinstance(f, str) for f in index.values())
+    if not is_map or not index:
+        raise ModelLoadError(f"{folder / INDEX_FILE}: weight_map must name a file for each tensor")
+    files: dict[Path, set[str] | None] = {}
+    for name, file_name in index.items():
+        if Path(file_name).name != file_name:
+            raise ModelLoadError(f"{folder / INDEX_FILE}: {file_name!r} is not a plain file name")
+        names = files.setdefault(folder / file_name, set())
+        assert names is not None  # every file of an index has its own list
+        names.add(name)
+    return files
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """Entries of one file; offsets are checked against its size, so a cut download shows."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelLoadError(f"{file} is damaged: its header does not fit the file")
+            header = json.loads(stream.read(length))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{file.parent} has no {file.name}") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelLoadError(f"{file} is damaged: its header is no JSON object")
+    space = size - 8 - length
+    return {
+        name: _entry(file, name, value, space)
+        for name, value in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _entry(file: Path, name: str, value: Any, space: int) -> TensorEntry:  # noqa: ANN401 - JSON
+    try:
+        dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
+        start, stop = (int(n) for n in value["data_offsets"])
+    except (KeyError, TypeError, ValueError):
+        raise ModelLoadError(f"{file} is damaged: the header of {name} is incomplete") from None
+    if dtype not in _ITEM_BYTES:
+        supported = ", ".join(_ITEM_BYTES)
+        raise ModelLoadError(f"{file}: {name} has dtype {dtype}; only {supported} are supported")
+    if stop - start != _num_bytes(dtype, shape) or not 0 <= start <= stop <= space:
+        raise ModelLoadError(f"{file} is damaged: the bytes of {name} do not lie within the file")
+    return TensorEntry(file, dtype, shape)
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return _ITEM_BYTES[dtype] * math.prod(shape)
