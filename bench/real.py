@@ -1,0 +1,298 @@
+"""``foretoken bench real``: speculation on real text, every setting in turn on the same prompts.
+
+A cell is a kind of task (real_tasks.py), a number of requests at once and a temperature. In each
+cell the settings take turns on every group of prompts, in rotating order; each run has a
+``cache_salt`` of its own, so that no setting profits from another's answers. Answers must be equal
+under all settings. The figure is the time of a token after the first, as a request meets it; the
+ratio is that of ``auto`` against the best fixed depth, ``off`` included.
+
+``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
+replayed on it, so acceptance is that of the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from ..api.build import Built, build
+from ..api.tokenizer import Tokenizer
+from ..core.config import EngineConfig
+from ..core.model.config import read_config
+from ..core.params import SamplingParams
+from ..core.request import Request, Usage
+from ..core.runner import ModelRunner
+from ..core.step import RowSampling
+from .pairs import qwen3_06b
+from .real_tasks import KINDS, PER_HALF, Half, prompts
+from .replay import ReplayRunner
+from .report import Spread, command, machine, table, write_json
+
+SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
+RANDOM = "random-0.6b"
+_NUMBERS = count()  # of runs: no two share a namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What all settings run in turn."""
+
+    kind: str
+    concurrency: int
+    temperature: float
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one setting took in a cell, all groups of prompts together."""
+
+    seconds: float = 0.0  # from submission to the last token, groups one after another
+    between_s: float = 0.0  # from the first token of a request to its last, all requests
+    num_between: int = 0  # tokens behind the first
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    by_source: dict[str, int] = field(default_factory=dict)
+
+    def add(self, seconds: float, usages: Sequence[Usage]) -> None:
+        """A group of requests that ran together."""
+        self.seconds += seconds
+        for usage in usages:
+            self.between_s += usage.total_time - usage.time_to_first_token
+            self.num_between += usage.completion_tokens - 1
+            self.num_tokens += usage.completion_tokens
+            self.num_steps += usage.verify_steps
+            self.num_proposed += usage.proposed_tokens
+            self.num_accepted += usage.accepted_tokens
+            for source, num in usage.accepted_by_source.items():
+                self.by_source[source] = self.by_source.get(source, 0) + num
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token behind the first, as its request meets it."""
+        return self.between_s / max(1, self.num_between)
+
+
+class Bench:
+    """Runs cells on one engine. ``recorded``: answers that it is made to give, by prompt."""
+
+    def __init__(
+        self, built: Built, max_tokens: int, recorded: dict[tuple[int, ...], list[int]] | None
+    ) -> None:
+        self._built, self._max_tokens, self._recorded = built, max_tokens, recorded
+        self._runner = built.engine.runner
+
+    async def cell(
+        self, cell: Cell, streams: Sequence[Sequence[int]], settings: Sequence[str], repeats: int
+    ) -> dict[str, list[Figures]]:
+        """Of each setting, figures of every repeat. Raises SystemExit where answers differ."""
+        found: dict[str, list[Figures]] = {setting: [] for setting in settings}
+        groups = [
+            streams[at : at + cell.concurrency] for at in range(0, len(streams), cell.concurrency)
+        ]
+        for repeat in range(repeats):
+            for figures in found.values():
+                figures.append(Figures())
+            for number, group in enumerate(groups):
+                turn = (repeat + number) % len(settings)
+                answers: list[list[list[int]]] = []
+                for setting in (*settings[turn:], *settings[:turn]):
+                    answers.append(await self._group(cell, group, setting, found[setting][-1]))
+                if any(answer != answers[0] for answer in answers):
+                    raise SystemExit(f"{cell}: tokens differ between settings: this is a bug")
+        return found
+
+    async def _group(
+        self, cell: Cell, group: Sequence[Sequence[int]], setting: str, figures: Figures
+    ) -> list[list[int]]:
+        run = next(_NUMBERS)
+        requests = [
+            self._request(f"{run}-{index}", prompt, cell, setting, seed=index)
+            for index, prompt in enumerate(group)
+        ]
+        if isinstance(self._runner, ReplayRunner) and self._recorded is not None:
+            self._runner.recorded = {
+                each.request_id: self._recorded[tuple(prompt)]
+                for each, prompt in zip(requests, group, strict=True)
+            }
+        began = time.perf_counter()
+        answers = await asyncio.gather(*map(self._serve, requests))
+        figures.add(time.perf_counter() - began, [each.usage for each in requests])
+        return answers
+
+    def _request(
+        self, name: str, prompt: Sequence[int], cell: Cell, setting: str, *, seed: int
+    ) -> Request:
+        depth = setting if setting == "auto" else 0 if setting == "off" else int(setting)
+        max_tokens, stop_ids = self._max_tokens, self._built.eos_token_ids
+        if self._recorded is not None:
+            max_tokens, stop_ids = len(self._recorded[tuple(prompt)]), frozenset()
+        params = SamplingParams(temperature=cell.temperature, max_tokens=max_tokens)
+        return Request(
+            request_id=name,
+            tokens=array("q", prompt),
+            sampling=RowSampling(params=params, seed=seed, prompt_len=len(prompt)),
+            stop_ids=stop_ids,
+            depth=cast("int | Literal['auto']", depth),
+            namespace=name.partition("-")[0],
+        )
+
+    async def _serve(self, request: Request) -> list[int]:
+        token_ids: list[int] = []
+        async for delta in self._built.engine.submit(request):
+            if delta.error is not None:
+                raise delta.error
+            token_ids += delta.token_ids
+        return token_ids
+
+
+def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
+    """The cell's line: milliseconds a token by setting, and ``auto`` against the best."""
+    medians = {
+        setting: Spread.of([1e3 * figures.token_s for figures in runs])
+        for setting, runs in found.items()
+    }
+    fixed = {setting: spread.median for setting, spread in medians.items() if setting != "auto"}
+    line: dict[str, object] = {
+        "task": cell.kind, "requests": cell.concurrency, "T": cell.temperature,
+    }  # fmt: skip
+    line |= {f"{setting}, ms": spread.median for setting, spread in medians.items()}
+    if "auto" in medians and fixed:
+        best = min(fixed, key=lambda setting: fixed[setting])
+        pairs = zip(found[best], found["auto"], strict=True)
+        ratio = Spread.of([one.token_s / auto.token_s for one, auto in pairs])
+        line |= {"best": best, "auto / best": ratio.median}
+        if "off" in found:
+            gains = zip(found["off"], found["auto"], strict=True)
+            line["auto / off"] = Spread.of([off.token_s / a.token_s for off, a in gains]).median
+        last = found["auto"]
+        num_proposed = sum(figures.num_proposed for figures in last)
+        line |= {
+            "tokens/step": sum(f.num_tokens for f in last) / sum(f.num_steps for f in last),
+            "precision": sum(f.num_accepted for f in last) / num_proposed if num_proposed else "-",
+        }
+    return line
+
+
+def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
+    """Everything of a cell, for the JSON."""
+    settings = {
+        setting: {
+            "ms_per_token": Spread.of([1e3 * figures.token_s for figures in runs]),
+            "tokens_per_s_end_to_end": Spread.of([f.num_tokens / f.seconds for f in runs]),
+            "tokens_per_step": sum(f.num_tokens for f in runs) / sum(f.num_steps for f in runs),
+            "proposed": sum(f.num_proposed for f in runs),
+            "accepted": sum(f.num_accepted for f in runs),
+            "accepted_by_source": runs[-1].by_source,
+        }
+        for setting, runs in found.items()
+    }
+    return {"cell": cell, "settings": settings}
+
+
+# -- prompts and models -----------------------------------------------------------------------------
+
+
+async def _streams(built: Built, kind: str, half: Half, number: int) -> list[list[int]]:
+    """Prompts as token ids, by the model's own chat template."""
+    tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
+    try:
+        messages = ([{"role": "user", "content": text}] for text in prompts(kind, half)[:number])
+        return [await tokenizer.encode_chat(each, {}) for each in messages]
+    finally:
+        tokenizer.close()
+
+
+@contextmanager
+def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
+    options: dict[str, Any] = {"device": "cpu", "dtype": args.dtype, "threads": args.threads}
+    options |= {"kv_tokens": 32768, "max_model_len": 2048, "max_running": max(args.concurrency)}
+    if args.draft:
+        options["draft"] = args.draft
+    if args.model != RANDOM:
+        yield args.model, EngineConfig(**options)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        qwen3_06b().save_pretrained(name)
+        read_config(name)
+        yield name, EngineConfig(**options, load_format="random")
+
+
+async def _record(
+    args: argparse.Namespace, kinds: Sequence[str]
+) -> dict[tuple[str, float], dict[tuple[int, ...], list[int]]]:
+    """SmolLM2's own answers, by kind and temperature, to be replayed on another shape."""
+    config = EngineConfig(device="cpu", dtype="bfloat16", kv_tokens=32768, max_model_len=2048)
+    built = build("smollm2", config)
+    await built.engine.start()
+    bench = Bench(built, args.max_tokens, None)
+    found = {}
+    for kind in kinds:
+        streams = await _streams(built, kind, args.half, args.prompts)
+        for temperature in args.temperatures:
+            cell = Cell(kind, len(streams), temperature)
+            answers = await bench._group(cell, streams, "off", Figures())
+            found[kind, temperature] = dict(zip(map(tuple, streams), answers, strict=True))
+    await built.engine.close()
+    return found
+
+
+async def _main(args: argparse.Namespace) -> list[dict[str, object]]:
+    recorded = await _record(args, args.kinds) if args.model == RANDOM else None
+    lines, reports = [], []
+    with _config(args) as (model, config):
+        built = build(model, config)
+        if recorded is not None:
+            assert isinstance(built.engine.runner, ModelRunner)
+            built.engine.runner = ReplayRunner.over(built.engine.runner)
+        await built.engine.start()
+        for kind in args.kinds:
+            for temperature in args.temperatures:
+                answers = None if recorded is None else recorded[kind, temperature]
+                if answers is None:
+                    streams = await _streams(built, kind, args.half, args.prompts)
+                else:
+                    streams = [list(prompt) for prompt in answers]
+                bench = Bench(built, args.max_tokens, answers)
+                for concurrency in args.concurrency:
+                    cell = Cell(kind, concurrency, temperature)
+                    found = await bench.cell(cell, streams, args.settings, args.repeats)
+                    lines.append(row(cell, found))
+                    reports.append(details(cell, found))
+                    print(table(lines[-1:]), flush=True)
+        await built.engine.close()
+    print(f"\n{table(lines)}")
+    return reports
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(prog="foretoken bench real", description=__doc__)
+    parser.add_argument("--model", default="smollm2", help=f"as for `serve`, or {RANDOM}")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights; auto: as stored")
+    parser.add_argument("--draft", help="as `foretoken serve --draft`")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
+    parser.add_argument("--half", choices=("tune", "show"), default="show")
+    parser.add_argument("--prompts", type=int, default=PER_HALF)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/real.json"))
+    args = parser.parse_args(argv)
+    report: dict[str, object] = {"command": command(), "machine": machine()}
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
+    report["cells"] = asyncio.run(_main(args))
+    write_json(args.out, report)
