@@ -27,8 +27,8 @@ from ..core.runner import ModelRunner
 from ..core.scheduler import Scheduler
 from ..core.warm_up import warm_up
 from ..core.watchdog import Supervision
-from ..draft.costs import CostModel
-from ..draft.lm import LmProposer
+from ..draft.control.cost_model import CostModel
+from ..draft.models.draft_model import LmProposer
 from ..radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
 from .models import find_model
@@ -65,16 +65,17 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     pool, *draft_pools = make_pools(decoders, config, sizes)
     pair = (drafts[0], draft_pools[0]) if drafts else None
     _say_what_computes(decoders, pool)
-    speculator, costs = make_speculator(config, spec, target.config.vocab_size)
+    by_rejection = config.verify == "rejection"
+    tau = 1.0 if source.draft is not None else None  # measured for the built-in pair; else tuned
+    proposer = LmProposer(*pair, independent=by_rejection, tau=tau) if pair is not None else None
+    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
+    overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.launches)
+    speculator, costs = make_speculator(config, spec, target.config.vocab_size, overlaps=overlaps)
     scheduler = Scheduler(
         _prefix_cache(config, pool),
         _limits(config, sizes, target),
         speculator,
     )
-    by_rejection = config.verify == "rejection"
-    tau = 1.0 if source.draft is not None else None  # measured for the built-in pair; else tuned
-    proposer = LmProposer(*pair, independent=by_rejection, tau=tau) if pair is not None else None
-    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     measures = not spec.is_empty and config.speculation == "auto"
     return Built(
         engine=Engine(
@@ -85,7 +86,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
                 _warm_up, (target, pool), pair, scheduler.limits, costs if measures else None
             ),
             supervision=_supervision(config, sizes, target),
-            overlap=config.overlap == "on" or (config.overlap == "auto" and runner.launches),
+            overlap=overlaps,
         ),
         path=source.path,
         name=source.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,25 +13,24 @@ from ..core.errors import InvalidRequest, ModelLoadError
 from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
 from ..core.speculation import NO_SPECULATION, Speculator
-from ..draft.calibration import Calibration
-from ..draft.compat import check_same_tokens
-from ..draft.controller import Controller
-from ..draft.costs import CostModel
-from ..draft.grammar import GrammarSource
-from ..draft.ngram import NgramSource
-from ..draft.oracle import OracleSource
-from ..draft.prediction import PredictionSource
-from ..draft.profile import profile_step
-from ..draft.radix import RadixSource
-from ..draft.source import Source
+from ..draft.control.acceptance import AcceptanceModel
+from ..draft.control.controller import Controller
+from ..draft.control.cost_model import CostModel
+from ..draft.control.profiler import profile_step
+from ..draft.models.vocab_check import check_same_tokens
+from ..draft.sources.grammar import GrammarSource
+from ..draft.sources.oracle import OracleSource
+from ..draft.sources.prediction import PredictionSource
+from ..draft.sources.radix import RadixSource
+from ..draft.sources.source import Source
+from ..draft.sources.suffix import SuffixSource
 from ..draft.speculator import DraftSpeculator
-from ..draft.suffix import SuffixSource
 from .gguf_tokenizer import load_gguf_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": RadixSource,
     "suffix": SuffixSource,
-    "ngram": NgramSource,
+    "ngram": partial(SuffixSource, own_only=True),
 }
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
@@ -90,9 +90,12 @@ def _accuracy(name: str) -> float:
 
 
 def make_speculator(
-    config: EngineConfig, spec: DraftSpec, vocab_size: int
+    config: EngineConfig, spec: DraftSpec, vocab_size: int, *, overlaps: bool
 ) -> tuple[Speculator, CostModel]:
-    """What plans the drafts, and the costs that it goes by, still to be measured."""
+    """What plans the drafts, and the costs that it goes by, still to be measured.
+
+    ``overlaps``: steps without drafts are launched before the one ahead of them is read.
+    """
     costs = CostModel()
     if spec.is_empty:
         return NO_SPECULATION, costs
@@ -102,10 +105,11 @@ def make_speculator(
     speculator = DraftSpeculator(
         make_sources(spec, vocab_size),
         Controller(costs),
-        Calibration(),
+        AcceptanceModel(),
         depth=depth,
         has_lm=spec.model is not None,
         adapts=config.verify == "coupled",
+        overlaps=overlaps,
     )
     return speculator, costs
 

@@ -8,9 +8,16 @@ smaller ``eps``, the more they agree. Acceptance of such a pair is simulated, no
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 
 def qwen3_06b() -> Qwen3Config:
@@ -28,18 +35,51 @@ def qwen3_06b() -> Qwen3Config:
     )
 
 
+def qwen25_05b() -> Qwen2Config:
+    """The shape of Qwen2.5-0.5B."""
+    return Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+
+
+def llama32_1b() -> LlamaConfig:
+    """The shape of Llama-3.2-1B."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+
+
 @torch.inference_mode()
-def write_pair(folder: Path, config: Qwen3Config, dtype: torch.dtype, *, eps: float) -> None:
+def write_pair(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, eps: float) -> None:
     """Write ``folder/target`` and ``folder/draft``, unless they are there."""
     if (folder / "draft" / "config.json").is_file():
         return
     torch.manual_seed(0)
-    target: Qwen3ForCausalLM = Qwen3ForCausalLM(config).to(dtype=dtype)  # type: ignore[call-arg]
+    model: Any = AutoModelForCausalLM
+    target = model.from_config(config, dtype=dtype)
     for index, layer in enumerate(target.model.layers):
         layer.self_attn.o_proj.weight *= 0.2 * (eps if index else 1.0)
         layer.mlp.down_proj.weight *= 8 * (eps if index else 1.0)
     target.save_pretrained(folder / "target")
     target.model.layers = target.model.layers[:1]
     target.config.num_hidden_layers = 1
-    target.config.layer_types = ["full_attention"]
+    if hasattr(target.config, "layer_types"):
+        target.config.layer_types = ["full_attention"]
     target.save_pretrained(folder / "draft")

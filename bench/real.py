@@ -93,12 +93,12 @@ class Bench:
         self._runner = built.engine.runner
 
     async def cell(
-        self, cell: Cell, streams: Sequence[Sequence[int]], settings: Sequence[str], repeats: int
+        self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], repeats: int
     ) -> dict[str, list[Figures]]:
         """Of each setting, figures of every repeat. Raises SystemExit where answers differ."""
         found: dict[str, list[Figures]] = {setting: [] for setting in settings}
         groups = [
-            streams[at : at + cell.concurrency] for at in range(0, len(streams), cell.concurrency)
+            asked[at : at + cell.concurrency] for at in range(0, len(asked), cell.concurrency)
         ]
         for repeat in range(repeats):
             for figures in found.values():
@@ -107,14 +107,15 @@ class Bench:
                 turn = (repeat + number) % len(settings)
                 answers: list[list[list[int]]] = []
                 for setting in (*settings[turn:], *settings[:turn]):
-                    answers.append(await self._group(cell, group, setting, found[setting][-1]))
+                    answers.append(await self.group(cell, group, setting, found[setting][-1]))
                 if any(answer != answers[0] for answer in answers):
                     raise SystemExit(f"{cell}: tokens differ between settings: this is a bug")
         return found
 
-    async def _group(
+    async def group(
         self, cell: Cell, group: Sequence[Sequence[int]], setting: str, figures: Figures
     ) -> list[list[int]]:
+        """Answers to prompts that are asked at once."""
         run = next(_NUMBERS)
         requests = [
             self._request(f"{run}-{index}", prompt, cell, setting, seed=index)
@@ -200,10 +201,10 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
     return {"cell": cell, "settings": settings}
 
 
-# -- prompts and models -----------------------------------------------------------------------------
+# -- prompts and models ----------------------------------------------------------------------------
 
 
-async def _streams(built: Built, kind: str, half: Half, number: int) -> list[list[int]]:
+async def streams(built: Built, kind: str, half: Half, number: int) -> list[list[int]]:
     """Prompts as token ids, by the model's own chat template."""
     tokenizer = Tokenizer.load(built.path, max_model_len=built.max_model_len)
     try:
@@ -238,11 +239,11 @@ async def _record(
     bench = Bench(built, args.max_tokens, None)
     found = {}
     for kind in kinds:
-        streams = await _streams(built, kind, args.half, args.prompts)
+        asked = await streams(built, kind, args.half, args.prompts)
         for temperature in args.temperatures:
-            cell = Cell(kind, len(streams), temperature)
-            answers = await bench._group(cell, streams, "off", Figures())
-            found[kind, temperature] = dict(zip(map(tuple, streams), answers, strict=True))
+            cell = Cell(kind, len(asked), temperature)
+            answers = await bench.group(cell, asked, "off", Figures())
+            found[kind, temperature] = dict(zip(map(tuple, asked), answers, strict=True))
     await built.engine.close()
     return found
 
@@ -260,13 +261,13 @@ async def _main(args: argparse.Namespace) -> list[dict[str, object]]:
             for temperature in args.temperatures:
                 answers = None if recorded is None else recorded[kind, temperature]
                 if answers is None:
-                    streams = await _streams(built, kind, args.half, args.prompts)
+                    asked = await streams(built, kind, args.half, args.prompts)
                 else:
-                    streams = [list(prompt) for prompt in answers]
+                    asked = [list(prompt) for prompt in answers]
                 bench = Bench(built, args.max_tokens, answers)
                 for concurrency in args.concurrency:
                     cell = Cell(kind, concurrency, temperature)
-                    found = await bench.cell(cell, streams, args.settings, args.repeats)
+                    found = await bench.cell(cell, asked, args.settings, args.repeats)
                     lines.append(row(cell, found))
                     reports.append(details(cell, found))
                     print(table(lines[-1:]), flush=True)

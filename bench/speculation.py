@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,21 +28,19 @@ from ..core.params import SamplingParams
 from ..core.request import Request
 from ..core.speculation import NOTHING, DraftPlan
 from ..core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
-from ..draft.calibration import Calibration
-from ..draft.controller import Controller
-from ..draft.costs import CostModel, StepProfile
-from ..draft.ngram import NgramSource
-from ..draft.radix import RadixSource
-from ..draft.source import Source
+from ..draft.control.acceptance import AcceptanceModel
+from ..draft.control.controller import Controller
+from ..draft.control.cost_model import CostModel, StepProfile
+from ..draft.sources.radix import RadixSource
+from ..draft.sources.source import Source
+from ..draft.sources.suffix import SuffixSource
 from ..draft.speculator import DraftSpeculator
-from ..draft.suffix import SuffixSource
 from ..radix_cache import RadixTree
 from .engine import read_bandwidth
 from .load_roofline import file_bytes
 from .replay import ReplayRunner
 from .report import command, machine, table, write_json
 from .speculation_load import Load, adversarial, compare
-from .speculation_rest import compare_phases, texts
 from .streams import KINDS, Stream, builtin_tokenizer, streams
 
 NUM_DRAFTS = 16
@@ -79,7 +78,7 @@ class Speculation:
     def over(cls, *sources: Source, row_cost: float = CHEAP) -> Speculation:
         profile = StepProfile({n: 1.0 + row_cost * n for n in (1, 2, 4, 8, 16, 32, 64)})
         controller = Controller(CostModel(profile))
-        return cls(DraftSpeculator(sources, controller, Calibration()), row_cost)
+        return cls(DraftSpeculator(sources, controller, AcceptanceModel()), row_cost)
 
     def begin(self, request: Request) -> None:
         self.speculator.join(request)
@@ -101,7 +100,11 @@ class Speculation:
             page_ids=array("q"),
             sampling=request.sampling,
         )
-        output = RowOutput(request_id=request.request_id, num_accepted=num_accepted)
+        output = RowOutput(
+            request_id=request.request_id,
+            token_ids=request.tokens[size - num_new :],
+            num_accepted=num_accepted,
+        )
         self.speculator.observe(request, row, output, num_new)
         num_rows = 1 + self.plan.num_rows
         spent = {"forward": 1.0 + self.row_cost * num_rows}
@@ -140,7 +143,7 @@ class PromptLookup:
 GUESSERS: dict[str, Callable[[], Guesser]] = {
     "radix": lambda: Speculation.over(RadixSource()),
     "suffix": lambda: Speculation.over(SuffixSource()),
-    "ngram": lambda: Speculation.over(NgramSource()),
+    "ngram": lambda: Speculation.over(SuffixSource(own_only=True)),
     "merge": lambda: Speculation.over(RadixSource(), SuffixSource()),
     "merge, dear rows": lambda: Speculation.over(RadixSource(), SuffixSource(), row_cost=DEAR),
     "transformers prompt look-up": PromptLookup,
@@ -231,8 +234,8 @@ def _measure_sources() -> tuple[list[dict[str, object]], list[dict[str, object]]
             figures = measure_guesser(make(), recorded, firsts)
             quality.append({"stream": kind, "source": name} | figures)
     recorded = streams("agent edit", tokenize=tokenize)
-    for source in (RadixSource, SuffixSource, NgramSource):
-        speed.append({"source": source.name} | source_speed(source, recorded))
+    for make_source in (RadixSource, SuffixSource, partial(SuffixSource, own_only=True)):
+        speed.append({"source": make_source().name} | source_speed(make_source, recorded))
     return quality, speed
 
 
@@ -279,26 +282,10 @@ async def _measure_engine(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-async def _measure_rest(args: argparse.Namespace) -> list[dict[str, object]]:
-    built = _build(args)
-    await built.engine.start()
-    replay = ReplayRunner.over(built.engine.runner)  # type: ignore[arg-type]
-    plain = built.engine.runner
-    fresh = streams("fresh code", tokenize=builtin_tokenizer())
-    rows = []
-    for concurrency in args.concurrency:
-        for text in texts(fresh, built.vocab_size, prompt_len=32, output_len=args.output_len):
-            built.engine.runner = replay if text.is_replayed else plain
-            rows.append(await compare_phases(built, text, concurrency, args.pairs))
-            print(table(rows[-1:]), flush=True)
-    await built.engine.close()
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(prog="foretoken bench speculation", description=__doc__)
-    parser.add_argument("--part", choices=["all", "sources", "engine", "rest"], default="all")
+    parser.add_argument("--part", choices=["all", "sources", "engine"], default="all")
     parser.add_argument("--model", default="builtin", help="as `foretoken serve MODEL`")
     parser.add_argument("--draft", help="as `foretoken serve --draft`")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
@@ -306,7 +293,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=150, help="of phases, in part rest")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--out", type=Path, default=Path("bench/results/speculation.json"))
     args = parser.parse_args(argv)
@@ -326,10 +312,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = asyncio.run(_measure_engine(args))
         report["engine"] = rows
         print(f"\nengine\n\n{table(rows)}", flush=True)
-    if args.part in ("all", "rest"):
-        rows = asyncio.run(_measure_rest(args))
-        report["rest"] = rows
-        print(f"\nat rest, phases in turn\n\n{table(rows)}", flush=True)
     write_json(args.out, report)
 
 

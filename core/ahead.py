@@ -33,7 +33,8 @@ def plan_ahead(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | N
     It lends nothing that changes while it is carried out, for requests may end meanwhile.
     """
     staying = _staying(scheduler, plan) if is_steady(plan) else []
-    if not staying or not scheduler.speculator.rests():
+    requests = [request for _, request in staying]
+    if not staying or not scheduler.speculator.is_silent(requests, ahead=1):
         return None
     scheduler.cache.tick(now)
     scheduler.roster.begin_round(now)

@@ -23,7 +23,7 @@ from .pace import Pace
 from .pages import borrow, give_back, pin_prompt, publish
 from .request import Delta, FinishReason, Request, RequestStatus, by_order
 from .roster import Roster
-from .speculation import NO_SPECULATION, NOTHING, Careful, DraftPlan, Speculator
+from .speculation import NO_SPECULATION, NOTHING, DraftPlan, GuardedSpeculator, Speculator
 from .step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.limits = limits
-        self.speculator = Careful(speculator)
+        self.speculator = GuardedSpeculator(speculator)
         # Tokens that one request may reach: the context, or all of the pool.
         pool = cache.num_total_pages * cache.page_size
         self.capacity = min(limits.max_model_len, pool)
@@ -158,7 +158,7 @@ class Scheduler:
 
         None when nobody drafts.
         """
-        if not decodes or self.speculator.rests():
+        if not decodes or self.speculator.is_silent(decodes):
             return None
         limits = draft_limits(decodes, self.limits.depth_cap)
         if not any(limits):

@@ -51,11 +51,11 @@ NOTHING = DraftPlan()
 class Speculator(Protocol):
     """Decides what each decoding request drafts."""
 
-    def rests(self) -> int:
-        """Steps, from the one to come on, in which nobody drafts; 0 where it wants to `plan`.
+    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+        """Whether none of these would draft, once each has ``ahead`` more tokens of any kind.
 
-        Of these steps neither `plan` nor `observe` is called. Asked behind them, or when a request
-        has joined: so a step that somebody decodes in and nobody drafts costs next to nothing.
+        Then neither `plan` nor `observe` is called for the step, and it may be planned before the
+        step ahead of it is over.
         """
 
     def plan(
@@ -77,13 +77,6 @@ class Speculator(Protocol):
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """A step was committed; ``seconds`` since the one before it, or since it was planned."""
 
-    def passed(self, num_steps: int, seconds: float) -> None:
-        """So many steps that it was not asked about were committed, and took so long in all.
-
-        Told instead of `observe_step`, before it is told of another step or of a newcomer, or asked
-        about one.
-        """
-
     def join(self, request: Request) -> None:
         """A request begins to run, for the first time or after a preemption."""
 
@@ -103,41 +96,33 @@ class Speculator(Protocol):
         """What it did since the last call and why, for the log."""
 
 
-class FixedDepth:
-    """Lets the proposer guess ``depth`` tokens for every request that does not say otherwise."""
+class NoSpeculation:
+    """Drafts nothing, whatever a request asks for: there is no source."""
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-
-    def rests(self) -> int:
-        """Never: requests may ask for a depth of their own."""
-        return 0
+    def is_silent(
+        self,
+        requests: Sequence[Request],  # noqa: ARG002
+        *,
+        ahead: int = 0,  # noqa: ARG002
+    ) -> bool:
+        """Always."""
+        return True
 
     def plan(
         self,
         requests: Sequence[Request],
-        limits: Sequence[int],
+        limits: Sequence[int],  # noqa: ARG002
         *,
-        budget: int,
+        budget: int,  # noqa: ARG002
         num_prefill: int,  # noqa: ARG002
     ) -> Sequence[DraftPlan]:
-        """The same depth for all, within an equal share of the budget."""
-        share = budget // max(1, len(requests))
-        return [
-            DraftPlan(max_draft=min(limit, share, self._depth(request)))
-            for request, limit in zip(requests, limits, strict=True)
-        ]
-
-    def _depth(self, request: Request) -> int:
-        return request.depth if isinstance(request.depth, int) else self.depth
+        """Nothing for every request."""
+        return [NOTHING] * len(requests)
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Nothing is learnt."""
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Nothing is learnt."""
-
-    def passed(self, num_steps: int, seconds: float) -> None:
         """Nothing is learnt."""
 
     def join(self, request: Request) -> None:
@@ -157,55 +142,31 @@ class FixedDepth:
         """Nothing is remembered."""
 
     def describe(self) -> Mapping[str, object]:
-        """The depth."""
-        return {"depth": self.depth}
-
-
-class NoSpeculation(FixedDepth):
-    """Drafts nothing, whatever a request asks for: there is nobody to ask."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def rests(self) -> int:
-        """Always."""
-        return 1
+        """Nothing is decided."""
+        return {}
 
 
 NO_SPECULATION = NoSpeculation()
 
 
-class Careful:
+class GuardedSpeculator:
     """A speculator that may fail: then the step goes on without drafts, and the log says why.
 
     One that fails more than now and then is not asked again. A plan that exceeds what was offered
     is a failure, too.
-
-    While it rests for some steps it is not asked in each of them, nor told of each: what is met
-    once a step has left the processor's caches by then, and a call takes microseconds.
     """
 
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
         self._failures = 0.0  # faded
-        self._left = 0  # steps to come of which it need not be asked
-        self._num_due = 0  # steps that it was asked about, or need not be, and are not over
-        self._num_passed, self._passed_s = 0, 0.0  # of these, what it was not told of
 
-    def rests(self) -> bool:
-        """Whether nobody drafts in the step to come; one that fails rests."""
-        if self._left:
-            self._left -= 1
-            self._num_due += 1
-            return True
+    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+        """Passed on; one that fails is silent."""
         try:
-            self._tell()
-            num_steps = int(self.inner.rests())
-            self._left, self._num_due = max(0, num_steps - 1), 1
+            return self.inner.is_silent(requests, ahead=ahead)
         except Exception:
             self._failed()
             return True
-        return num_steps > 0
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -225,20 +186,11 @@ class Careful:
         self._try(self.inner.observe, request, row, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Passed on, or told of with others."""
-        if self._left and self._num_due:
-            self._num_due -= 1
-            self._num_passed += 1
-            self._passed_s += seconds
-        else:
-            self._left = 0  # a step that nobody decodes in is no part of a rest
-            self._try(self._tell)
-            self._try(self.inner.observe_step, plan, output, seconds)
+        """Passed on."""
+        self._try(self.inner.observe_step, plan, output, seconds)
 
     def join(self, request: Request) -> None:
-        """Passed on; it is asked about the next step."""
-        self._left = 0
-        self._try(self._tell)
+        """Passed on."""
         self._try(self.inner.join, request)
 
     def leave(self, request: Request) -> None:
@@ -246,11 +198,8 @@ class Careful:
         self._try(self.inner.leave, request)
 
     def has_work(self) -> bool:
-        """Passed on, or not yet; one that fails has none."""
-        if self._left:
-            return False
+        """Passed on; one that fails has none."""
         try:
-            self._tell()
             return self.inner.has_work()
         except Exception:
             self._failed()
@@ -271,13 +220,6 @@ class Careful:
     def broke_step(self) -> None:
         """A step failed that came through without its drafts; steps must not go on like that."""
         self._count("drafts made a step fail")
-
-    def _tell(self) -> None:
-        """Tell of the steps that passed."""
-        if self._num_passed:
-            told = self._num_passed, self._passed_s
-            self._num_passed, self._passed_s = 0, 0.0
-            self.inner.passed(*told)
 
     def _try(self, tell: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:

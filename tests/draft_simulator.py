@@ -1,251 +1,406 @@
-"""Decoding in virtual time: machines by their cost tables, texts by how well drafts fit them.
+"""Simulated acceptance: decoding in virtual time, where how well guesses fit the text is given.
 
-The number of running requests is constant within a phase: one that ends is replaced. So seconds
-per token compare fairly between policies. Noise disturbs what a policy observes, not the total.
+Nothing here computes or measures: a machine is a formula, a text is a chance for each token, and
+the clock moves by what the machine says. The speculator is the real one, over a source and a draft
+model that guess as well as the text allows. It competes with constant depths over the same texts,
+the best of which is known in hindsight only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from typing import Protocol
 
 import numpy as np
 
-from foretoken.draft.calibration import Calibration
-from foretoken.draft.controller import Candidates, Controller
-from foretoken.draft.costs import CostModel, StepProfile
+from foretoken.core.params import SamplingParams
+from foretoken.core.request import Request
+from foretoken.core.speculation import NOTHING, DraftPlan
+from foretoken.core.step import Draft, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.draft.control.controller import Controller
+from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.sources.source import Guess, Priors
+from foretoken.draft.speculator import DraftSpeculator
 
-LM_LEN, FREE_LEN, WINDOW = 6, 16, 256
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEPTHS = (0, 1, 2, 4, 8, 16)  # constant ones to compare with
+ANSWER = 250  # tokens
+WINDOW = 256  # tokens that the draft model catches up with in one step
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # that are measured at start-up
+RIGHT, WRONG = 1, 0  # all token ids that there are
+_NUMBERS = count()  # of requests
+
+Chance = Callable[[int, int], float]
+"""Of the token at a place of a text, where so many were drafted before it in the same step."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed in a step."""
+
+    num_requests: int
+    num_rows: int  # of the target's pass
+    draft_passes: Sequence[int]  # rows of each
+    num_tokens: int  # that come out
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step."""
+
+    forward: float
+    draft: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.forward + self.draft + self.host
 
 
 @dataclass(frozen=True)
 class Machine:
-    """True costs in seconds by rows, and how noisy a step's time is."""
+    """Costs of a step, as shares of the pass of a plain step of one request."""
 
-    forward: Callable[[int], float]
-    draft: Callable[[int], float]
-    sampling: float = 0.0  # for each token that comes out or is drafted
-    host: float = 0.0
-    noise: float = 0.0  # sigma of a lognormal factor
-    stalls: float = 0.0  # share of steps that take ten times as long
+    row: float  # of each further row
+    draft_pass: float = 0.2  # of the draft model
+    host: float = 0.05
+    draft_host: float = 0.02  # more, where anything is drafted
+    look_up: float = 0.0  # of asking a source once
+    noise: float = 0.05  # sigma of a lognormal factor on every time that is observed
+    stalls: float = 0.002  # share of steps that are observed to take ten times as long
+    step_s: float = 0.010  # seconds
+
+    def forward(self, num_rows: int) -> float:
+        """Seconds of a pass of the target."""
+        return self.step_s * (1.0 + self.row * (num_rows - 1))
+
+    def draft(self, num_rows: int) -> float:
+        """Seconds of a pass of the draft model."""
+        return self.draft_pass * self.forward(num_rows)
+
+    def times(self, work: Work, num_look_ups: int = 0) -> Times:
+        """Seconds of a step."""
+        has_drafts = work.num_rows > work.num_requests
+        shares = self.host + self.draft_host * has_drafts + self.look_up * num_look_ups
+        return Times(
+            forward=self.forward(work.num_rows),
+            draft=sum(map(self.draft, work.draft_passes)),
+            host=self.step_s * shares,
+        )
+
+    def disturbed(self, times: Times, rng: np.random.Generator) -> Times:
+        """As they are observed."""
+        factor = float(rng.lognormal(0.0, self.noise)) if self.noise else 1.0
+        factor *= 10.0 if rng.random() < self.stalls else 1.0
+        return Times(times.forward * factor, times.draft * factor, times.host * factor)
 
     def profile(self) -> StepProfile:
-        return StepProfile({n: self.forward(n) for n in ROWS}, {n: self.draft(n) for n in ROWS[:7]})
+        """What is measured at start-up."""
+        return StepProfile({n: self.forward(n) for n in ROWS}, {n: self.draft(n) for n in ROWS})
 
 
 @dataclass(frozen=True)
-class Phase:
-    """So many tokens are served; ``free``: (share of steps, length, chance of a token)."""
+class Regime:
+    """How well guesses fit a text: those of a source that knows some of it, or of a draft model."""
 
-    num_tokens: int
-    num_requests: int = 1
-    lm: float | None = None
-    free: tuple[float, int, float] | None = None
+    known: Chance | None = None
+    lm: Chance | None = None
+    prompt: int = 8  # tokens
+    kind: Callable[[int], int] = lambda at: 0  # of the source's guess at a place: 0 or 1
 
 
-@dataclass
 class Seat:
-    """One running request."""
+    """A place in the batch. One answer follows another; the same guesses come true for all."""
 
-    request_id: str
-    left: int  # tokens
-    backlog: int  # tokens whose KV the draft model lacks
-    free_len: int = 0
-    free_hits: int = 0
-    lm_hits: int = 0
+    def __init__(self, regime: Regime, seed: int) -> None:
+        self.regime = regime
+        self._draws: list[float] = np.random.default_rng(seed).random(20_000).tolist()
+        self.at = 0  # tokens said
+        self.request: Request | None = None
+
+    def hits(self, length: int, *, lm: bool) -> int:
+        """How many of the next ``length`` tokens are guessed right before one is not."""
+        chance = self.regime.lm if lm else self.regime.known
+        if chance is None:
+            return 0
+        for ahead in range(length):
+            place = self.at + ahead
+            if self._draws[place] >= chance(place, ahead):
+                return ahead
+        return length
 
 
 @dataclass
-class Totals:
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
+class Served:
+    """One request in a step."""
+
+    seat: Seat
+    request: Request
+    limit: int  # tokens that it may draft
+    plan: DraftPlan = NOTHING
+    num_hits: int = 0
+    backlog: int = 0  # tokens that the draft model lacks behind the step
 
     @property
-    def token_s(self) -> float:
-        return self.seconds / self.tokens
+    def num_drafted(self) -> int:
+        """Tokens that are verified: the draft model guesses nothing until it has caught up."""
+        return 0 if self.backlog else self.plan.depth
 
 
 class Policy(Protocol):
-    def choose(self, seats: Sequence[Seat], has_lm: bool) -> tuple[list[int], list[int]]: ...
-    def learn(self, seats: Sequence[Seat], outcome: Outcome) -> None: ...
+    """What decides how much is drafted."""
+
+    num_look_ups: int
+
+    def join(self, seat: Seat, request: Request) -> None: ...
+    def leave(self, request: Request) -> None: ...
+    def plan(self, served: Sequence[Served]) -> None: ...
+    def learn(self, served: Sequence[Served], times: Times) -> None: ...
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step brought, in lists by request. Its times were seen multiplied by ``factor``."""
+class Constant:
+    """The same depth in every step: of what the source knows, or of the draft model."""
 
-    num_tokens: list[int]
-    drafted: list[int]  # by the draft model
-    times: dict[str, float]  # seconds
-    factor: float
-    num_rows: int
-    draft_passes: int
-    draft_rows: int
+    num_look_ups = 0  # given to it, so that it is no worse than any
 
+    def __init__(self, depth: int, *, lm: bool = False) -> None:
+        self._depth, self._lm = depth, lm
 
-@dataclass
-class Fixed:
-    """The draft model to the same depth, always."""
+    def join(self, seat: Seat, request: Request) -> None: ...
 
-    depth: int
+    def leave(self, request: Request) -> None: ...
 
-    def choose(self, seats: Sequence[Seat], has_lm: bool) -> tuple[list[int], list[int]]:
-        return [0] * len(seats), [self.depth * has_lm] * len(seats)
+    def plan(self, served: Sequence[Served]) -> None:
+        for each in served:
+            depth = min(self._depth, each.limit)
+            known = Draft(_guess(each.seat, depth))
+            each.plan = DraftPlan(max_draft=depth) if self._lm else DraftPlan(known)
 
-    def learn(self, seats: Sequence[Seat], outcome: Outcome) -> None:
-        pass
+    def learn(self, served: Sequence[Served], times: Times) -> None: ...
 
 
-class Adaptive:
-    """The controller with its calibration."""
+class Auto:
+    """The speculator with its controller; it knows nothing of the regime."""
 
     def __init__(
-        self, profile: StepProfile | None, lm_prior: float = 0.7, free_prior: float = 0.8
+        self,
+        machine: Machine,
+        *,
+        has_lm: bool = False,
+        profile: StepProfile | None = None,
+        prior: float = 0.7,
     ) -> None:
-        self.costs = CostModel(profile)
-        self.controller = Controller(self.costs)
-        self.calibration = Calibration()
-        self.calibration.register("lm", (lm_prior,))
-        self.calibration.register("free", (free_prior,))
-        self.kinds: dict[str, int] = {}
-
-    def choose(self, seats: Sequence[Seat], has_lm: bool) -> tuple[list[int], list[int]]:
-        free, lm = np.zeros((len(seats), FREE_LEN)), np.zeros((len(seats), LM_LEN * has_lm))
-        for row, seat in enumerate(seats):
-            known = min(seat.free_len, FREE_LEN, seat.left - 1)
-            survival = self.calibration.survival
-            free[row, :known] = survival("free", 0, seat.request_id, known)
-            if has_lm:
-                length = min(LM_LEN, seat.left - 1)
-                lm[row, :length] = survival("lm", 0, seat.request_id, length)
-        allocation = self.controller.allocate(
-            Candidates(
-                free=free,
-                lm=lm,
-                backlog=np.array([seat.backlog for seat in seats]),
-                horizon=np.array([seat.left for seat in seats]),
-                budget=1024,
-            )
+        self.costs = CostModel(machine.profile() if profile is None else profile)
+        self._source = _Knowing(Priors.constant(prior, prior))
+        self.speculator = DraftSpeculator(
+            [self._source],
+            Controller(self.costs),
+            AcceptanceModel(),
+            has_lm=has_lm,
+            clock=lambda: self._source.num_asked * machine.look_up * machine.step_s,
         )
-        self.kinds[allocation.reason] = self.kinds.get(allocation.reason, 0) + 1
-        return allocation.num_free.tolist(), allocation.lm_depth.tolist()
+        self._is_silent = False
 
-    def learn(self, seats: Sequence[Seat], outcome: Outcome) -> None:
-        lm_hits = 0
-        for seat, drafted, out in zip(seats, outcome.drafted, outcome.num_tokens, strict=True):
-            if seat.free_len:
-                hits = min(seat.free_hits, out)
-                self.calibration.score(
-                    "free", 0, seat.request_id, hits, hits < min(seat.free_len, out)
-                )
-            if drafted:
-                hits = min(seat.lm_hits, drafted, out)
-                lm_hits += hits
-                self.calibration.score("lm", 0, seat.request_id, hits, hits < min(drafted, out))
-        times = {name: seconds * outcome.factor for name, seconds in outcome.times.items()}
-        num_tokens = sum(outcome.num_tokens)
-        self.costs.observe(
-            num_rows=outcome.num_rows,
-            forward_s=times["forward"],
-            verify_s=times["verify"],
-            num_tokens=num_tokens,
-            draft_s=times["draft"],
-            draft_passes=outcome.draft_passes,
-            draft_rows=outcome.draft_rows,
-            num_drafted=sum(outcome.drafted),
-            host_s=times["host"],
+    @property
+    def num_look_ups(self) -> int:
+        return self._source.num_asked
+
+    def join(self, seat: Seat, request: Request) -> None:
+        self._source.seats[request.request_id] = seat
+        self.speculator.join(request)
+
+    def leave(self, request: Request) -> None:
+        self.speculator.leave(request)
+        self.speculator.work()
+
+    def plan(self, served: Sequence[Served]) -> None:
+        requests = [each.request for each in served]
+        limits = [each.limit for each in served]
+        self._is_silent = self.speculator.is_silent(requests) or not any(limits)
+        if self._is_silent:
+            return
+        plans = self.speculator.plan(requests, limits, budget=512, num_prefill=0)
+        for each, plan in zip(served, plans, strict=True):
+            each.plan = plan
+
+    def learn(self, served: Sequence[Served], times: Times) -> None:
+        rows = [_row(each) for each in served]
+        outputs = [_output(each) for each in served]
+        if not self._is_silent:
+            for each, row, output in zip(served, rows, outputs, strict=True):
+                self.speculator.observe(each.request, row, output, len(output.token_ids))
+        self.speculator.observe_step(
+            StepPlan(rows=rows, fresh_pages=array("q")),
+            StepOutput(
+                rows=outputs,
+                times={"forward": times.forward, "draft": times.draft},
+                num_rows=len(served) + sum(each.num_drafted for each in served),
+            ),
+            times.total,
         )
-        self.controller.observe(
-            num_tokens,
-            sum(times.values()),
-            num_lm_drafted=sum(outcome.drafted),
-            num_lm_hits=lm_hits,
-        )
+        self.speculator.work()
 
 
-def run(machine: Machine, phases: Sequence[Phase], policy: Policy, seed: int = 0) -> Totals:
-    """Serve all phases."""
-    rng = np.random.default_rng(seed)
-    totals, seats = Totals(), list[Seat]()
-    for phase in phases:
-        seats = seats[: phase.num_requests]
-        stop = totals.tokens + phase.num_tokens
-        while totals.tokens < stop:
-            _step(machine, phase, policy, seats, totals, rng)
-    return totals
+class _Knowing:
+    """The source: it guesses on to the end, right as far as the text allows."""
+
+    name = "knowing"
+
+    def __init__(self, priors: Priors) -> None:
+        self.priors = priors
+        self.seats: dict[str, Seat] = {}
+        self.num_asked = 0
+
+    def propose(self, request: Request, most: int) -> Sequence[Guess]:
+        self.num_asked += 1
+        seat = self.seats[request.request_id]
+        if seat.regime.known is None:
+            return ()
+        return (Guess(_guess(seat, most), self.name, seat.regime.kind(seat.at)),)
+
+    def index(self, request: Request) -> int:
+        return 0
+
+    def leave(self, request: Request) -> None:
+        del self.seats[request.request_id]
+
+    def flush(self, *namespaces: str | None) -> None: ...
 
 
-def _step(
+def run(
+    machine: Machine, regime: Regime, policy: Policy, *, num_requests: int, num_tokens: int
+) -> float:
+    """Tokens a second over so many tokens, the number of running requests being constant.
+
+    Noise disturbs what the policy observes, not the result.
+    """
+    rng, seconds, tokens, num_look_ups = np.random.default_rng(99), 0.0, 0, 0
+    for served, work in _steps(regime, policy, num_requests, num_tokens):
+        times = machine.times(work, policy.num_look_ups - num_look_ups)
+        num_look_ups = policy.num_look_ups
+        policy.learn(served, machine.disturbed(times, rng))
+        seconds += times.total
+        tokens += work.num_tokens
+    return tokens / seconds
+
+
+def best_constant(
     machine: Machine,
-    phase: Phase,
-    policy: Policy,
-    seats: list[Seat],
-    totals: Totals,
-    rng: np.random.Generator,
-) -> None:
-    seats[:] = [seat for seat in seats if seat.left > 0]
-    while len(seats) < phase.num_requests:
-        seats.append(Seat(f"r{totals.steps}.{len(seats)}", int(rng.integers(150, 450)), 48))
-    for seat in seats:
-        _foresee(seat, phase, rng)
-    num_free, depths = policy.choose(seats, phase.lm is not None)
-    outcome = _decode(machine, seats, num_free, depths, rng)
-    policy.learn(seats, outcome)
-    for seat, out in zip(seats, outcome.num_tokens, strict=True):
-        seat.left -= out
-        seat.free_len, seat.free_hits = max(0, seat.free_len - out), seat.free_hits - out
-        if seat.free_hits < 0:
-            seat.free_len = seat.free_hits = 0
-    totals.seconds += sum(outcome.times.values())
-    totals.tokens += sum(outcome.num_tokens)
-    totals.steps += 1
+    regime: Regime,
+    *,
+    num_requests: int,
+    num_tokens: int,
+    depths: Sequence[int] = DEPTHS,
+    lm: bool = False,
+) -> tuple[float, int]:
+    """Tokens a second of the best constant depth, and that depth."""
+    rates = []
+    for depth in depths:
+        steps = _constant(regime, depth, lm, num_requests, num_tokens)
+        seconds = sum(machine.times(work).total for work in steps)
+        rates.append((sum(work.num_tokens for work in steps) / seconds, depth))
+    return max(rates)
 
 
-def _foresee(seat: Seat, phase: Phase, rng: np.random.Generator) -> None:
-    """How many tokens of its drafts would come true."""
-    if phase.lm is not None:
-        seat.lm_hits = int(rng.geometric(1.0 - phase.lm)) - 1
-    share, length, chance = phase.free or (0.0, 0, 0.0)
-    if not seat.free_len and rng.random() < share:
-        seat.free_len = length
-        seat.free_hits = int(rng.geometric(1.0 - chance)) - 1
+@cache
+def _constant(
+    regime: Regime, depth: int, lm: bool, num_requests: int, num_tokens: int
+) -> list[Work]:
+    """What a constant depth has computed does not depend on the machine."""
+    policy = Constant(depth, lm=lm)
+    return [work for _, work in _steps(regime, policy, num_requests, num_tokens)]
 
 
-def _decode(
-    machine: Machine,
-    seats: Sequence[Seat],
-    num_free: Sequence[int],
-    depths: Sequence[int],
-    rng: np.random.Generator,
-) -> Outcome:
-    drafted, first_rows = [], 0
-    for seat, depth in zip(seats, depths, strict=True):
-        first_rows += min(seat.backlog, WINDOW) + 1 if depth else 0
-        drafted.append(depth if seat.backlog <= WINDOW else 0)
-    asked = max(drafted, default=0)
-    passes = [first_rows] * (first_rows > 0)
-    passes += [sum(depth > level for depth in drafted) for level in range(1, asked)]
-    out = [
-        1 + min(seat.left - 1, max(min(free, seat.free_hits), min(depth, seat.lm_hits)))
-        for seat, free, depth in zip(seats, num_free, drafted, strict=True)
-    ]
-    for seat, asked, depth, num in zip(seats, depths, drafted, out, strict=True):
-        if not asked:
-            seat.backlog += num
-        else:
-            seat.backlog = int(num > depth) if depth else seat.backlog - WINDOW
-    num_rows = len(seats) + sum(num_free) + sum(drafted)
-    factor = float(rng.lognormal(0.0, machine.noise)) if machine.noise else 1.0
-    factor *= 10.0 if rng.random() < machine.stalls else 1.0
-    draft_s = sum(machine.draft(rows) for rows in passes) + machine.sampling * sum(drafted)
-    times = {
-        "forward": machine.forward(num_rows),
-        "verify": machine.sampling * sum(out),
-        "draft": draft_s,
-        "host": machine.host,
-    }
-    return Outcome(out, drafted, times, factor, num_rows, len(passes), sum(passes))
+def _steps(
+    regime: Regime, policy: Policy, num_requests: int, num_tokens: int
+) -> Iterator[tuple[list[Served], Work]]:
+    seats = [Seat(regime, seed) for seed in range(num_requests)]
+    lm_len: dict[str, int] = {}
+    left = num_tokens
+    while left > 0:
+        served = [_next(seat, policy) for seat in seats]
+        policy.plan(served)
+        work = _decode(served, lm_len)
+        for each in served:
+            each.request.tokens.extend([RIGHT] * (each.num_hits + 1))
+        yield served, work
+        for each in served:
+            each.seat.at += each.num_hits + 1
+        left -= work.num_tokens
+
+
+def _next(seat: Seat, policy: Policy) -> Served:
+    """The seat's request, a new one where the last has ended."""
+    request = seat.request
+    if request is not None and request.num_output >= ANSWER:
+        policy.leave(request)
+        request = None
+    if request is None:
+        params = SamplingParams(temperature=0.0)
+        request = seat.request = Request(
+            request_id=str(next(_NUMBERS)),
+            tokens=array("q", [RIGHT] * seat.regime.prompt),
+            sampling=RowSampling(params=params, seed=0, prompt_len=seat.regime.prompt),
+        )
+        policy.join(seat, request)
+    return Served(seat, request, limit=ANSWER - request.num_output - 1)
+
+
+def _decode(served: Sequence[Served], lm_len: dict[str, int]) -> Work:
+    """What comes true of the plans. ``lm_len``: tokens of each whose KV the draft model has."""
+    first_rows, depths = 0, []
+    for each in served:
+        is_lm = each.plan.max_draft > 0
+        if is_lm:
+            lacking = len(each.request.tokens) - lm_len.get(each.request.request_id, 0)
+            first_rows += min(WINDOW, lacking)
+            each.backlog = max(0, lacking - WINDOW)
+            depths.append(each.num_drafted)
+        each.num_hits = each.seat.hits(each.num_drafted, lm=is_lm)
+        if is_lm:
+            right = min(each.num_hits, max(0, each.num_drafted - 1))  # the last has no KV
+            lm_len[each.request.request_id] = len(each.request.tokens) - each.backlog + right
+    deepest = max(depths, default=0)
+    passes = [sum(depth > level for depth in depths) for level in range(1, deepest)]
+    return Work(
+        num_requests=len(served),
+        num_rows=len(served) + sum(each.num_drafted for each in served),
+        draft_passes=[first_rows, *passes] if first_rows else [],
+        num_tokens=len(served) + sum(each.num_hits for each in served),
+    )
+
+
+def _guess(seat: Seat, length: int) -> array[int]:
+    hits = seat.hits(length, lm=False)
+    return array("q", [RIGHT] * hits + [WRONG] * (length - hits))
+
+
+def _row(each: Served) -> PlanRow:
+    """As it was before the step's tokens came."""
+    stop = len(each.request.tokens) - each.num_hits - 1
+    return PlanRow(
+        request_id=each.request.request_id,
+        tokens=each.request.tokens,
+        start=stop - 1,
+        stop=stop,
+        page_ids=array("q"),
+        sampling=each.request.sampling,
+        draft=each.plan.draft,
+        max_draft=each.plan.max_draft,
+    )
+
+
+def _output(each: Served) -> RowOutput:
+    return RowOutput(
+        request_id=each.request.request_id,
+        token_ids=[RIGHT] * (each.num_hits + 1),
+        num_proposed=each.num_drafted,
+        num_accepted=each.num_hits,
+        draft_len=each.num_drafted,
+        backlog=each.backlog,
+    )

@@ -11,11 +11,13 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 
+from fixed_depth import FixedDepth
+
 from foretoken.core.admission import SchedulerLimits
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import OnToken, Request
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import FixedDepth, Speculator
+from foretoken.core.speculation import Speculator
 from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.radix_cache import PrefixCache
 

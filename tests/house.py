@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from fixed_depth import FixedDepth
+
 from checkpoints import void_item
 from fake_model import Driver
 from foretoken.core.admission import SchedulerLimits
@@ -19,19 +21,18 @@ from foretoken.core.proposer import DraftRow, Proposer
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import FixedDepth, Speculator
+from foretoken.core.speculation import Speculator
 from foretoken.core.step import Draft, RowSampling
-from foretoken.draft.calibration import Calibration
-from foretoken.draft.controller import Controller
-from foretoken.draft.costs import CostModel, StepProfile
-from foretoken.draft.lm import LmProposer
-from foretoken.draft.ngram import NgramSource
-from foretoken.draft.oracle import OracleSource
-from foretoken.draft.prediction import PredictionSource
-from foretoken.draft.radix import RadixSource
-from foretoken.draft.source import Source
+from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.draft.control.controller import Controller
+from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.sources.oracle import OracleSource
+from foretoken.draft.sources.prediction import PredictionSource
+from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.source import Source
+from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
-from foretoken.draft.suffix import SuffixSource
 from foretoken.radix_cache import PrefixCache
 
 NUM_TOKENS = 16
@@ -159,10 +160,15 @@ SYNTHETIC = {
 SOURCES: dict[str, Callable[[], list[Source]]] = {
     "radix": lambda: [RadixSource()],
     "suffix": lambda: [SuffixSource()],
-    "ngram": lambda: [NgramSource()],
+    "ngram": lambda: [SuffixSource(own_only=True)],
     "prediction": lambda: [PredictionSource()],
     "oracle": lambda: [OracleSource(0.7, 256)],
-    "all": lambda: [PredictionSource(), RadixSource(), SuffixSource(), NgramSource()],
+    "all": lambda: [
+        PredictionSource(),
+        RadixSource(),
+        SuffixSource(),
+        SuffixSource(own_only=True),
+    ],
 }
 CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and opens branches
     {1: 0.1, 64: 0.1001, 256: 0.101}, {1: 0.0001, 64: 0.0002}
@@ -176,13 +182,15 @@ class Frozen(CostModel):
 
     def observe(self, **_: object) -> None: ...  # type: ignore[override]
 
+    def observe_draft(self, *_: object) -> None: ...
+
 
 def make_speculator(name: str) -> DraftSpeculator:
     """The sources of that name; "auto" is all of them under the controller."""
     return DraftSpeculator(
         SOURCES.get(name, SOURCES["all"])(),
         Controller(Frozen(CHEAP)),
-        Calibration(),
+        AcceptanceModel(),
         depth=DEPTHS[name],
         has_lm=name == "auto+lm",
         clock=lambda: 0.0,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fake_model import FakeRunner
+from fake_model import Drafter, FakeRunner, no_draft
 from foretoken.core.flight import Grounded
 from foretoken.core.launch import Launched
 from foretoken.core.model_thread import Job
@@ -67,8 +67,13 @@ def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 class Ahead(FakeRunner):
     """Counts the steps whose plan was made ahead. ``fault``: what a step raises, if anything."""
 
-    def __init__(self, fault: Callable[[StepPlan], Exception | None] = lambda plan: None) -> None:
-        super().__init__(page_size=4)
+    def __init__(
+        self,
+        fault: Callable[[StepPlan], Exception | None] = lambda plan: None,
+        *,
+        drafter: Drafter = no_draft,
+    ) -> None:
+        super().__init__(4, drafter)
         self.fault = fault
         self.num_ahead = 0
 
@@ -93,8 +98,9 @@ class Launching(Ahead):
         fault: Callable[[StepPlan], Exception | None] = lambda plan: None,
         *,
         is_late: bool = False,
+        drafter: Drafter = no_draft,
     ) -> None:
-        super().__init__(fault)
+        super().__init__(fault, drafter=drafter)
         self.calls: list[str] = []
         self._is_late = is_late
 

@@ -31,8 +31,9 @@ def make_engine(
     step_timeout: float = 0.0,
     **options: Any,
 ) -> Engine:
+    options.setdefault("speculator", NO_SPECULATION)
     return Engine(
-        make_scheduler(speculator=NO_SPECULATION, **options),
+        make_scheduler(**options),
         runner or Ahead(),
         clock=virtual_time.now,
         make_thread=lambda name, on_start: OneByOne(seconds),

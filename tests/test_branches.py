@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from fixed_depth import FixedDepth
 from house import REQUESTS, House, shuffled
 
 from foretoken.core.batch import RaggedBatch
 from foretoken.core.kv_pool import KVPool
 from foretoken.core.model import Decoder
 from foretoken.core.request import Request
-from foretoken.core.speculation import DraftPlan, FixedDepth
+from foretoken.core.speculation import DraftPlan
 from foretoken.core.step import Draft
 from tiny_pair import write_pair
 

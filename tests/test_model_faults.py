@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from faults import BAD, NAMES, NUM_TOKENS, PROMPTS, Reader, live, no_act
+from fixed_depth import FixedDepth
 
 from foretoken.core.admission import SchedulerLimits
 from foretoken.core.engine import Engine
@@ -19,9 +20,8 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.request import Delta, Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import Draft, RowSampling
-from foretoken.draft.lm import LmProposer
+from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
 from tiny_pair import write_pair
 

@@ -1,7 +1,8 @@
 """The checkpoint as llama.cpp reads it: ``gguf/int8.gguf`` or ``gguf/bf16-draft.gguf``, as asked.
 
-A Qwen3 in bfloat16 is written as it is, without a vocabulary (the workers speak token ids).
-The others are made from that by llama.cpp's own quantiser.
+A Qwen2, Qwen3 or Llama in bfloat16 is written as it is, without a vocabulary (the workers speak
+token ids); what was a GGUF file at first, llama.cpp widens itself. The other forms are made from
+that by its own quantiser.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Of a layer's tensors; query and key rows need no permutation: both rotate halves."""
+"""Of a layer's tensors."""
 OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -50,8 +51,12 @@ def convert(checkpoint: Path, forms: Sequence[str]) -> None:
         out = plain.with_name(f"{form}.gguf")
         if not plain.is_file():
             plain.parent.mkdir(exist_ok=True)
+            source = checkpoint / "source.gguf"
             with _whole(plain) as path:
-                _write(checkpoint / (part or "target"), path)
+                if source.is_file():
+                    _quantize(source, path, llama_cpp.LLAMA_FTYPE_MOSTLY_BF16)
+                else:
+                    _write(checkpoint / (part or "target"), path)
         if not out.is_file():
             with _whole(out) as path:
                 _quantize(plain, path, FORMS[dtype])
@@ -67,11 +72,14 @@ def _whole(out: Path) -> Iterator[Path]:
 
 def _write(source: Path, out: Path) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] != "qwen3":
-        raise SystemExit(f"{source}: only Qwen3 is converted here, not {config['model_type']}")
-    writer = gguf.GGUFWriter(out, "qwen3")
+    family = config["model_type"]
+    if family not in ("llama", "qwen2", "qwen3"):
+        raise SystemExit(f"{source}: {family} is not converted here")
+    writer = gguf.GGUFWriter(out, family)
     _write_shape(writer, config)
     for name, tensor in _tensors(source / "model.safetensors"):
+        if family == "llama" and ("attn_q." in name or "attn_k." in name):
+            tensor = _neighbours(tensor, _head_dim(config))
         if tensor.ndim == 1:  # norms are kept in fp32
             writer.add_tensor(name, (tensor.astype(np.uint32) << 16).view(np.float32))
         else:
@@ -83,6 +91,16 @@ def _write(source: Path, out: Path) -> None:
     writer.close()
 
 
+def _neighbours(weight: Any, head_dim: int) -> Any:  # noqa: ANN401 - an array
+    """Rows of a head so that those rotated together are neighbours, as its Llama wants them."""
+    heads = weight.reshape(-1, 2, head_dim // 2, weight.shape[-1])
+    return heads.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
 def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     theta = config.get("rope_parameters", config)["rope_theta"]
     writer.add_block_count(config["num_hidden_layers"])
@@ -91,8 +109,8 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(theta)
     writer.add_vocab_size(config["vocab_size"])
@@ -115,17 +133,18 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _name(name: str) -> str:
-    name = name.removesuffix(".weight")
+    name, _, kind = name.rpartition(".")  # "weight" or "bias"
     if name in OUTER:
-        return f"{OUTER[name]}.weight"
+        return f"{OUTER[name]}.{kind}"
     index, _, inner = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{NAMES[inner]}.weight"
+    return f"blk.{index}.{NAMES[inner]}.{kind}"
 
 
 def _quantize(source: Path, out: Path, form: int) -> None:
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = form
     params.nthread = 2
+    params.allow_requantize = True  # of 4 bits widened to 16
     code = llama_cpp.llama_model_quantize(bytes(source), bytes(out), params)
     if code != 0:
         raise SystemExit(f"{out}: the quantiser returned {code}")

@@ -77,7 +77,7 @@ class Run:
         self, engine: Engine, job: Job, rows: Sequence[Row], workers: dict[str, Worker]
     ) -> None:
         folder = self.logs / f"{engine.name}-{job.dtype}-{job.depth}-{job.threads}"
-        own = replace(job, mode=engine.mode or job.mode)
+        own = replace(job, mode=engine.mode or job.mode, depth=engine.depth or job.depth)
         worker = Worker(engine.command, own, folder, timeout=self.timeout)
         workers[engine.name] = worker
         try:
@@ -96,8 +96,9 @@ class Run:
                 self.found[row.name][name].error = error
 
     def _row(self, row: Row, shape: Shape, workers: dict[str, Worker]) -> None:
+        text, tasks = shape.text(), shape.tasks(row.task) if row.task else ()
         for turn, name in itertools.product(range(-1, self.repeats), self.found[row.name]):
-            prompts = Prompts(row, shape.vocab_size, turn, shape.text())
+            prompts = Prompts(row, shape.vocab_size, turn, text, tasks)
             self._turn(row, name, workers, prompts)
         medians = {n: str(f.spread or f.error) for n, f in self.found[row.name].items()}
         print(f"  {row.name}: {medians}", flush=True)

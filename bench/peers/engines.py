@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .rows import Row
 from .shapes import HOME
 
 HERE = Path(__file__).parent
+LOOK_UP_DEPTH = 8  # draft tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Engine:
     environment: str
     converter: str = ""  # convert_*.py, where the engine wants a form of its own
     mode: str = ""
+    depth: int = 0  # draft tokens of that mode
     kinds: tuple[str, ...] = ()  # of rows; all, if none is named
     dtypes: tuple[str, ...] = ("bf16",)
     min_batch: int = 1
@@ -60,45 +62,64 @@ class Engine:
         return bool(self.mode) and row.setting.depth > 0  # the engine's plain way has that
 
 
+_FORETOKEN = Engine(
+    name="foretoken",
+    script="run_foretoken.py",
+    environment="",
+    dtypes=("bf16", "int8", "int4"),
+)
+_TRANSFORMERS = Engine(
+    name="transformers", script="run_transformers.py", environment="transformers"
+)
+_LLAMA_CPP = Engine(
+    name="llama.cpp",
+    script="run_llama_cpp.py",
+    environment="llama_cpp",
+    converter="convert_llama_cpp.py",
+    dtypes=("bf16", "int8", "int4"),
+)
+_OPENVINO = Engine(
+    name="openvino",
+    script="run_openvino.py",
+    environment="openvino",
+    converter="convert_openvino.py",
+    dtypes=("bf16", "int8", "int4"),
+    unwanted=("torchvision",),
+)
+_VLLM = Engine(
+    name="vllm",
+    script="run_vllm.py",
+    environment="vllm",
+    converter="convert_vllm.py",
+    dtypes=("bf16", "int8"),
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+)
+
+
+def _look_up(engine: Engine, mode: str) -> Engine:
+    """One more way of an engine, for rows of text: it guesses by what was said before."""
+    name = f"{engine.name}-{mode}"
+    return replace(engine, name=name, mode=mode, depth=LOOK_UP_DEPTH, kinds=("text",))
+
+
 ENGINES = (
-    Engine(
-        name="foretoken",
-        script="run_foretoken.py",
-        environment="",
-        dtypes=("bf16", "int8", "int4"),
-    ),
-    Engine(name="transformers", script="run_transformers.py", environment="transformers"),
-    Engine(
+    _FORETOKEN,
+    _TRANSFORMERS,
+    replace(
+        _TRANSFORMERS,
         name="transformers-cb",
-        script="run_transformers.py",
-        environment="transformers",
         mode="continuous",
         kinds=("decode", "burst"),
         min_batch=2,
     ),
-    Engine(
-        name="llama.cpp",
-        script="run_llama_cpp.py",
-        environment="llama_cpp",
-        converter="convert_llama_cpp.py",
-        dtypes=("bf16", "int8", "int4"),
-    ),
-    Engine(
-        name="openvino",
-        script="run_openvino.py",
-        environment="openvino",
-        converter="convert_openvino.py",
-        dtypes=("bf16", "int8", "int4"),
-        unwanted=("torchvision",),
-    ),
-    Engine(
-        name="vllm",
-        script="run_vllm.py",
-        environment="vllm",
-        converter="convert_vllm.py",
-        dtypes=("bf16", "int8"),
-        unwanted=("torchvision", "torchaudio", "torchcodec"),
-    ),
+    _look_up(_TRANSFORMERS, "lookup"),
+    _LLAMA_CPP,
+    _look_up(_LLAMA_CPP, "lookup"),
+    _OPENVINO,
+    _look_up(_OPENVINO, "lookup"),
+    _VLLM,
+    _look_up(_VLLM, "ngram"),
+    _look_up(_VLLM, "suffix"),
 )
 OURS = ENGINES[0]
 NAMES = tuple(engine.name for engine in ENGINES)

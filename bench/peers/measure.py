@@ -22,22 +22,37 @@ class Prompts:
     """Prompts that no engine has seen yet; the same ones for every engine.
 
     ``text``: what to cut them from, at random places; without it they are random token ids.
+    ``tasks``: whole prompts for a row of text, each of which is asked once.
     """
 
     row: Row
     vocab_size: int
     turn: int
     text: Sequence[int] = ()
+    tasks: Sequence[Sequence[int]] = ()
     num_calls: int = 0
 
     def next(self, batch: int | None = None) -> Tokens:
         """As many prompts as the row's batch, unless told otherwise; their head is shared."""
         self.num_calls += 1
+        if self.row.task:
+            return self._take_tasks(batch or self.row.batch)
         key = f"{self.row.setting.shape} {self.row.name} {self.turn} {self.num_calls}"
         rng = random.Random(zlib.crc32(key.encode()))
         shared = self._cut(rng, self.row.num_shared)
         own_len = self.row.prompt_len - self.row.num_shared
         return [shared + self._cut(rng, own_len) for _ in range(batch or self.row.batch)]
+
+    def _take_tasks(self, batch: int) -> Tokens:
+        """The turn's own ones; the last are for warming up."""
+        each = self.row.num_calls * self.row.batch
+        first = self.turn * each + (self.num_calls - 1) * batch
+        last = len(self.tasks) - self.row.batch
+        if self.turn < 0:
+            first, last = last, len(self.tasks)
+        if first + batch > last:
+            raise WrongAnswerError("no prompt is left that was never asked")
+        return [list(task) for task in self.tasks[first : first + batch]]
 
     def _cut(self, rng: random.Random, num_tokens: int) -> list[int]:
         if not self.text:
@@ -54,6 +69,10 @@ def measure(row: Row, ask: Ask, prompts: Prompts) -> float:
         if whole <= first:
             raise WrongAnswerError(f"{row.num_new} tokens took no longer than one")
         return row.batch * (row.num_new - 1) / (whole - first)
+    if row.kind == "text":
+        calls = [Call(prompts.next(), row.num_new) for _ in range(row.num_calls)]
+        whole = sum(_timed(ask, call) for call in calls)
+        return row.num_calls * row.batch * row.num_new / whole
     call = Call(prompts.next(), row.num_new, row.num_shared)
     seconds = _timed(ask, call)
     if row.kind == "warm":

@@ -5,34 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..real_tasks import KINDS
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model in one form: rows of one setting share the workers. ``mode`` as in `wire.Job`."""
+    """A model in one form. Rows of one setting share the workers, and what these have cached.
+
+    ``mode`` as in `wire.Job`. ``batch``: of rows whose texts no worker may have seen.
+    """
 
     shape: str
     dtype: str = "bf16"
     depth: int = 0
     mode: str = ""
+    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One workload. ``must`` and ``stretch``: the aim, in times the best of the others.
 
-    ``kind``: decode, tokens a second of all requests together, the first token aside; prefill,
-    prompt tokens a second; burst, seconds for requests that arrive together and share a prefix;
-    cold and warm, seconds to the first token of a prompt never seen, and of the same once more.
+    ``kind``: text, tokens a second of all requests together from call to answer, of a task of
+    real_tasks.py, ``num_calls`` of them one after another; decode, tokens a second of all requests
+    together, the first token aside; prefill, prompt tokens a second; burst, seconds for requests
+    that arrive together and share a prefix; cold and warm, seconds to the first token of a prompt
+    never seen, and of the same once more.
     """
 
     name: str
     title: str
     setting: Setting
-    kind: Literal["decode", "prefill", "burst", "cold", "warm"]
+    kind: Literal["text", "decode", "prefill", "burst", "cold", "warm"]
     prompt_len: int
     batch: int = 1
     num_new: int = 1
     num_shared: int = 0
+    task: str = ""
+    num_calls: int = 1
     must: float | None = None
     stretch: float | None = None
     only: tuple[str, ...] = ()  # engines, where not all are asked
@@ -40,7 +50,7 @@ class Row:
     @property
     def is_rate(self) -> bool:
         """Whether more is better."""
-        return self.kind in ("decode", "prefill")
+        return self.kind in ("text", "decode", "prefill")
 
     @property
     def unit(self) -> str:
@@ -93,6 +103,36 @@ def _prefill(
     )
 
 
+def _text(batch: int) -> tuple[Row, ...]:
+    """Every task of real text by so many requests at once, each engine in its best mode."""
+    return tuple(
+        Row(
+            name=f"{task}-{batch}",
+            title=f"{task} x{batch}, SmolLM2",
+            setting=Setting("smollm2", mode="auto", batch=batch),
+            kind="text",
+            task=task,
+            prompt_len=640,
+            batch=batch,
+            num_calls=5 if batch == 1 else 1,
+            num_new=160,
+            must=1.2,
+            stretch=1.5,
+        )
+        for task in KINDS
+    )
+
+
+def _shape(shape: str, title: str) -> tuple[Row, ...]:
+    """What kernels do with one more shape."""
+    setting = Setting(shape)
+    return (
+        _decode(f"{shape}-1", f"{title}, decode, batch 1", setting, (1.0, 1.15), batch=1),
+        _decode(f"{shape}-8", f"{title}, decode, batch 8", setting, (1.0, 1.2), batch=8),
+        _prefill(f"{shape}-512", f"{title}, prefill 512", setting, (0.9, 1.0), prompt_len=512),
+    )
+
+
 def _builtin(name: str, title: str, setting: Setting, *only: str) -> Row:
     return Row(
         name=name,
@@ -106,6 +146,11 @@ def _builtin(name: str, title: str, setting: Setting, *only: str) -> Row:
 
 
 ROWS = (
+    *_text(1),
+    *_text(4),
+    *_shape("smollm2", "SmolLM2-135M"),
+    *_shape("qwen2.5-0.5b", "Qwen2.5-0.5B"),
+    *_shape("llama-3.2-1b", "Llama-3.2-1B"),
     _decode("decode-1-bf16", "decode, batch 1, bf16", _BF16, (1.0, 1.15), batch=1),
     _decode("decode-8-bf16", "decode, batch 8, bf16", _BF16, (1.0, 1.2), batch=8),
     _prefill("prefill-512-bf16", "prefill 512, bf16", _BF16, (0.9, 1.0), prompt_len=512),
@@ -173,7 +218,12 @@ ROWS = (
 
 
 def shrunk(row: Row, shape: str) -> Row:
-    """The row on another shape with an eighth of its prompt: for trying things out."""
+    """The row on another shape with an eighth of its prompt: for trying things out.
+
+    Rows of text become rows of random tokens: no other shape could read it.
+    """
+    if row.task:
+        row = replace(row, kind="decode", task="", num_calls=1)
     return replace(
         row,
         setting=replace(row.setting, shape=shape),

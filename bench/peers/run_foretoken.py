@@ -25,9 +25,10 @@ QUANTIZE: dict[str, Literal["none", "int8", "int4"]] = {
 def load(job: Job) -> Generate:
     """Build the engine; calls run on an event loop that lives as long as the worker."""
     draft = "ngram" if job.mode == "lookup" else str(job.draft)
+    is_auto = job.mode == "auto"  # as it is when nothing is said
     config = EngineConfig(
-        draft=draft if job.depth else "none",
-        speculation=job.depth or "off",
+        draft="auto" if is_auto else draft if job.depth else "none",
+        speculation="auto" if is_auto else job.depth or "off",
         device="cpu",
         dtype="bfloat16",
         quantize=QUANTIZE[job.dtype],

@@ -8,12 +8,14 @@ shares what is finished, and that is faster than all of them at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 if TYPE_CHECKING:
     from .wire import Call, Generate, Job, Tokens, serve
@@ -108,30 +110,47 @@ class Row:
         return self.prompt + self.new
 
 
+Guess = Callable[[dict[int, Row]], dict[int, list[int]]]
+"""What may follow each row, by sequence."""
+
+
 def load(job: Job) -> Generate:
     """Load the target and, for speculation, the draft."""
     llama_cpp.llama_backend_init()
     folder = Path(job.checkpoint, "gguf")
     target = Model(folder / f"{job.dtype}.gguf", job)
-    draft = Model(folder / f"{job.dtype}-draft.gguf", job) if job.depth else None
+    guess = _guesser(job, folder)
 
     def generate(call: Call) -> Tokens:
         if call.num_shared:
             each = [Call([prompt], call.num_new) for prompt in call.prompts]
-            return [_together(target, draft, job.depth, one)[0] for one in each]
-        return _together(target, draft, job.depth, call)
+            return [_together(target, guess, one)[0] for one in each]
+        return _together(target, guess, call)
 
     return generate
 
 
-def _together(target: Model, draft: Model | None, depth: int, call: Call) -> Tokens:
+def _guesser(job: Job, folder: Path) -> Guess | None:
+    """What guesses ahead: nothing, the draft model, or llama-cpp-python's own look-up."""
+    if not job.depth:
+        return None
+    if job.mode == "lookup":
+        look_up = LlamaPromptLookupDecoding(num_pred_tokens=job.depth)
+        return lambda live: {
+            seq: look_up(np.array(row.tokens)).tolist() for seq, row in live.items()
+        }
+    draft = Model(folder / f"{job.dtype}-draft.gguf", job)
+    return lambda live: _draft(draft, live, job.depth)
+
+
+def _together(target: Model, guess: Guess | None, call: Call) -> Tokens:
     """All prompts of a call at once."""
     rows = [Row(prompt) for prompt in call.prompts]
     for row, token in zip(rows, _prefill(target, rows), strict=True):
         row.new += token
     live = dict(enumerate(rows))
     while live := {seq: row for seq, row in live.items() if len(row.new) < call.num_new}:
-        guesses = _draft(draft, live, depth) if draft is not None else {}
+        guesses = guess(live) if guess is not None else {}
         _verify(target, live, guesses)
     return [row.new[: call.num_new] for row in rows]
 

@@ -26,7 +26,9 @@ def load(job: Job) -> Generate:
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": job.threads, "ENABLE_CPU_PINNING": False}
     if job.dtype == "bf16":
         options["INFERENCE_PRECISION_HINT"] = "bf16"
-    if job.depth:
+    if job.mode == "lookup":
+        options["prompt_lookup"] = True
+    elif job.depth:
         options["draft_model"] = genai.draft_model(
             Path(job.checkpoint, "openvino", f"{job.dtype}-draft"), "CPU", **options
         )
@@ -39,6 +41,8 @@ def load(job: Job) -> Generate:
         )
         if job.depth:
             config.num_assistant_tokens = job.depth
+        if job.mode == "lookup":
+            config.max_ngram_size = 3
         prompts = [ov.Tensor(np.array([prompt], dtype=np.int64)) for prompt in call.prompts]
         found = pipeline.generate(prompts, [config] * len(prompts))
         return [list(result.m_generation_ids[0]) for result in found]

@@ -58,9 +58,11 @@ def _assistant(job: Job) -> PreTrainedModel:
 def _generate(model: PreTrainedModel, call: Call, options: dict[str, Any]) -> Tokens:
     if options and len(call.prompts) > 1:
         raise UnsupportedError("speculation for batches")
-    prompts = torch.tensor(call.prompts)
+    longest = max(map(len, call.prompts))
+    prompts = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in call.prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in call.prompts])
     grown = model.generate(  # type: ignore[operator]
-        prompts, attention_mask=torch.ones_like(prompts), **_lengths(call), **options
+        prompts, attention_mask=mask, **_lengths(call), **options
     )
     tokens: Tokens = grown[:, prompts.shape[1] :].tolist()
     return tokens

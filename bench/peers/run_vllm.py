@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,18 +30,13 @@ def load(job: Job) -> Generate:
     }
     from vllm import LLM, SamplingParams
 
-    speculation = {
-        "method": "draft_model",
-        "model": str(job.draft),
-        "num_speculative_tokens": job.depth,
-    }
     target = job.target if job.dtype == "bf16" else Path(job.checkpoint, "vllm", job.dtype)
     llm = LLM(
         str(target),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=job.max_len,
-        speculative_config=speculation if job.depth else None,
+        speculative_config=_speculation(job) if job.depth else None,
         seed=0,
     )
 
@@ -53,6 +49,26 @@ def load(job: Job) -> Generate:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return generate
+
+
+def _speculation(job: Job) -> dict[str, object]:
+    """By the draft model, or by looking up what was said before."""
+    if job.mode == "ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": job.depth,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    if job.mode == "suffix":
+        if find_spec("arctic_inference") is None:
+            raise UnsupportedError("suffix: arctic-inference is not installed")
+        return {"method": "suffix", "num_speculative_tokens": job.depth}
+    return {
+        "method": "draft_model",
+        "model": str(job.draft),
+        "num_speculative_tokens": job.depth,
+    }
 
 
 if __name__ == "__main__":

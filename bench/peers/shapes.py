@@ -9,15 +9,26 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
-from ...api.models import BUILTIN
-from ..pairs import qwen3_06b, write_pair
+from ...api.gguf_tokenizer import load_gguf_tokenizer
+from ...api.models import BUILTIN, checked_smollm2
+from ..pairs import llama32_1b, qwen3_06b, qwen25_05b, write_pair
+from ..real_tasks import prompts
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 """Where environments and checkpoints are made: in the working folder, unless told otherwise."""
@@ -25,33 +36,34 @@ HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model to make. ``vocab_size`` is what random prompts are drawn from."""
+    """A model to make, with random weights. ``config`` makes its config."""
 
     name: str
-    vocab_size: int
-    num_layers: int = 28
-    width: int = 1024
+    config: Callable[[], PretrainedConfig]
     eps: float = 0.03
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that random prompts are drawn from."""
+        return int(self.config().vocab_size)
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream."""
+        return int(self.config().hidden_size)
 
     def text(self) -> list[int]:
         """What prompts are cut from; nothing where they are random."""
         return []
 
+    def tasks(self, kind: str) -> list[list[int]]:
+        """Prompts of a kind of task, as token ids; none where the weights are random."""
+        raise ValueError(f"{self.name} reads no {kind}")
+
     @property
     def folder(self) -> Path:
         """Holds ``target`` and ``draft``, and what the engines' converters made of them."""
         return HOME / "checkpoints" / self.name
-
-    def config(self) -> Qwen3Config:
-        """Qwen3-0.6B's, cut down where the shape says so."""
-        config = qwen3_06b()
-        config.vocab_size = self.vocab_size
-        config.num_hidden_layers = self.num_layers
-        config.layer_types = ["full_attention"] * self.num_layers
-        if self.width != config.hidden_size:
-            config.hidden_size, config.intermediate_size = self.width, 3 * self.width
-            config.num_attention_heads, config.num_key_value_heads = 4, 2
-        return config
 
     def write(self) -> Path:
         """Make the pair, unless it is there; its folder."""
@@ -80,13 +92,60 @@ class Builtin(Shape):
         return BUILTIN
 
 
+class SmolLM2(Shape):
+    """SmolLM2-135M-Instruct, its 4-bit weights widened to bfloat16 for every engine alike."""
+
+    def tasks(self, kind: str) -> list[list[int]]:
+        """The half of the prompts that nothing is tuned on, by the model's chat template."""
+        tokenizer = load_gguf_tokenizer(checked_smollm2())
+        return [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+            for text in prompts(kind, "show")
+        ]
+
+    def write(self) -> Path:
+        """Write ``target`` and the file that llama.cpp widens itself, unless they are there."""
+        file, target = checked_smollm2(), self.folder / "target"
+        if not (target / "config.json").is_file():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(file.parent), gguf_file=file.name, dtype=torch.bfloat16
+            )
+            load_gguf_tokenizer(file).save_pretrained(target)
+            model.save_pretrained(target)
+            shutil.copy(file, self.folder / "source.gguf")
+        return self.folder
+
+
+def _smollm2() -> PretrainedConfig:
+    file = checked_smollm2()
+    config: PretrainedConfig = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+    return config
+
+
+def _small(vocab_size: int, *, num_layers: int = 28, width: int = 1024) -> PretrainedConfig:
+    """Qwen3-0.6B's shape, cut down."""
+    config = qwen3_06b()
+    config.vocab_size = vocab_size
+    config.num_hidden_layers = num_layers
+    config.layer_types = ["full_attention"] * num_layers
+    if width != config.hidden_size:
+        config.hidden_size, config.intermediate_size = width, 3 * width
+        config.num_attention_heads, config.num_key_value_heads = 4, 2
+    return config
+
+
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
-        Shape("0.6b", 151936),
-        Shape("450m", 8192, eps=0.013),
-        Shape("tiny", 2048, num_layers=4, width=256),
-        Builtin("builtin", 4096, num_layers=6, width=256),
+        SmolLM2("smollm2", _smollm2),
+        Shape("qwen2.5-0.5b", qwen25_05b),
+        Shape("llama-3.2-1b", llama32_1b),
+        Shape("0.6b", qwen3_06b),
+        Shape("450m", partial(_small, 8192), eps=0.013),
+        Shape("tiny", partial(_small, 2048, num_layers=4, width=256)),
+        Builtin("builtin", partial(AutoConfig.from_pretrained, str(BUILTIN / "target"))),
     )
 }
 """``450m`` has a small vocabulary, so that its draft of one layer costs a twentieth."""

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from transformers import PretrainedConfig
 
 from foretoken.bench.peers import driver, engines, environments
 from foretoken.bench.peers.driver import Run
@@ -34,7 +36,12 @@ ROW = Row(
     must=1.0,
     stretch=1.5,
 )
+TEXT = replace(ROW, name="text", kind="text", task="edit", prompt_len=6, num_calls=2)
 BURST = replace(ROW, name="burst", kind="burst", batch=4, num_shared=4)
+
+
+def shape_of(**sizes: int) -> Shape:
+    return Shape("none", partial(PretrainedConfig, **sizes))
 
 
 # -- jobs and answers ---------------------------------------------------------------------------
@@ -91,8 +98,11 @@ class Clocked:
         return Answer(seconds, [[0] * call.num_new for _ in call.prompts])
 
 
+TASKS = [[task] * 6 for task in range(14)]
+
+
 def prompts(row: Row, turn: int = 0) -> Prompts:
-    return Prompts(row, 1000, turn)
+    return Prompts(row, 1000, turn, tasks=TASKS)
 
 
 def test_decoding_is_what_all_tokens_took_less_what_the_first_took():
@@ -112,6 +122,23 @@ def test_a_warm_first_token_is_that_of_the_second_time():
     warm = replace(cold, kind="warm")
     assert measure(cold, Clocked(), prompts(cold)) == pytest.approx(2.1)
     assert measure(warm, Clocked(), prompts(warm)) == pytest.approx(1.1)
+
+
+def test_text_is_counted_in_new_tokens_from_call_to_answer():
+    ask = Clocked()
+    assert measure(TEXT, ask, prompts(TEXT)) == pytest.approx(2 * 2 * 9 / (2 * 2.02))
+    assert [call.prompts for call in ask.calls] == [TASKS[0:2], TASKS[2:4]]
+
+
+def test_no_text_is_asked_twice():
+    asks = [Clocked() for _ in range(4)]
+    warm_up(TEXT, asks[0], prompts(TEXT, -1))
+    for turn, ask in enumerate(asks[1:]):
+        measure(TEXT, ask, prompts(TEXT, turn))
+    asked = [tuple(p) for ask in asks for call in ask.calls for p in call.prompts]
+    assert len(asked) == len(set(asked)) == len(TASKS)
+    with pytest.raises(WrongAnswerError, match="never asked"):
+        measure(TEXT, Clocked(), prompts(TEXT, 3))
 
 
 def test_requests_of_a_burst_share_their_head_alone():
@@ -183,6 +210,8 @@ def test_engines_are_asked_only_what_they_have():
     assert "transformers-cb" in taking["burst-16"]
     assert "transformers-cb" not in taking["decode-1-bf16"] | taking["draft-8"]
     assert by_name["foretoken"].is_installed
+    assert {"foretoken", "openvino", "openvino-lookup", "vllm-suffix"} < taking["edit-4"]
+    assert all(row.kind == "text" for row in ROWS if "vllm-ngram" in taking[row.name])
 
 
 # -- the table ----------------------------------------------------------------------------------
@@ -241,7 +270,7 @@ def test_notes_tell_failures_and_engines_that_run_another_model():
 
 
 def test_the_roofline_of_decoding_is_one_read_of_all_weights_a_step():
-    limits, shape = Limits(read=1e9, matrix=1e12), Shape("x", vocab_size=100, width=1000)
+    limits, shape = Limits(read=1e9, matrix=1e12), shape_of(vocab_size=100, hidden_size=1000)
     params = 10**9
     assert roofline(ROW, shape, params, limits) == pytest.approx(2 * 1e9 / 2e9)
     int8 = replace(ROW, setting=Setting("none", "int8"))
@@ -252,7 +281,7 @@ def test_the_roofline_of_decoding_is_one_read_of_all_weights_a_step():
 
 
 def test_the_roofline_of_prefill_is_arithmetic_without_the_vocabulary():
-    limits, shape = Limits(read=1e9, matrix=1e12), Shape("x", vocab_size=100, width=1000)
+    limits, shape = Limits(read=1e9, matrix=1e12), shape_of(vocab_size=100, hidden_size=1000)
     prefill = replace(ROW, kind="prefill", batch=1, prompt_len=100)
     inner = 10**9 - 100 * 1000
     assert roofline(prefill, shape, 10**9, limits) == pytest.approx(1e12 / (2 * inner))
@@ -278,7 +307,7 @@ def home(tmp_path, monkeypatch):
     python.symlink_to(sys.executable)
     (tmp_path / "fake" / ".done").write_text("")
     monkeypatch.setattr(Shape, "write", lambda shape: tmp_path)
-    monkeypatch.setitem(driver.SHAPES, "none", Shape("none", 1000))
+    monkeypatch.setitem(driver.SHAPES, "none", shape_of(vocab_size=1000))
     return tmp_path
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from fixed_depth import FixedDepth
 
 from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.ahead import is_steady, plan_ahead, replan
 from foretoken.core.request import Request
-from foretoken.core.speculation import NO_SPECULATION, FixedDepth, NoSpeculation
+from foretoken.core.speculation import NO_SPECULATION, NoSpeculation
 from foretoken.core.step import AheadTokens, StepPlan
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [2, 1], "c": [3, 3, 3]}
@@ -200,18 +201,47 @@ def test_behind_a_draft_nothing_is_planned() -> None:
     assert scene.ahead(plan) is None
 
 
-def test_nothing_is_planned_where_the_speculator_may_draft_in_the_next_step() -> None:
-    class Rests(NoSpeculation):
-        rest = True
+class Silences(NoSpeculation):
+    """Is silent about a request while it has fewer tokens than ``until`` says of it."""
 
-        def rests(self) -> bool:
-            return self.rest
+    def __init__(self, **until: int) -> None:
+        self.until = until
+        self.asked: list[tuple[list[str], int]] = []
 
-    scene = Scene(speculator=(speculator := Rests()))
+    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+        self.asked.append(([each.request_id for each in requests], ahead))
+        return all(
+            len(each.tokens) + ahead < self.until.get(each.request_id, 1000) for each in requests
+        )
+
+
+def test_a_step_is_planned_while_all_are_silent_about_the_tokens_that_follow() -> None:
+    scene = Scene(speculator=(speculator := Silences()))
     plan = scene.begin()
-    assert plan.is_plain
-    speculator.rest = False
+    speculator.asked.clear()
+    assert scene.ahead(plan) is not None
+    assert speculator.asked == [(["a", "b"], 1)], "what they will be when the step is over"
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_nothing_is_planned_where_one_request_may_draft_after_this_token(name: str) -> None:
+    num_tokens = len(PROMPTS[name]) + 1
+    scene = Scene(speculator=Silences(**{name: num_tokens + 1}))
+    plan = scene.begin()
+    assert plan.is_plain, "in the step under way it is silent"
     assert scene.ahead(plan) is None
+    scene.end(plan)
+    assert not scene.begin().is_plain
+
+
+def test_who_ends_by_length_is_not_asked_about_the_next_step() -> None:
+    scene = Scene("a", speculator=(speculator := Silences(b=len(PROMPTS["b"]) + 2)))
+    scene.add(make_request("b", PROMPTS["b"], max_tokens=2))
+    scene.step()
+    plan = scene.begin()
+    speculator.asked.clear()
+    assert scene.ahead(plan) is not None
+    assert speculator.asked == [(["a"], 1)]
 
 
 def test_nothing_is_planned_while_somebody_runs_who_is_not_in_the_step() -> None:

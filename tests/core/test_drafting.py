@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
+from fixed_depth import FixedDepth
 
 from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
 from foretoken.core.drafting import draft_limits, fit_pages
@@ -15,12 +16,10 @@ from foretoken.core.speculation import (
     MAX_FAILURES,
     NO_SPECULATION,
     NOTHING,
-    Careful,
     DraftPlan,
-    FixedDepth,
-    NoSpeculation,
+    GuardedSpeculator,
 )
-from foretoken.core.step import Draft, PlanRow, StepOutput, StepPlan
+from foretoken.core.step import Draft, PlanRow, RowOutput, StepOutput, StepPlan
 from foretoken.radix_cache import KVLease, PrefixCache
 
 
@@ -117,7 +116,7 @@ class Failing(FixedDepth):
     def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
         raise RuntimeError("plan")
 
-    def observe(self, request: Request, row: PlanRow, output: object, num_served: int) -> None:
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         raise RuntimeError("observe")
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
@@ -209,98 +208,88 @@ class Says(FixedDepth):
     ],
 )
 def test_a_plan_that_exceeds_what_was_offered_is_not_followed(plans: list[DraftPlan]) -> None:
-    careful = Careful(Says(*plans))
+    guarded = GuardedSpeculator(Says(*plans))
     request = make_request("a", [1, 2, 3])
-    assert careful.plan([request], [8], budget=10, num_prefill=0) == [NOTHING]
+    assert guarded.plan([request], [8], budget=10, num_prefill=0) == [NOTHING]
     fitting = [DraftPlan(draft(4), branches=(draft(4),))]
-    assert Careful(Says(*fitting)).plan([request], [8], budget=10, num_prefill=0) == fitting
+    guarded = GuardedSpeculator(Says(*fitting))
+    assert guarded.plan([request], [8], budget=10, num_prefill=0) == fitting
 
 
 def test_a_failure_now_and_then_is_forgiven() -> None:
     said = Says(DraftPlan(draft(2)))
-    careful = Careful(said)
+    guarded = GuardedSpeculator(said)
     request = make_request("a", [1, 2, 3])
     for turn in range(4000):
         said.plans = [] if turn % 50 == 0 else [DraftPlan(draft(2))]
-        careful.plan([request], [8], budget=10, num_prefill=0)
-    assert careful.inner is said
+        guarded.plan([request], [8], budget=10, num_prefill=0)
+    assert guarded.inner is said
 
 
-def test_where_nobody_drafts_nobody_is_asked() -> None:
-    assert NO_SPECULATION.rests()
+# -- silence --------------------------------------------------------------------------------------
 
 
-class Rests(NoSpeculation):
-    """Rests for three steps at a time, and writes down what it is asked and told."""
+class Silences(FixedDepth):
+    """Is silent about some requests, and writes down what it is asked and told of others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[object] = []
+    def __init__(self, *silent: str) -> None:
+        super().__init__(2)
+        self._silent = set(silent)
+        self.told: list[tuple[str, list[str]]] = []
+        self.num_steps = 0
 
-    def rests(self) -> int:
-        self.said.append("rests")
-        return 3
+    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+        return self._silent.issuperset(each.request_id for each in requests)
 
-    def has_work(self) -> bool:
-        self.said.append("has work")
-        return True
+    def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
+        self.told.append(("plan", [each.request_id for each in requests]))
+        return super().plan(requests, limits, budget=budget, num_prefill=num_prefill)
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        self.told.append(("observe", [request.request_id]))
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        self.said.append(seconds)
-
-    def passed(self, num_steps: int, seconds: float) -> None:
-        self.said.append((num_steps, seconds))
-
-    def join(self, request: Request) -> None:
-        self.said.append(request.request_id)
+        self.num_steps += 1
 
 
-NO_STEP = StepPlan(rows=(), fresh_pages=array("q")), StepOutput(rows=())
+def decode(speculator: FixedDepth, *names: str) -> tuple[Driver, list[StepPlan]]:
+    """Requests of four tokens each, and the plans of the steps in which they decode."""
+    runner = FakeRunner(4, perfect)
+    driver = Driver(make_scheduler(speculator=speculator), runner)
+    driver.add(*(make_request(name, [1, 2, 3], max_tokens=4) for name in names))
+    driver.run()
+    return driver, [plan for plan in runner.plans if plan.rows[0].stop - plan.rows[0].start == 1]
 
 
-def rest(careful: Careful, *seconds: float) -> None:
-    """Steps that took so long each."""
-    for each in seconds:
-        assert careful.rests()
-        careful.has_work()
-        careful.observe_step(*NO_STEP, each)
+def test_without_speculation_every_request_is_silent() -> None:
+    assert NO_SPECULATION.is_silent([make_request("a", [1])], ahead=1)
 
 
-def test_who_rests_for_some_steps_is_asked_before_and_told_behind_them() -> None:
-    careful = Careful(speculator := Rests())
-    rest(careful, 1.0, 2.0, 4.0)
-    assert speculator.said == ["rests", (2, 3.0), "has work", 4.0]
-    rest(careful, 8.0)
-    assert speculator.said[4:] == ["rests"]
+def test_a_step_in_which_all_are_silent_is_neither_planned_nor_observed_by_row() -> None:
+    driver, plans = decode(speculator := Silences("a", "b"), "a", "b")
+    assert len(plans) == 3
+    assert all(plan.is_plain for plan in plans)
+    assert speculator.told == []
+    assert speculator.num_steps == 4, "what each step took is told all the same"
+    assert driver.ended == {"a": "length", "b": "length"}
 
 
-def test_who_rests_is_asked_again_when_somebody_joins() -> None:
-    careful = Careful(speculator := Rests())
-    rest(careful, 1.0)
-    careful.join(make_request("a", [1, 2, 3]))
-    rest(careful, 2.0)
-    assert speculator.said == ["rests", (1, 1.0), "a", "rests"]
+def test_one_request_that_is_not_silent_has_the_whole_step_planned() -> None:
+    _, plans = decode(speculator := Silences("a"), "a", "b")
+    assert not any(plan.is_plain for plan in plans)
+    assert speculator.told[0] == ("plan", ["a", "b"])
+    assert {name for kind, (name, *_) in speculator.told if kind == "observe"} == {"a", "b"}
 
 
-def test_who_cannot_be_told_what_passed_rests_and_the_step_goes_on() -> None:
-    speculator = Rests()
-    speculator.passed = Says().plan  # type: ignore[assignment, method-assign]
-    careful = Careful(speculator)
-    rest(careful, *[1.0] * 6)
-    assert speculator.said.count("rests") == 2
+def test_who_cannot_say_whether_it_is_silent_drafts_nothing_and_is_soon_not_asked() -> None:
+    class Mute(Silences):
+        def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+            raise RuntimeError("is_silent")
 
-
-def test_a_step_that_nobody_decodes_in_ends_what_was_said_of_the_next() -> None:
-    careful = Careful(speculator := Rests())
-    rest(careful, 1.0)
-    careful.observe_step(*NO_STEP, 8.0)  # nobody asked: prompts alone
-    assert speculator.said == ["rests", (1, 1.0), 8.0]
-    rest(careful, 2.0)
-    assert speculator.said[3:] == ["rests"]
-
-
-@pytest.mark.parametrize("said", [None, "three", 2.5])
-def test_who_says_nothing_sensible_rests_for_one_step(said) -> None:
-    careful = Careful(speculator := Rests())
-    speculator.rests = lambda: said  # type: ignore[method-assign]
-    assert [careful.rests() for _ in range(3)] == [True] * 3
+    driver, plans = decode(speculator := Mute(), "a")
+    assert all(plan.is_plain for plan in plans)
+    assert speculator.told == []
+    guarded = driver.scheduler.speculator
+    for _ in range(MAX_FAILURES):
+        assert guarded.is_silent([make_request("b", [1])])
+    assert guarded.inner is NO_SPECULATION

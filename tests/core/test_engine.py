@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from fixed_depth import FixedDepth
 
 from fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from foretoken.core.engine import Engine
@@ -20,7 +21,6 @@ from foretoken.core.errors import (
     QueueFull,
 )
 from foretoken.core.request import Delta, FinishReason
-from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import RowOutput, StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 

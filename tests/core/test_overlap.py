@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from fixed_depth import FixedDepth
 from one_by_one import Ahead, Launching
-from overlapping import PROMPTS, Reader, both, come_to_rest, make_engine, read_all, run, stop_at
+from overlapping import (
+    PROMPTS,
+    Reader,
+    both,
+    come_to_rest,
+    is_ahead,
+    make_engine,
+    read_all,
+    run,
+    stop_at,
+)
 
-from fake_model import VOCAB_SIZE, answer
+from fake_model import VOCAB_SIZE, answer, sometimes
 from foretoken.core.request import FinishReason, Request
 
 # -- the same answers -----------------------------------------------------------------------------
@@ -60,6 +72,28 @@ def test_preemption_for_want_of_pages_changes_no_token(runner_type) -> None:
     runner = runner_type()
     assert served(True, runner, **few) == served(False, Ahead(), **few)
     assert runner.num_ahead > 20
+
+
+class EveryNinth(FixedDepth):
+    """Drafts for all where the tokens of one are a multiple of nine, and is silent elsewhere."""
+
+    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+        return all((len(each.tokens) + ahead) % 9 for each in requests)
+
+
+@both
+@pytest.mark.parametrize("max_running", [1, 3])
+def test_between_drafts_steps_overlap_while_all_are_silent(runner_type, max_running) -> None:
+    runner = runner_type(drafter=sometimes)
+    told = served(True, runner, max_running=max_running, speculator=EveryNinth(3))
+    plain = served(False, Ahead(), max_running=max_running)
+    assert [each[:3] for each in told] == [each[:3] for each in plain]
+    ahead = [plan for plan in runner.plans if is_ahead(plan)]
+    drafted = [plan for plan in runner.plans if any(row.max_draft for row in plan.rows)]
+    assert ahead
+    assert drafted
+    assert all(row.stop % 9 for plan in ahead for row in plan.rows)
+    assert all(any(row.stop % 9 == 0 for row in plan.rows) for plan in drafted)
 
 
 def test_steps_follow_each_other_at_once_where_the_host_takes_its_time() -> None:

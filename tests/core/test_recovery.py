@@ -8,6 +8,7 @@ import math
 import weakref
 
 import pytest
+from fixed_depth import FixedDepth
 
 from fake_model import (
     Driver,
@@ -23,7 +24,7 @@ from foretoken.core.errors import EngineDead, ForetokenError
 from foretoken.core.pace import REGROWTH
 from foretoken.core.recovery import LEAST_CHUNK, Retrial, forget_frames, is_out_of_memory
 from foretoken.core.request import Delta, FinishReason
-from foretoken.core.speculation import FixedDepth
+from foretoken.core.speculation import NO_SPECULATION
 from foretoken.core.step import StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 
@@ -227,7 +228,7 @@ def test_drafts_that_make_every_step_fail_are_given_up() -> None:
     told, engine, _ = serve(Faulty(fault), PROMPTS[:1], max_tokens=100)
     assert told == [answer(PROMPTS[0], 100)]
     assert engine.num_failed_steps < 30
-    assert engine.scheduler.speculator.rests()
+    assert engine.scheduler.speculator.inner is NO_SPECULATION
 
 
 def test_causes_that_go_round_in_a_circle_hold_nobody_up() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from fixed_depth import FixedDepth
 
 from fake_model import Driver
 from foretoken.core.admission import SchedulerLimits
@@ -17,7 +18,6 @@ from foretoken.core.proposer import DraftRow
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import FixedDepth
 from foretoken.core.step import Draft, RowSampling
 from foretoken.radix_cache import PrefixCache
 from tiny_pair import write_pair

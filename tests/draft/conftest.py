@@ -10,14 +10,14 @@ import pytest
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import Request, Usage
 from foretoken.core.step import RowSampling
-from foretoken.draft.source import Source
+from foretoken.draft.sources.source import Source
 
 MakeRequest = Callable[..., Request]
 
 
 @pytest.fixture
 def make_request() -> MakeRequest:
-    """``make_request(prompt, output, namespace=, cached=, seed=, prediction=)``."""
+    """``make_request(prompt, output, namespace=, cached=, seed=, temperature=, prediction=)``."""
     count = 0
 
     def make(
@@ -27,6 +27,7 @@ def make_request() -> MakeRequest:
         namespace: str | None = None,
         cached: int = 0,
         seed: int = 0,
+        temperature: float = 1.0,
         prediction: Sequence[int] | None = None,
     ) -> Request:
         nonlocal count
@@ -34,7 +35,9 @@ def make_request() -> MakeRequest:
         return Request(
             request_id=f"r-{count}",
             tokens=array("q", [*prompt, *output]),
-            sampling=RowSampling(params=SamplingParams(), seed=seed, prompt_len=len(prompt)),
+            sampling=RowSampling(
+                params=SamplingParams(temperature=temperature), seed=seed, prompt_len=len(prompt)
+            ),
             namespace=namespace,
             prediction=None if prediction is None else array("q", prediction),
             serial=count,

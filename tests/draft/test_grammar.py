@@ -1,10 +1,11 @@
-"""What a constraint forces is drafted, whatever else rests; what it forbids is not."""
+"""What a constraint forces is drafted, however long nothing was; what it forbids is not."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ import pytest
 from foretoken.core.constraint import ConstraintFailed, Mask
 from foretoken.core.request import Request
 from foretoken.core.speculation import NOTHING
-from foretoken.draft.calibration import Calibration
-from foretoken.draft.controller import Candidates, Controller
-from foretoken.draft.costs import CostModel, StepProfile
-from foretoken.draft.grammar import GrammarSource
-from foretoken.draft.source import Guess
+from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.draft.control.controller import Controller
+from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.sources.grammar import GrammarSource
+from foretoken.draft.sources.source import Guess, Priors, Source
 from foretoken.draft.speculator import DraftSpeculator
 
 CHEAP = StepProfile({1: 0.1, 64: 0.1001, 256: 0.101}, {1: 0.0001, 64: 0.0002})
@@ -50,14 +51,14 @@ class Script:
 class Parrot:
     """Always guesses the same."""
 
-    name, priors = "parrot", (0.9,)
+    name, priors = "parrot", Priors.constant(0.9)
 
     def __init__(self, *token_ids: int) -> None:
         self.token_ids, self.num_asked = array("q", token_ids), 0
 
-    def propose(self, request: Request, most: int) -> Guess | None:
+    def propose(self, request: Request, most: int) -> Sequence[Guess]:
         self.num_asked += 1
-        return Guess(self.token_ids[:most], self.name, 0)
+        return (Guess(self.token_ids[:most], self.name, 0),) if self.token_ids else ()
 
     def index(self, request: Request) -> int:
         return 0
@@ -78,19 +79,24 @@ def constrained(make_request):
     return make
 
 
-def make_speculator(*sources, depth="auto") -> DraftSpeculator:
+def make_speculator(
+    *sources: Source, depth: Literal["auto"] | int = "auto", overlaps: bool = False
+) -> DraftSpeculator:
     return DraftSpeculator(
-        sources, Controller(CostModel(CHEAP)), Calibration(), depth=depth, clock=lambda: 0.0
+        sources,
+        Controller(CostModel(CHEAP)),
+        AcceptanceModel(),
+        depth=depth,
+        overlaps=overlaps,
+        clock=lambda: 0.0,
     )
 
 
 def drafted(speculator: DraftSpeculator, *requests: Request) -> list[tuple[list[int], set[str]]]:
     for request in requests:
-        request.num_computed = len(request.tokens) - 1  # it decodes
-        if request.request_id not in speculator._who.tracks:
+        if not request.num_computed:
             speculator.join(request)
-    if speculator.rests():
-        return [([], set())] * len(requests)
+        request.num_computed = len(request.tokens) - 1  # it decodes
     plans = speculator.plan(requests, [20] * len(requests), budget=200, num_prefill=0)
     return [(list(plan.draft.token_ids), set(plan.draft.sources)) for plan in plans]
 
@@ -101,8 +107,8 @@ def drafted(speculator: DraftSpeculator, *requests: Request) -> list[tuple[list[
 def test_the_run_that_is_forced_is_proposed_by_a_matcher_of_the_loops_own(constrained) -> None:
     script, source = Script({0: [5, 6, 7]}), GrammarSource()
     request = constrained(script)
-    assert source.propose(request, 2) == Guess(array("q", [5, 6]), "grammar", 0)
-    assert source.propose(request, 9) == Guess(array("q", [5, 6, 7]), "grammar", 0)
+    assert source.propose(request, 2) == (Guess(array("q", [5, 6]), "grammar", 0),)
+    assert source.propose(request, 9) == (Guess(array("q", [5, 6, 7]), "grammar", 0),)
     assert script.calls == 0
     assert [fork.calls for fork in script.forks] == [2]
 
@@ -113,15 +119,15 @@ def test_the_same_place_is_not_looked_at_twice(constrained) -> None:
     assert source.propose(request, 9) == source.propose(request, 9)
     assert script.forks[0].calls == 1
     request.tokens.append(5)
-    assert source.propose(request, 9) == Guess(array("q", [6]), "grammar", 0)
+    assert source.propose(request, 9) == (Guess(array("q", [6]), "grammar", 0),)
 
 
 def test_without_a_constraint_or_where_it_is_free_nothing_is_proposed(
     constrained, make_request
 ) -> None:
     source = GrammarSource()
-    assert source.propose(make_request([1]), 9) is None
-    assert source.propose(constrained(Script({3: [5]})), 9) is None
+    assert not source.propose(make_request([1]), 9)
+    assert not source.propose(constrained(Script({3: [5]})), 9)
 
 
 def test_what_ended_is_forgotten(constrained) -> None:
@@ -138,9 +144,9 @@ def test_a_constraint_that_fails_is_asked_no_more(constrained) -> None:
     script, source = Script({0: [5], 1: [6]}, fails_at=0), GrammarSource()
     request = constrained(script)
     guess = Guess(array("q", [9]), "x", 0)
-    assert source.propose(request, 9) is None
+    assert not source.propose(request, 9)
     request.tokens.append(5)
-    assert source.propose(request, 9) is None
+    assert not source.propose(request, 9)
     assert source.trim(request, guess) is guess
     assert script.forks[0].calls == 1
 
@@ -181,46 +187,19 @@ def test_without_the_source_nothing_is_cut(constrained) -> None:
     assert drafted(speculator, constrained(Script({0: [5]}))) == [([3, 9], {"parrot"})]
 
 
-def test_a_forced_run_ends_a_rest(constrained, make_request) -> None:
-    speculator = make_speculator(GrammarSource(), parrot := Parrot())
-    request = constrained(Script({1: [5, 6]}))
-    speculator.meter._step_s, speculator.meter.decide_s = 0.01, 0.01
-    assert drafted(speculator, request, make_request([1])) == [([], set())] * 2
-    assert speculator.meter.is_resting
-    asked = parrot.num_asked
-    assert drafted(speculator, request, make_request([1])) == [([], set())] * 2
-    assert parrot.num_asked == asked, "a rest is a rest while nothing is forced"
-    request.tokens.append(4)
-    assert drafted(speculator, request)[0] == ([5, 6], {"grammar"})
-
-
-def test_a_forced_run_does_not_cut_short_what_measures_plain_decoding(constrained) -> None:
-    """Else it would be wanted again in the next step, and nothing would ever be drafted."""
-    speculator = make_speculator(GrammarSource())
-    request = constrained(Script({1: [5, 6]}), [4])
-    speculator.join(request)
-    speculator.meter.rest(briefly=True)
-    assert speculator.rests()
-
-
-def test_a_forced_run_ends_a_rest_beside_a_depth_of_its_own_too(constrained, make_request) -> None:
-    speculator = make_speculator(GrammarSource(), Parrot(3, 4))
-    deep, request = make_request([1], [4]), constrained(Script({1: [5, 6]}), [4])
-    deep.depth, deep.request_id = 2, "deep"
-    for each in (deep, request):
-        speculator.join(each)
-    speculator.meter._rest = 40
-    assert drafted(speculator, deep, request)[1] == ([5, 6], {"grammar"})
-
-
-def test_a_prompt_that_is_still_computed_ends_no_rest(constrained, make_request) -> None:
-    speculator = make_speculator(GrammarSource(), Parrot(3, 4))
-    waits, plain = constrained(Script({0: [5, 6]})), make_request([1], [4])
-    waits.num_computed, waits.request_id = 0, "waits"
-    for each in (waits, plain):
-        speculator.join(each)
-    speculator.meter._rest = 40
-    assert speculator.rests()
+def test_a_forced_run_is_found_however_long_nothing_was_drafted(constrained, make_request) -> None:
+    """Look-ups of others back off; a grammar may force a run at any token."""
+    speculator = make_speculator(GrammarSource(), parrot := Parrot(), overlaps=True)
+    request, other = constrained(Script({11: [5, 6]})), make_request([1, 2])
+    found = []
+    for _ in range(12):
+        found.append(drafted(speculator, request, other))
+        for each in (request, other):
+            each.tokens.append(4)
+    assert found[:11] == [[([], set())] * 2] * 11
+    assert found[11] == [([5, 6], {"grammar"}), ([], set())]
+    assert not speculator.is_silent([request])
+    assert parrot.num_asked < 2 * 12, "the other one was silent at times"
 
 
 def test_a_request_that_wants_no_drafts_gets_none_that_are_forced(constrained) -> None:
@@ -229,18 +208,3 @@ def test_a_request_that_wants_no_drafts_gets_none_that_are_forced(constrained) -
     request.depth = 0
     (plan,) = speculator.plan([request], [20], budget=200, num_prefill=0)
     assert plan is NOTHING
-
-
-def test_a_probe_of_the_draft_model_stays_within_the_budget() -> None:
-    """Forced runs use a budget up; the probe beside them used to take one row more."""
-    controller = Controller(CostModel(CHEAP))
-    controller.prober.idle(100_000)
-    assert controller.prober.is_ripe
-    for budget in (2, 3):
-        free = np.array([[0.99], [0.99], [0.0]])
-        lm = np.array([[0.0], [0.0], [0.01]])
-        idle = np.zeros(3, dtype=np.int64)
-        candidates = Candidates(free=free, lm=lm, backlog=idle, horizon=idle + 100, budget=budget)
-        allocation = controller.allocate(candidates)
-        drafts = allocation.num_free.sum() + allocation.lm_depth.sum()
-        assert (allocation.kind, drafts) == (("draft", 2) if budget == 2 else ("probe", 3))

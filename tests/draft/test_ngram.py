@@ -1,70 +1,54 @@
-"""Prompt look-up in the request's own tokens."""
+"""Prompt look-up: the suffix index in the request's own tokens alone."""
 
 from __future__ import annotations
 
 import pytest
 
 from foretoken.core.request import Request
-from foretoken.draft.ngram import NgramSource
+from foretoken.draft.sources.suffix import ORDERS, SuffixSource
 
 
-@pytest.fixture
-def draft_for(make_request, index_all):
-    def draft_for(tokens: list[int], most: int = 4) -> list[int]:
-        ngram, request = NgramSource(num_slots=2**12), make_request(tokens)
-        index_all(ngram, request)
-        return drafted(ngram, request, most)
-
-    return draft_for
+def ngram(num_slots: int = 2**12) -> SuffixSource:
+    return SuffixSource(num_slots=num_slots, own_only=True)
 
 
-def drafted(ngram: NgramSource, request: Request, most: int = 4) -> list[int]:
-    guess = ngram.propose(request, most)
-    assert guess is None or guess.source == "ngram"
-    return [] if guess is None else list(guess.token_ids)
+def drafted(source: SuffixSource, request: Request, most: int = 4) -> list[int]:
+    guesses = source.propose(request, most)
+    return list(guesses[0].token_ids) if guesses else []
 
 
-def test_what_followed_before_is_proposed_again(draft_for) -> None:
-    assert draft_for([1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9, 1]
-
-
-def test_the_most_recent_occurrence_wins(draft_for) -> None:
-    assert draft_for([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
-
-
-def test_the_longest_match_wins_over_a_more_recent_one(draft_for) -> None:
-    assert draft_for([5, 1, 2, 3, 7, 6, 1, 2, 3, 8, 5, 1, 2, 3], 1) == [7]
-
-
-def test_nothing_repeats_nothing_is_proposed(draft_for) -> None:
-    assert draft_for([1, 2, 3, 4, 5, 6]) == []
-    assert draft_for([1, 2]) == []
-    assert draft_for([1, 2, 9, 1, 2]) == []
-
-
-def test_a_loop_is_continued_for_as_long_as_asked(draft_for) -> None:
-    assert draft_for([7, 8, 7, 8, 7, 8, 7], 6) == [8, 7, 8, 7, 8, 7]
-
-
-def test_the_cached_part_of_the_prompt_is_looked_up_too(make_request, index_all) -> None:
-    ngram = NgramSource(num_slots=2**12)
-    request = make_request([*range(60), 5, 6, 7], cached=48)
-    index_all(ngram, request)
-    assert drafted(ngram, request) == [8, 9, 10, 11]
+def test_what_followed_before_is_guessed_again_under_its_own_name(make_request, index_all) -> None:
+    source, request = ngram(), make_request([1, 2, 3, 4, 5, 9, 1, 2, 3], cached=5)
+    index_all(source, request)
+    (guess,) = source.propose(request, 4)
+    assert (list(guess.token_ids), guess.source) == ([4, 5, 9, 1], "ngram")
+    assert guess.kind == ORDERS.index(3)
 
 
 @pytest.mark.parametrize("num_slots", [2, 2**12], ids=["all collide", "none collide"])
 def test_no_request_sees_another_even_of_the_same_namespace(
     make_request, index_all, num_slots: int
 ) -> None:
-    ngram = NgramSource(num_slots=num_slots)
-    other = make_request([1, 2, 3], [4, 5])
-    index_all(ngram, other)
-    assert drafted(ngram, make_request([1, 2, 3])) == []
-    ngram.leave(other)
-    ngram.flush()
-    assert drafted(ngram, make_request([1, 2, 3])) == []
+    source = ngram(num_slots)
+    other = make_request([1, 2, 3, 4], [5, 6])
+    index_all(source, other)
+    assert drafted(source, make_request([1, 2, 3, 4])) == []
+    source.leave(other)
+    source.flush()
+    assert drafted(source, make_request([1, 2, 3, 4])) == []
+
+
+def test_nothing_outlives_a_request(make_request, index_all) -> None:
+    source = ngram()
+    for _ in range(5):
+        request = make_request([1, 2, 3], [4, 1, 2, 3])
+        index_all(source, request)
+        assert drafted(source, request, 1) == [4]
+        source.leave(request)
+    assert not source._index.segments
+    assert not source._live
+    assert source._num_kept == 0
 
 
 def test_leaving_unseen_is_no_error(make_request) -> None:
-    NgramSource(num_slots=2).leave(make_request([1]))
+    ngram().leave(make_request([1]))

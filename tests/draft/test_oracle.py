@@ -6,7 +6,8 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.request import Request
-from foretoken.draft.oracle import OracleSource
+from foretoken.draft.sources.oracle import OracleSource
+from foretoken.draft.sources.source import Priors
 
 PROMPT = [1, 2, 3]
 ANSWER = list(range(100, 1100))
@@ -17,8 +18,8 @@ def oracle(accuracy: float = 1.0, **options: int) -> OracleSource:
 
 
 def drafted(source: OracleSource, request: Request, most: int = 3) -> list[int]:
-    guess = source.propose(request, most)
-    return [] if guess is None else list(guess.token_ids)
+    guesses = source.propose(request, most)
+    return list(guesses[0].token_ids) if guesses else []
 
 
 def test_the_answer_to_the_same_prompt_is_replayed(make_request) -> None:
@@ -26,8 +27,7 @@ def test_the_answer_to_the_same_prompt_is_replayed(make_request) -> None:
     assert drafted(source, make_request(PROMPT)) == []
     source.leave(make_request(PROMPT, [4, 5, 6, 7]))
     request = make_request(PROMPT)
-    guess = source.propose(request, 3)
-    assert guess is not None
+    (guess,) = source.propose(request, 3)
     assert (list(guess.token_ids), guess.source, guess.kind) == ([4, 5, 6], "oracle:1.0", 0)
     request.tokens.extend([4, 5])
     assert drafted(source, request) == [6, 7]
@@ -53,7 +53,7 @@ def test_the_share_of_right_tokens_is_the_accuracy(make_request) -> None:
     ]
     assert 0.78 < sum(right) / len(right) < 0.82
     assert source.name == "oracle:0.8"
-    assert source.priors == (0.8,)
+    assert source.priors == Priors.constant(0.8)
 
 
 def test_the_spoilt_tokens_depend_on_the_seed_and_the_position_alone(make_request) -> None:
@@ -113,6 +113,6 @@ def test_a_flush_reaches_answers_that_are_being_replayed(make_request) -> None:
     source = OracleSource(1.0, 100)
     source.leave(make_request([1, 2], [3, 4, 5], namespace="a"))
     live = make_request([1, 2], namespace="a")
-    assert source.propose(live, 3) is not None
+    assert source.propose(live, 3)
     source.flush("a")
-    assert source.propose(live, 3) is None
+    assert not source.propose(live, 3)

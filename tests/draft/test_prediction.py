@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.core.request import Request
-from foretoken.draft.prediction import PredictionSource
+from foretoken.draft.sources.prediction import PredictionSource
 
 PROMPT = [1, 2, 3]
 IN_SYNC, RESYNCED = 0, 1
@@ -20,14 +20,13 @@ def predicted(make_request):
 
 
 def drafted(source: PredictionSource, request: Request, most: int = 3) -> list[int]:
-    guess = source.propose(request, most)
-    return [] if guess is None else list(guess.token_ids)
+    guesses = source.propose(request, most)
+    return list(guesses[0].token_ids) if guesses else []
 
 
 def test_it_starts_at_the_beginning_and_follows(predicted) -> None:
     source, request = PredictionSource(), predicted(10, 11, 12, 13, 14)
-    guess = source.propose(request, 3)
-    assert guess is not None
+    (guess,) = source.propose(request, 3)
     assert (list(guess.token_ids), guess.kind, guess.source) == ([10, 11, 12], 0, "prediction")
     request.tokens.extend([10, 11])
     assert drafted(source, request) == [12, 13, 14]
@@ -39,7 +38,7 @@ def test_it_starts_at_the_beginning_and_follows(predicted) -> None:
 @pytest.mark.parametrize("prediction", [None, []])
 def test_without_a_prediction_nothing_is_proposed(prediction, make_request) -> None:
     request = make_request(PROMPT, prediction=prediction)
-    assert PredictionSource().propose(request, 4) is None
+    assert not PredictionSource().propose(request, 4)
 
 
 def test_a_departure_is_lost_until_two_tokens_are_found_again(predicted) -> None:
@@ -49,8 +48,7 @@ def test_a_departure_is_lost_until_two_tokens_are_found_again(predicted) -> None
     request.tokens.append(14)
     assert drafted(source, request) == []
     request.tokens.append(15)
-    guess = source.propose(request, 3)
-    assert guess is not None
+    (guess,) = source.propose(request, 3)
     assert (list(guess.token_ids), guess.kind) == ([16, 17, 18], RESYNCED)
 
 
@@ -59,8 +57,7 @@ def test_it_is_trusted_again_after_a_while_in_sync(predicted) -> None:
     request.tokens.extend([99, 20, 21])
     kinds = []
     for at in range(22, 60, 4):
-        guess = source.propose(request, 3)
-        assert guess is not None
+        (guess,) = source.propose(request, 3)
         kinds.append(guess.kind)
         request.tokens.extend(range(at, at + 4))
     assert kinds[0] == RESYNCED
@@ -117,4 +114,4 @@ def test_each_request_has_its_own_place(predicted) -> None:
 def test_a_text_made_to_be_searched_for_ever_is_given_up(make_request) -> None:
     # In bytes, 256 holds the pattern of 1 between any two of its tokens.
     request = make_request([9], [1, 1, 1], prediction=[256] * 4000)
-    assert PredictionSource().propose(request, 4) is None
+    assert not PredictionSource().propose(request, 4)

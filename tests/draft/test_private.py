@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from foretoken.core.caching import CacheOptions
-from foretoken.draft.radix import RadixSource
-from foretoken.draft.suffix import SuffixSource
+from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.suffix import SuffixSource
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12]
 PRIVATE = [
@@ -29,8 +29,8 @@ def test_a_private_request_draws_on_nothing_that_others_said(
     source.leave(make_request([1, 2, 3], TEXT))
     public, private = make_request([1, 2, 3], TEXT[:4]), make_request([1, 2, 3], TEXT[:4])
     private.cache = cache
-    assert source.propose(public, 3) is not None
-    assert source.propose(private, 3) is None
+    assert source.propose(public, 3)
+    assert not source.propose(private, 3)
 
 
 @pytest.mark.parametrize("make_source", [RadixSource, SuffixSource])
@@ -41,9 +41,9 @@ def test_nothing_that_a_private_request_said_is_kept(
     private = make_request([1, 2, 3], TEXT)
     private.cache = cache
     index_all(source, private)
-    assert source.propose(make_request([1, 2, 3], TEXT[:4]), 3) is None  # while it lives
+    assert not source.propose(make_request([1, 2, 3], TEXT[:4]), 3)  # while it lives
     source.leave(private)
-    assert source.propose(make_request([1, 2, 3], TEXT[:4]), 3) is None
+    assert not source.propose(make_request([1, 2, 3], TEXT[:4]), 3)
 
 
 def test_a_private_request_still_draws_on_its_own_tokens(cache, make_request, index_all) -> None:
@@ -51,8 +51,7 @@ def test_a_private_request_still_draws_on_its_own_tokens(cache, make_request, in
     private = make_request([*TEXT, 1, *TEXT[:4]], cached=8)
     private.cache = cache
     index_all(source, private)
-    guess = source.propose(private, 3)
-    assert guess is not None
+    (guess,) = source.propose(private, 3)
     assert list(guess.token_ids) == TEXT[4:7]
 
 

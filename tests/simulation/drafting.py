@@ -7,18 +7,19 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from fixed_depth import FixedDepth
+
 from foretoken.core.proposer import DraftRow, Proposer
 from foretoken.core.request import Request
-from foretoken.core.speculation import NO_SPECULATION, NOTHING, DraftPlan, FixedDepth, Speculator
+from foretoken.core.speculation import NO_SPECULATION, NOTHING, DraftPlan, Speculator
 from foretoken.core.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
-from foretoken.draft.calibration import Calibration
-from foretoken.draft.controller import Controller
-from foretoken.draft.costs import CostModel, StepProfile
-from foretoken.draft.ngram import NgramSource
-from foretoken.draft.prediction import PredictionSource
-from foretoken.draft.radix import RadixSource
+from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.draft.control.controller import Controller
+from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.sources.prediction import PredictionSource
+from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
-from foretoken.draft.suffix import SuffixSource
 
 from .faults import Fault, Faults
 from .model import VOCAB_SIZE, Chains, advance, choose, solo
@@ -91,8 +92,9 @@ class FaultySpeculator:
     def __init__(self, inner: Speculator, faults: Faults, rng: random.Random) -> None:
         self.inner, self._faults, self._rng = inner, faults, rng
 
-    def rests(self) -> int:
-        return self.inner.rests()
+    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+        self._fail("plan raises")
+        return self.inner.is_silent(requests, ahead=ahead)
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -112,10 +114,6 @@ class FaultySpeculator:
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         self._fail("observe raises")
         self.inner.observe_step(plan, output, seconds)
-
-    def passed(self, num_steps: int, seconds: float) -> None:
-        self._fail("observe raises")
-        self.inner.passed(num_steps, seconds)
 
     def join(self, request: Request) -> None:
         self._fail("upkeep raises")
@@ -179,7 +177,7 @@ class Forks(FixedDepth):
 
 
 def make_speculator(
-    kind: str, *, depth: int, clock: Callable[[], float], rng: random.Random
+    kind: str, *, depth: int, overlaps: bool, clock: Callable[[], float], rng: random.Random
 ) -> Speculator:
     """One of `SPECULATORS`; ``depth`` is that of those that do not choose it themselves."""
     if kind == "off":
@@ -191,7 +189,7 @@ def make_speculator(
     makers = {
         "radix": RadixSource,
         "suffix": lambda: SuffixSource(num_slots=SLOTS, max_tokens=200),
-        "ngram": lambda: NgramSource(num_slots=SLOTS),
+        "ngram": lambda: SuffixSource(num_slots=SLOTS, own_only=True),
     }
     is_auto = kind.startswith("auto")
     names = ["radix", "suffix"] if is_auto else [kind]
@@ -199,9 +197,10 @@ def make_speculator(
     return DraftSpeculator(
         [PredictionSource(), *(makers[name]() for name in names)],
         Controller(CostModel(PROFILE)),
-        Calibration(),
+        AcceptanceModel(),
         depth=chosen,
         has_lm=kind == "auto+lm",
+        overlaps=overlaps,
         clock=clock,
     )
 

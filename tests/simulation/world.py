@@ -129,7 +129,11 @@ class World:
             cache_quota=shape.cache_quota,
         )
         speculator = make_speculator(
-            shape.speculator, depth=shape.depth, clock=self.loop.time, rng=part()
+            shape.speculator,
+            depth=shape.depth,
+            overlaps=shape.overlap,
+            clock=self.loop.time,
+            rng=part(),
         )
         self.scheduler = CheckedScheduler(
             cache,

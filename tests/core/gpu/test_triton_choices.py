@@ -17,7 +17,7 @@ from foretoken.core.params import SamplingParams
 from foretoken.core.runner import ModelRunner
 from foretoken.core.step import Branch, Draft, PlanRow, RowOutput, RowSampling, StepPlan
 from foretoken.core.verify import NOT_FINITE
-from foretoken.draft.lm import LmProposer
+from foretoken.draft.models.draft_model import LmProposer
 
 pytest.importorskip("triton")
 
@@ -246,7 +246,7 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twi
     for runner, tau in zip((*twins.runners, twins.runners[1]), (0.3, 0.3, 1.0), strict=True):
         twins.num_behind = 0
         pool = make_pool(runner.decoder)
-        proposer = LmProposer(runner.decoder, pool, tau=tau, min_confidence=1e-9)
+        proposer = LmProposer(runner.decoder, pool, tau=tau)
         found.append([list(draft.token_ids) for draft in proposer.propose(rows)])
         assert twins.num_behind == 0
     assert found[0] == found[1] != found[2]

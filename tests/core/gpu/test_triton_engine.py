@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixed_depth import FixedDepth
 from house import make_speculator
 
 from checkpoints import make_reference, save
@@ -24,9 +25,9 @@ from foretoken.core.proposer import Proposer
 from foretoken.core.request import Request
 from foretoken.core.runner import ModelRunner
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import FixedDepth, Speculator
+from foretoken.core.speculation import Speculator
 from foretoken.core.step import RowSampling, StepPlan
-from foretoken.draft.lm import LmProposer
+from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
 
 pytest.importorskip("triton")

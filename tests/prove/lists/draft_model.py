@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ..mutation import Mutation
 
-LM = "tests/draft/test_lm.py"
-LM_OPTIONS = "tests/draft/test_lm_options.py"
-TAU = "tests/draft/test_tau.py"
+LM = "tests/draft/test_draft_model.py"
+LM_OPTIONS = "tests/draft/test_draft_model_options.py"
+TAU = "tests/draft/test_temperature_tuner.py"
 CHOICES = "tests/core/gpu/test_triton_choices.py"
 
 MUTATIONS = (
     Mutation(
         "tau-judges-the-token-before",
-        "draft/tau.py",
+        "draft/models/temperature_tuner.py",
         "token_id == row.tokens[at] for token_id in drawn",
         "token_id == row.tokens[at - 1] for token_id in drawn",
         (f"{TAU}::test_each_tau_is_judged_by_what_it_would_have_drawn",),
@@ -20,7 +20,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tau-keeps-logits-that-change",
-        "draft/tau.py",
+        "draft/models/temperature_tuner.py",
         "len(row.tokens), logits.clone()",
         "len(row.tokens), logits",
         (f"{TAU}::test_logits_that_change_later_do_not_matter",),
@@ -28,7 +28,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tau-wins-and-losses-swapped",
-        "draft/tau.py",
+        "draft/models/temperature_tuner.py",
         "np.outer(right, ~right)",
         "np.outer(~right, right)",
         (f"{TAU}::test_an_under_confident_draft_is_sharpened_and_accepted_more_often",),
@@ -36,7 +36,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tau-remembers-who-left",
-        "draft/tau.py",
+        "draft/models/temperature_tuner.py",
         "            self._kept.pop(request_id, None)\n\n    def judge",
         "            self._kept.get(request_id, None)\n\n    def judge",
         (f"{TAU}::test_nothing_is_kept_of_requests_that_left_or_have_no_answer",),
@@ -44,7 +44,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-trusts-pages-that-changed-hands",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "            self._ready[page_id] = 0\n",
         "            pass\n",
         (f"{LM}::test_pages_that_change_hands_lose_the_drafts_kv",),
@@ -52,7 +52,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-counts-kv-it-never-wrote",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "right = min(agreed, len(chain.token_ids) - 1)",
         "right = agreed",
         (f"{LM}::test_a_model_that_drafts_for_itself_is_always_right",),
@@ -60,7 +60,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-keeps-kv-of-rejected-drafts",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "right = min(agreed, len(chain.token_ids) - 1)",
         "right = min(len(committed), len(chain.token_ids)) - 1",
         (f"{LM}::test_kv_of_rejected_drafts_is_computed_anew",),
@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-trusts-pages-behind-a-failed-step",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "track.num_computed += min(right, self._num_kept(row, track, chain))",
         "track.num_computed += right",
         (f"{LM}::test_a_draft_whose_pages_went_to_others_behind_a_failed_step_is_not_believed",),
@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-catches-up-at-once",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "room, stops = self._window + len(rows), {}",
         "room, stops = 1 << 30, {}",
         (f"{LM}::test_missing_draft_kv_is_caught_up_a_window_at_a_time",),
@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-drafts-beyond-its-context",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "return len(row.tokens) + row.max_draft <= self._decoder",
         "return len(row.tokens) <= self._decoder",
         (
@@ -95,18 +95,10 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-draws-in-a-graph-without-tau",
-        "draft/lm.py",
+        "draft/models/draft_model.py",
         "Draws(asked, [1] * len(asked), self.tau)",
         "Draws(asked, [1] * len(asked))",
         (f"{CHOICES}::test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it",),
         "a draft is as sharp in a graph as out of it",
-    ),
-    Mutation(
-        "confidence-learns-behind-a-refusal",
-        "draft/confidence.py",
-        "in enumerate(probs[: num_accepted + 1]):",
-        "in enumerate(probs):",
-        (f"{LM_OPTIONS}::test_a_level_follows_its_own_outcomes",),
-        "what follows a refused token says nothing",
     ),
 )

@@ -79,9 +79,17 @@ MUTATIONS = (
     Mutation(
         "ahead-asks-no-speculator",
         "core/ahead.py",
-        "if not staying or not scheduler.speculator.rests():",
+        "if not staying or not scheduler.speculator.is_silent(requests, ahead=1):",
         "if not staying:",
-        (f"{AHEAD}::test_nothing_is_planned_where_the_speculator_may_draft_in_the_next_step",),
+        (f"{AHEAD}::test_nothing_is_planned_where_one_request_may_draft_after_this_token",),
+        "overlap costs no drafts",
+    ),
+    Mutation(
+        "ahead-asks-about-the-step-under-way",
+        "core/ahead.py",
+        "scheduler.speculator.is_silent(requests, ahead=1)",
+        "scheduler.speculator.is_silent(requests)",
+        (f"{AHEAD}::test_nothing_is_planned_where_one_request_may_draft_after_this_token",),
         "overlap costs no drafts",
     ),
     Mutation(

@@ -5,18 +5,18 @@ from __future__ import annotations
 from ..mutation import Mutation
 
 GRAMMAR = "tests/draft/test_grammar.py"
+MERGE = "tests/draft/test_merge.py"
 NGRAM = "tests/draft/test_ngram.py"
 PREDICTION = "tests/draft/test_prediction.py"
 PRIVATE = "tests/draft/test_private.py"
 RADIX = "tests/draft/test_radix.py"
 SPECULATOR = "tests/draft/test_speculator.py"
 SUFFIX = "tests/draft/test_suffix.py"
-TRIE = "tests/draft/test_trie.py"
 
 MUTATIONS = (
     Mutation(
         "suffix-looks-into-other-namespaces",
-        "draft/suffix.py",
+        "draft/sources/suffix.py",
         "if found is None or found.scope != segment.scope:",
         "if found is None:",
         (SUFFIX,),
@@ -24,7 +24,7 @@ MUTATIONS = (
     ),
     Mutation(
         "suffix-believes-its-table",
-        "draft/suffix.py",
+        "draft/sources/suffix.py",
         "if found.tokens[at - order : at] != segment.tokens[end - order :]:",
         "if at < order:",
         (SUFFIX,),
@@ -32,15 +32,15 @@ MUTATIONS = (
     ),
     Mutation(
         "suffix-keeps-what-is-private",
-        "draft/suffix.py",
-        "        if request.cache.is_private:\n            self._forget(request)\n",
-        "        if request.cache.is_private and request not in self._live:\n",
+        "draft/sources/suffix.py",
+        "        if self._is_private(request):\n            self._forget(request)\n",
+        "        if self._own_only:\n            self._forget(request)\n",
         (PRIVATE,),
         "a private request leaves nothing behind",
     ),
     Mutation(
         "suffix-never-forgets",
-        "draft/suffix.py",
+        "draft/sources/suffix.py",
         "while self._num_kept > self._max_tokens:",
         "while self._num_kept > 2 * self._max_tokens:",
         (SUFFIX,),
@@ -48,7 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "suffix-flush-misses-the-default-namespace",
-        "draft/suffix.py",
+        "draft/sources/suffix.py",
         "if not namespaces or segment.scope in namespaces:",
         "if segment.scope in namespaces:",
         (SUFFIX,),
@@ -56,15 +56,15 @@ MUTATIONS = (
     ),
     Mutation(
         "ngram-shares-a-namespace",
-        "draft/ngram.py",
-        "scope=request, salt=request.serial",
-        "scope=request.namespace, salt=0",
+        "draft/sources/suffix.py",
+        "return self._own_only or request.cache.is_private",
+        "return request.cache.is_private",
         (NGRAM,),
         "no request sees another",
     ),
     Mutation(
         "radix-keeps-all-in-one-namespace",
-        "draft/radix.py",
+        "draft/sources/radix.py",
         'array("q", bytes(8 * len(tokens))), namespace=request.namespace)',
         'array("q", bytes(8 * len(tokens))))',
         (RADIX,),
@@ -72,7 +72,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-cursor-outlives-a-cut",
-        "draft/radix.py",
+        "draft/sources/radix.py",
         "if cursor.epoch != self._tree.epoch:",
         "if cursor.epoch > self._tree.epoch:",
         (RADIX,),
@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-keeps-what-is-private",
-        "draft/radix.py",
+        "draft/sources/radix.py",
         "if not request.num_output or request.cache.is_private:",
         "if not request.num_output:",
         (PRIVATE,),
@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-oldest-answer-at-a-fork",
-        "draft/radix.py",
+        "draft/sources/radix.py",
         "return max(node.children.values(), key=_last_used)",
         "return min(node.children.values(), key=_last_used)",
         (RADIX,),
@@ -96,47 +96,47 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-does-not-give-up-room",
-        "draft/radix.py",
+        "draft/sources/radix.py",
         "tree.evict(tree.num_pages - int(self._max_tokens * KEEP_SHARE))",
         "tree.evict(1)",
         (RADIX,),
         "memory is bounded",
     ),
     Mutation(
-        "trie-takes-the-lesser-confidence",
-        "draft/trie.py",
+        "merge-takes-the-lesser-confidence",
+        "draft/sources/merge.py",
         "np.maximum(trunk.survival[:fork]",
         "np.minimum(trunk.survival[:fork]",
-        (TRIE,),
+        (MERGE,),
         "a guess along the trunk adds confidence",
     ),
     Mutation(
-        "trie-branch-lives-on-all",
-        "draft/trie.py",
+        "merge-branch-lives-on-all",
+        "draft/sources/merge.py",
         "left = (before - trunk.survival[fork]) / max(own_before, 1e-9)",
         "left = before / max(own_before, 1e-9)",
-        (TRIE,),
+        (MERGE,),
         "a branch lives on what the trunk leaves",
     ),
     Mutation(
-        "trie-writes-into-what-is-measured",
-        "draft/trie.py",
+        "merge-writes-into-what-is-measured",
+        "draft/sources/merge.py",
         "        trunk.survival = trunk.survival.copy()\n",
         "",
-        (TRIE,),
+        (MERGE,),
         "a curve is shared and read only",
     ),
     Mutation(
-        "trie-keeps-equal-branches",
-        "draft/trie.py",
+        "merge-keeps-equal-branches",
+        "draft/sources/merge.py",
         "if branch is not None and all(_differ(branch, other) for other in branches):",
         "if branch is not None:",
-        (TRIE,),
+        (MERGE,),
         "equal branches are one",
     ),
     Mutation(
         "prediction-resyncs-before-the-match",
-        "draft/prediction.py",
+        "draft/sources/prediction.py",
         "self.at, self.lost = at + order, False",
         "self.at, self.lost = at, False",
         (PREDICTION,),
@@ -144,7 +144,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prediction-looks-back-first",
-        "draft/prediction.py",
+        "draft/sources/prediction.py",
         "for start in (self.at, 0):",
         "for start in (0, self.at):",
         (PREDICTION,),
@@ -152,7 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prediction-searches-with-the-prompt",
-        "draft/prediction.py",
+        "draft/sources/prediction.py",
         "start = max(request.prompt_len, len(request.tokens) - ORDERS[0])",
         "start = len(request.tokens) - ORDERS[0]",
         (PREDICTION,),
@@ -160,7 +160,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prediction-matches-between-tokens",
-        "draft/prediction.py",
+        "draft/sources/prediction.py",
         "if at < 0 or at % size == 0:",
         "if at < 0 or at >= 0:",
         (PREDICTION,),
@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "grammar-trims-one-too-few",
-        "draft/grammar.py",
+        "draft/sources/grammar.py",
         "Guess(guess.token_ids[:length], guess.source, guess.kind)",
         "Guess(guess.token_ids[: length + 1], guess.source, guess.kind)",
         (GRAMMAR,),
@@ -176,7 +176,7 @@ MUTATIONS = (
     ),
     Mutation(
         "grammar-uses-the-model-threads-matcher",
-        "draft/grammar.py",
+        "draft/sources/grammar.py",
         "_Follower(constraint.fork())",
         "_Follower(constraint)",
         (GRAMMAR,),
@@ -184,7 +184,7 @@ MUTATIONS = (
     ),
     Mutation(
         "grammar-proposes-an-old-run",
-        "draft/grammar.py",
+        "draft/sources/grammar.py",
         "(follower.num_tokens, follower.most) != (size, most)",
         "follower.most != most",
         (GRAMMAR,),
@@ -192,16 +192,16 @@ MUTATIONS = (
     ),
     Mutation(
         "source-that-fails-stays",
-        "draft/source.py",
-        'is let go", self.name)\n            self._inner = None',
-        'is let go", self.name)',
+        "draft/sources/source.py",
+        'is dropped", self.name)\n            self._inner = None',
+        'is dropped", self.name)',
         (SPECULATOR,),
-        "a source that cannot forget is let go",
+        "a source that cannot forget is dropped",
     ),
     Mutation(
         "speculator-flush-forgets-the-ended",
         "draft/speculator.py",
-        "self._rest.keep()\n        for source in self._sources:\n            source.flush(",
+        "self._indexer.keep()\n        for source in self._sources:\n            source.flush(",
         "for source in self._sources:\n            source.flush(",
         (SPECULATOR,),
         "a flush forgets what has just been said",
@@ -217,7 +217,7 @@ MUTATIONS = (
     Mutation(
         "speculator-remembers-who-left",
         "draft/speculator.py",
-        "            self.calibration.forget(request.request_id)\n",
+        "            self.odds.forget(request.request_id)\n",
         "",
         (SPECULATOR,),
         "nothing is kept of requests that left",
@@ -225,7 +225,7 @@ MUTATIONS = (
     Mutation(
         "speculator-branches-take-rows-twice",
         "draft/speculator.py",
-        "            room -= plan.num_rows - plan.depth\n",
+        "                room -= plan.num_rows - plan.depth\n",
         "",
         (SPECULATOR,),
         "branches stay within the rows that are offered",

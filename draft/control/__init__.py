@@ -1,0 +1,1 @@
+"""How much to guess: measured odds against measured prices."""

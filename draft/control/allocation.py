@@ -1,0 +1,143 @@
+"""Which drafts of a batch to verify: every token whose expected gain exceeds its row's price.
+
+A row's price in tokens is its seconds times the tokens that the engine makes of a second. The
+tokens of all drafts, most likely first, form a queue; of its front parts the one is taken whose
+gain exceeds its price by most. Survivals never rise along a draft, so a front part takes a prefix
+of each. For every depth that the draft model may go to, each request takes the better of its two
+drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost_model import CostModel
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
+SMALL_BACKLOG = 4  # tokens; so many are owed after any accepted draft, and paid in full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What could be drafted in a step.
+
+    ``free`` [num_requests, F]: chance that a known draft comes true so far, 0 beyond its end.
+    ``lm`` [num_requests, D]: the same of what the draft model would guess, 0 where it may not.
+    ``backlog`` [num_requests]: tokens whose KV the draft model lacks. ``budget``: rows that all
+    drafts together may add. ``num_prefill``: prompt tokens of others in the same pass.
+    ``num_others``: requests that decode beside these.
+    """
+
+    free: FloatArray
+    lm: FloatArray
+    backlog: IntArray
+    budget: int
+    num_prefill: int = 0
+    num_others: int = 0
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that yield a token, at least."""
+        return len(self.free) + self.num_others
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the target's pass without drafts."""
+        return self.num_decodes + self.num_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What each request drafts: a known draft or the draft model's, never both.
+
+    ``net``: expected tokens beyond the price of the drafts, in tokens.
+    """
+
+    num_free: IntArray  # [num_requests] leading tokens of the known draft
+    lm_depth: IntArray  # [num_requests]
+    net: float = 0.0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the drafts add."""
+        return int(self.num_free.sum() + self.lm_depth.sum())
+
+
+def allocate(candidates: Candidates, costs: CostModel, rate: float) -> Allocation:
+    """The drafts with the highest expected net gain, at ``rate`` tokens a second.
+
+    O(D * n log n) for n = num_requests * width tokens that could be drafted.
+    """
+    none = np.zeros(len(candidates.free), dtype=np.int64)
+    if candidates.budget <= 0:
+        return Allocation(none, none)
+    best = _take(candidates.free, candidates, costs, rate)
+    chosen = Allocation(best.counts, none, best.net)
+    if candidates.lm.size and candidates.lm.any():
+        with_lm = _best_with_lm(candidates, costs, rate)
+        if with_lm.net > chosen.net:
+            return with_lm
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A front part of the queue."""
+
+    counts: IntArray  # [num_requests]
+    net: float
+
+
+def _take(survival: FloatArray, candidates: Candidates, costs: CostModel, rate: float) -> _Taken:
+    """Of ``survival`` [num_requests, width], the best front part."""
+    num_requests, width = survival.shape
+    flat = survival.ravel()
+    order = (-flat).argsort(kind="stable") if num_requests > 1 else np.arange(width)
+    most = min(candidates.budget, int(np.count_nonzero(flat)))
+    order = order[:most]
+    seconds = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
+    overhead = costs.draft_overhead(candidates.num_decodes)
+    net = flat[order].cumsum() - rate * (seconds[1:] + overhead)
+    if not most or net.max() <= 0.0:
+        return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
+    taken = int(net.argmax()) + 1
+    counts = np.bincount(order[:taken] // width, minlength=num_requests)
+    return _Taken(counts, float(net[taken - 1]))
+
+
+def _best_with_lm(candidates: Candidates, costs: CostModel, rate: float) -> Allocation:
+    """The best of all depths of the draft model."""
+    free, lm, backlog = candidates.free, candidates.lm, candidates.backlog
+    num_requests, num_depths = lm.shape
+    width = max(free.shape[1], num_depths)
+    row_s = costs.row_seconds(candidates.num_rows, num_requests, candidates.num_decodes)
+    row_price = rate * float(row_s[-1]) / num_requests
+    passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(backlog.max())]))
+    pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
+    # What is owed once is shared among the steps that it may serve.
+    late = np.maximum(0, backlog - SMALL_BACKLOG) / PAYBACK_STEPS
+    owed = np.minimum(backlog, SMALL_BACKLOG) + late
+    entry = rate * owed * (owed_s / max(1, int(backlog.max())))  # [num_requests] tokens
+    free_worth = np.maximum(free - row_price, 0.0).sum(axis=1)
+    none = np.zeros(num_requests, dtype=np.int64)
+    best = Allocation(none, none)
+    for depth in range(1, num_depths + 1):
+        worth = np.maximum(lm[:, :depth] - row_price, 0.0).sum(axis=1) - entry
+        is_lm = (worth > free_worth) & (lm[:, 0] > 0.0)
+        if not is_lm.any():
+            continue
+        survival = np.zeros((num_requests, width))
+        survival[:, : free.shape[1]] = np.where(is_lm[:, None], 0.0, free)
+        survival[is_lm, :depth] = lm[is_lm, :depth]
+        taken = _take(survival, candidates, costs, rate)
+        depths = np.where(is_lm, taken.counts, 0)
+        net = taken.net - rate * pass_s * int(depths.max()) - float(entry[depths > 0].sum())
+        if depths.any() and net > best.net:
+            best = Allocation(np.where(is_lm, 0, taken.counts), depths, net)
+    return best

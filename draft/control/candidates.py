@@ -1,0 +1,53 @@
+"""CandidateGenerator: what all free sources guess of a request, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.request import Request
+from ..sources.grammar import GrammarSource
+from ..sources.merge import Path, merge
+from ..sources.source import GuardedSource, Guess
+from .acceptance import AcceptanceModel
+from .request_state import DraftState
+
+
+class CandidateGenerator:
+    """Asks the free sources, and weighs their guesses by how often the like came true."""
+
+    def __init__(
+        self,
+        sources: Sequence[GuardedSource],
+        odds: AcceptanceModel,
+        grammar: GrammarSource | None,
+    ) -> None:
+        self._sources, self._odds, self._grammar = sources, odds, grammar
+
+    def generate(self, state: DraftState, most: int) -> list[Path]:
+        """Paths of at most ``most`` tokens, the likeliest first; empty where nothing is guessed."""
+        request = state.request
+        guesses = [guess for source in self._sources for guess in source.propose(request, most)]
+        if request.sampling.constraint is not None:
+            guesses = self._possible(request, guesses)
+        state.guesses = guesses
+        if not guesses:
+            return []
+        survivals = [
+            self._odds.survival(
+                each.source,
+                each.kind,
+                request.request_id,
+                len(each.token_ids),
+                sampled=state.is_sampled,
+            )
+            for each in guesses
+        ]
+        return merge(guesses, survivals)
+
+    def _possible(self, request: Request, guesses: Sequence[Guess]) -> list[Guess]:
+        """What a request's constraint leaves of its guesses."""
+        if self._grammar is None:
+            return list(guesses)
+        own, trim = self._grammar.name, self._grammar.trim
+        left = [guess if guess.source == own else trim(request, guess) for guess in guesses]
+        return [guess for guess in left if guess is not None]

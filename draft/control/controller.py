@@ -1,0 +1,130 @@
+"""Controller: how much each request drafts, step by step.
+
+Every token is drafted whose expected gain exceeds its row's price: measured odds against measured
+costs. A draft model that does not pay is tried now and then, within a budget; look-ups need no
+trials, for each of their guesses is scored against what was said, verified or not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from .allocation import Allocation, Candidates, allocate
+from .cost_model import CostModel
+
+PROBE_SHARE = 0.01  # of all time that trials of an unused draft model may take
+FIRST_PROBE, LAST_PROBE = 32, 1024  # steps between two trials
+
+
+class ProbeScheduler:
+    """Says when a draft model that is not in use is tried on one token of one request.
+
+    A trial that came true is soon followed by another; one that did not doubles the interval.
+    """
+
+    def __init__(self) -> None:
+        self._interval = FIRST_PROBE
+        self._num_idle = 0  # steps since the draft model was last asked
+        self._saved_s = 0.0  # of the budget
+
+    def idle(self, seconds: float) -> None:
+        """A step passed without the draft model."""
+        self._num_idle += 1
+        self._saved_s += PROBE_SHARE * seconds
+
+    def is_due(self, cost_s: float) -> bool:
+        """Whether a trial may be made that costs so much."""
+        return self._num_idle >= self._interval and cost_s <= self._saved_s
+
+    def asked(self, cost_s: float, num_hits: int, *, is_probe: bool) -> None:
+        """The draft model drafted, in a trial or in earnest; ``num_hits`` tokens came true."""
+        self._num_idle = 0
+        if not is_probe:
+            self._interval = FIRST_PROBE
+            return
+        self._saved_s -= cost_s
+        shorter, longer = max(FIRST_PROBE, self._interval // 4), min(LAST_PROBE, 2 * self._interval)
+        self._interval = shorter if num_hits else longer
+
+
+class Controller:
+    """Chooses drafts by expected tokens against their price."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._probes = ProbeScheduler()
+        self._probe_s = 0.0  # seconds of the trial in the step under way; 0: there is none
+        self._rows = 0  # of the pass of the step allocated last
+        self._num_decodes = 0  # requests in it
+        self._rate = 0.0  # tokens a second by which it was allocated
+        self._num_steps: Counter[str] = Counter()
+        self._num_drafted = 0  # tokens
+
+    def allocate(self, candidates: Candidates) -> Allocation:
+        """The drafts of the step to come."""
+        self._probe_s = 0.0
+        if not self.costs.is_ready:
+            none = np.zeros(len(candidates.free), dtype=np.int64)
+            return Allocation(none, none)
+        self._num_decodes = candidates.num_decodes
+        self._rate = self.costs.rate(self._num_decodes)
+        chosen = allocate(candidates, self.costs, self._rate)
+        if candidates.lm.any() and not chosen.lm_depth.any():
+            chosen = self._with_probe(candidates, chosen)
+        self._rows = candidates.num_rows + chosen.num_rows
+        self._count(chosen)
+        return chosen
+
+    def takes(self, gain_tokens: float, num_rows: int) -> bool:
+        """Add more rows to the step just allocated if they pay: those of another branch, say."""
+        if gain_tokens <= self._rate * self._row_seconds(num_rows):
+            return False
+        self._rows += num_rows
+        return True
+
+    def _with_probe(self, candidates: Candidates, chosen: Allocation) -> Allocation:
+        """One token of the draft model for the request whose KV lacks least, when it is due."""
+        may = candidates.lm[:, 0] > 0.0
+        row = int(np.where(may, candidates.backlog, 1 << 40).argmin())
+        cost_s = float(self.costs.draft_pass(1 + int(candidates.backlog[row])))
+        if not self._probes.is_due(cost_s) or chosen.num_rows >= candidates.budget:
+            return chosen
+        self._probe_s = cost_s
+        num_free, depths = chosen.num_free.copy(), chosen.lm_depth.copy()
+        num_free[row], depths[row] = 0, 1
+        return Allocation(num_free, depths, chosen.net)
+
+    def observe(self, seconds: float, *, num_lm_drafted: int, num_lm_hits: int) -> None:
+        """A step took so long; ``num_lm_drafted`` tokens were the draft model's."""
+        if num_lm_drafted or self._probe_s:
+            is_probe = self._probe_s > 0.0
+            self._probes.asked(self._probe_s, num_lm_hits, is_probe=is_probe)
+        else:
+            self._probes.idle(seconds)
+        self._probe_s = 0.0
+
+    def _count(self, chosen: Allocation) -> None:
+        kind = "lm" if chosen.lm_depth.any() else "free" if chosen.num_free.any() else "plain"
+        self._num_steps["probe" if self._probe_s else kind] += 1
+        self._num_drafted += chosen.num_rows
+
+    def describe(self) -> dict[str, float]:
+        """For the log: shares of the steps since the last call, rows drafted in one."""
+        steps = max(1, self._num_steps.total())
+        lines = {
+            f"share_{kind}": round(self._num_steps[kind] / steps, 4)
+            for kind in ("plain", "free", "lm", "probe")
+        }
+        lines |= {
+            "mean_drafted": round(self._num_drafted / steps, 2),
+            "row_price": round(self._rate * self._row_seconds(1), 4),
+        }
+        self._num_steps.clear()
+        self._num_drafted = 0
+        return lines
+
+    def _row_seconds(self, num_rows: int) -> float:
+        """Of so many more rows in the step allocated last."""
+        return float(self.costs.row_seconds(self._rows, num_rows, self._num_decodes)[-1])

@@ -1,0 +1,244 @@
+"""What steps cost: curves measured at start-up and corrected by every step that runs.
+
+All times are seconds. Nothing here knows of requests or drafts, only of rows, passes and tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+UNMEASURED_ROW_SHARE = 0.05  # of a pass of one row, where nothing was measured
+UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a draft model never timed
+DRIFT_RATE, KNOT_RATE = 0.03, 0.05  # share of an error that one pass corrects
+MAX_ERROR = 0.3  # share or log ratio that one pass may claim: a stall is no price
+MEAN_RATE = 0.05  # of a new value in a running mean
+PRIOR_SPREAD = 0.1  # of passes, as a share, from which on their rows tell a slope
+SLOPE_RANGE = (0.2, 5.0)
+MAX_OUTLIER = 3.0  # times a mean that one value may claim
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Times measured at start-up, in seconds, by the number of rows of a pass."""
+
+    forward: Mapping[int, float] = field(default_factory=dict)  # of the target
+    draft: Mapping[int, float] = field(default_factory=dict)  # of the draft model; empty: none
+
+
+class CostCurve:
+    """Seconds of one pass against its rows: linear between knots, never falling.
+
+    Each knot has a correction of its own, and all share one drift (machines slow down).
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self.is_measured = bool(measured)
+        self._knots, base = _with_tail(measured or {1: 1.0})
+        self._log_base = np.log(base)
+        self._corrections = np.zeros(len(base))
+        self._drift = 0.0
+        self._values = base
+        self._index: list[float] = self._knots.tolist()
+
+    def at(self, num_rows: int | IntArray) -> FloatArray:
+        """Seconds of passes of so many rows, in the shape of ``num_rows``."""
+        return np.asarray(np.interp(num_rows, self._knots, self._values))
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """One pass took so long."""
+        if num_rows <= 0 or seconds <= 0.0:
+            return
+        error = log(seconds / float(self.at(num_rows)))
+        if not self.is_measured:  # the first time sets the scale
+            self.is_measured, self._drift = True, error
+        else:
+            self._correct(num_rows, min(MAX_ERROR, max(-MAX_ERROR, error)))
+        logs = self._log_base + self._corrections + self._drift
+        self._values = np.maximum.accumulate(np.exp(logs))
+
+    def _correct(self, num_rows: int, error: float) -> None:
+        """Shared between the drift and the two knots beside."""
+        low = min(max(0, bisect_right(self._index, num_rows) - 1), len(self._index) - 2)
+        width = self._index[low + 1] - self._index[low]
+        share = min(1.0, max(0.0, (num_rows - self._index[low]) / width))
+        self._drift += DRIFT_RATE * error
+        self._corrections[low] += KNOT_RATE * (1.0 - share) * error
+        self._corrections[low + 1] += KNOT_RATE * share * error
+
+
+def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
+    """Knots and their seconds: the measured ones made monotone, then powers of two beyond."""
+    knots = np.array(sorted(measured), dtype=np.float64)
+    base = np.maximum.accumulate(np.array([measured[int(knot)] for knot in knots]))
+    if len(knots) > 1:
+        # the mean slope of the upper half: one noisy step at the end must not rule the tail
+        half = (len(knots) - 1) // 2
+        slope = (base[-1] - base[half]) / (knots[-1] - knots[half])
+    else:
+        slope = UNMEASURED_ROW_SHARE * base[0] / knots[0]
+    tail = 2.0 ** np.arange(1, 18)
+    tail = tail[tail > knots[-1]]
+    return np.append(knots, tail), np.append(base, base[-1] + slope * (tail - knots[-1]))
+
+
+class Mean:
+    """A running mean; the first values count as many, and none by more than a few times."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.num_seen = 0
+
+    def observe(self, value: float) -> None:
+        """One more value, of any size but negative."""
+        self.num_seen += 1
+        if self.num_seen > 3:
+            value = min(value, MAX_OUTLIER * self.value)
+        self.value += max(MEAN_RATE, 1.0 / self.num_seen) * (value - self.value)
+
+
+class _Fit:
+    """Seconds of a pass = slope * seconds by the curve + a residual, by running least squares.
+
+    What contexts add is a residual, a machine that has become slower is a slope. Where all passes
+    have as many rows the two cannot be told apart; then the slope stays near 1.
+    """
+
+    def __init__(self) -> None:
+        self._curve, self._seen = Mean(), Mean()
+        self._variance = self._covariance = 0.0
+
+    def observe(self, by_curve: float, seconds: float) -> None:
+        """One pass."""
+        if self._seen.num_seen > 3:
+            fitted = self.at(by_curve)
+            seconds = min((1.0 + MAX_ERROR) * fitted, max((1.0 - MAX_ERROR) * fitted, seconds))
+        off, seen_off = by_curve - self._curve.value, seconds - self._seen.value
+        self._curve.observe(by_curve)
+        self._seen.observe(seconds)
+        if self._seen.num_seen > 1:
+            self._variance += MEAN_RATE * (off * off - self._variance)
+            self._covariance += MEAN_RATE * (off * seen_off - self._covariance)
+
+    @property
+    def slope(self) -> float:
+        """Of the seconds by the curve."""
+        prior = (PRIOR_SPREAD * self._curve.value) ** 2
+        if not prior:
+            return 1.0
+        low, high = SLOPE_RANGE
+        return min(high, max(low, (self._covariance + prior) / (self._variance + prior)))
+
+    def at(self, by_curve: float) -> float:
+        """Seconds of a pass."""
+        return self._seen.value + self.slope * (by_curve - self._curve.value)
+
+
+@dataclass(slots=True)
+class _Load:
+    """Steps in which about so many requests decoded and no prompt was computed."""
+
+    seconds: Mean = field(default_factory=Mean)  # from commit to commit
+    tokens: Mean = field(default_factory=Mean)  # for each request
+    forward: _Fit = field(default_factory=_Fit)
+    host_plain: Mean = field(default_factory=Mean)  # beyond the passes, without drafts
+    host_draft: Mean = field(default_factory=Mean)  # the same with drafts
+
+
+class CostModel:
+    """Prices of rows and passes, and the tokens that the engine makes of a second."""
+
+    def __init__(self, profile: StepProfile | None = None) -> None:
+        self.load(profile or StepProfile())
+
+    def load(self, profile: StepProfile) -> None:
+        """Begin anew from what was measured."""
+        self.profile = profile
+        self._forward, self._draft = CostCurve(profile.forward), CostCurve(profile.draft)
+        self._loads: dict[int, _Load] = {}  # by the bits of the number of requests
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the target's pass was measured, or seen."""
+        return self._forward.is_measured
+
+    def row_seconds(self, num_rows: int, most: int, num_requests: int) -> FloatArray:
+        """Seconds that 0, 1, ... ``most`` rows add to a pass of ``num_rows``, [most + 1].
+
+        ``num_requests`` decode in it.
+        """
+        by_curve = self._forward.at(num_rows + np.arange(most + 1))
+        added: FloatArray = by_curve - by_curve[0]
+        load = self._loads.get(num_requests.bit_length())
+        return added if load is None else load.forward.slope * added
+
+    def draft_pass(self, num_rows: int | IntArray) -> FloatArray:
+        """Seconds of one pass of the draft model by its rows."""
+        if self._draft.is_measured:
+            return self._draft.at(num_rows)
+        return UNMEASURED_DRAFT_SHARE * self._forward.at(num_rows)
+
+    def draft_overhead(self, num_requests: int) -> float:
+        """Host seconds that a step with drafts takes beyond one without."""
+        load = self._loads.get(num_requests.bit_length())
+        if load is None or not load.host_plain.num_seen or not load.host_draft.num_seen:
+            return 0.0
+        return max(0.0, load.host_draft.value - load.host_plain.value)
+
+    def rate(self, num_requests: int) -> float:
+        """Tokens a second, lately, of steps in which about so many requests decoded."""
+        load = self._loads.get(num_requests.bit_length())
+        if load is None or not load.seconds.num_seen:
+            return num_requests / float(self._forward.at(num_requests))
+        return num_requests * load.tokens.value / load.seconds.value
+
+    def step_seconds(self, num_requests: int) -> float:
+        """Seconds of such a step, lately."""
+        load = self._loads.get(num_requests.bit_length())
+        if load is None or not load.seconds.num_seen:
+            return float(self._forward.at(num_requests))
+        return load.seconds.value
+
+    def observe(
+        self,
+        *,
+        num_rows: int,
+        num_requests: int,
+        num_tokens: int,
+        forward_s: float,
+        draft_s: float,
+        seconds: float,
+        with_prompts: bool,
+    ) -> None:
+        """One step of ``num_requests`` that decode: rows of the target's pass, tokens of answers.
+
+        ``seconds`` is all of it, from commit to commit, of which ``forward_s`` is the target's
+        pass and ``draft_s`` the draft model's.
+        """
+        if with_prompts or not num_requests or not self.is_ready:
+            self._forward.observe(num_rows, forward_s)
+        if with_prompts or not num_requests:
+            return
+        load = self._loads.setdefault(num_requests.bit_length(), _Load())
+        by_curve = float(self._forward.at(num_rows))
+        load.forward.observe(by_curve, forward_s)
+        off = (forward_s - load.forward.at(by_curve)) / load.forward.slope
+        self._forward.observe(num_rows, by_curve + off)
+        load.seconds.observe(seconds)
+        load.tokens.observe(num_tokens / num_requests)
+        has_drafts = num_rows > num_requests
+        host = load.host_draft if has_drafts else load.host_plain
+        host.observe(max(0.0, seconds - forward_s - draft_s))
+
+    def observe_draft(self, num_passes: int, num_rows: int, seconds: float) -> None:
+        """The draft model took so long for ``num_rows`` in all of its passes."""
+        if num_passes > 0:
+            self._draft.observe(round(num_rows / num_passes), seconds / num_passes)

@@ -1,0 +1,86 @@
+"""What rows cost on this machine, measured before the first request comes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from ...core.batch import Segment
+from ...core.kv_pool import KVPool
+from ...core.model.decoder import Decoder
+from ...core.ops.device import make_stopwatch
+from .cost_model import StepProfile
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+GPU_ROWS = (*ROWS, 256, 512)  # where many rows take little longer than one
+NEAR = 32  # tokens that the requests of a measurement have behind them
+DRAFTED = 8  # rows of a request with drafts
+SECONDS = 0.1  # for one measurement: slow models repeat less
+REPEATS = 6
+
+
+def profile_step(
+    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | None
+) -> StepProfile:
+    """Measure both models on the pages of their own pools, whose content is void afterwards."""
+    return StepProfile(profile_pass(*target), {} if draft is None else profile_pass(*draft))
+
+
+def profile_pass(decoder: Decoder, pool: KVPool) -> dict[int, float]:
+    """Seconds of a pass by its rows, all of them one request's behind `NEAR` tokens."""
+    longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
+    near = min(NEAR, longest // 2)
+    asked = [n for n in _rows(decoder) if near + n <= max(1, longest)]
+    seconds = _measure(decoder, pool, [_requests(decoder, near, n) for n in asked])
+    return dict(zip(asked, seconds, strict=True))
+
+
+def _rows(decoder: Decoder) -> tuple[int, ...]:
+    return ROWS if decoder.device.type == "cpu" else GPU_ROWS
+
+
+def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int]]:
+    """Whose rows to time: one request's; of many rows on a GPU, as drafts of several have them.
+
+    There a long chunk takes other kernels than verification does.
+    """
+    if decoder.device.type == "cpu" or num_rows <= DRAFTED:
+        return [(near, num_rows)]
+    return [(near, DRAFTED)] * (num_rows // DRAFTED)
+
+
+def _measure(
+    decoder: Decoder, pool: KVPool, batches: Sequence[Sequence[tuple[int, int]]]
+) -> list[float]:
+    """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
+    few rounds. A spell in which the machine is slow so harms no batch alone.
+    """
+    cases = [_segments(pool, requests) for requests in batches]
+    watch = make_stopwatch(decoder.device)
+    for segments in cases[:1] if decoder.device.type == "cpu" else cases:
+        _compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
+    best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
+    for _ in range(REPEATS):
+        for index, segments in enumerate(cases):
+            if spent[index] > SECONDS:
+                continue
+            watch.start()
+            _compute(decoder, pool, segments)
+            watch.stop()
+            seconds = watch.seconds()
+            best[index], spent[index] = min(best[index], seconds), spent[index] + seconds
+    return best
+
+
+def _segments(pool: KVPool, requests: Sequence[tuple[int, int]]) -> list[Segment]:
+    segments = []
+    for index, (start, n) in enumerate(requests):
+        count = -(-(start + n) // pool.page_size)
+        # Pages of its own, where there are enough: read twice they would come from a near cache.
+        pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
+        segments.append(Segment(array("q", [0] * n), start, array("q", pages), n))
+    return segments
+
+
+def _compute(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
+    decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool)

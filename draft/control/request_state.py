@@ -1,0 +1,86 @@
+"""What the speculator knows of each request, and how its guesses turned out."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...core.request import Request
+from ...core.step import PlanRow, RowOutput
+from ..sources.merge import Path, Survival, common_len
+from ..sources.source import Guess
+from .acceptance import AcceptanceModel
+
+LM = "lm"
+NO_SURVIVAL: Survival = np.zeros(0)
+FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
+MAX_SILENCE = 8  # tokens of an answer for which nothing is looked up
+
+
+@dataclass(slots=True)
+class DraftState:
+    """One request's guesses for the step under way, and how far the draft model has come."""
+
+    request: Request
+    guesses: Sequence[Guess] = ()
+    paths: list[Path] = field(default_factory=list)
+    lm_len: int = 0  # tokens whose KV the draft model has, about
+    num_fruitless: int = 0  # steps in a row in which nothing was drafted
+    silent_until: int = 0  # tokens of the request: with fewer, nothing is looked up
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether its tokens are drawn; drafts fare worse then."""
+        return self.request.sampling.params.temperature > 0
+
+    def is_silent(self, ahead: int) -> bool:
+        """Whether nothing would be looked up once it has ``ahead`` more tokens."""
+        return len(self.request.tokens) + ahead < self.silent_until
+
+    def drafted(self, num_rows: int, *, may_back_off: bool) -> None:
+        """The step's decision; after a few fruitless ones look-ups pause, ever longer."""
+        if num_rows:
+            self.num_fruitless = 0
+            return
+        self.num_fruitless += 1
+        if may_back_off and self.num_fruitless > FRUITLESS:
+            silence = min(MAX_SILENCE, 1 << (self.num_fruitless - FRUITLESS - 1))
+            self.silent_until = len(self.request.tokens) + 1 + silence
+
+    def score(self, odds: AcceptanceModel, served: array[int]) -> None:
+        """Compare every guess, verified or not, with what was committed."""
+        for guess in self.guesses:
+            hits = common_len(guess.token_ids, served)
+            odds.score(
+                guess.source,
+                guess.kind,
+                self.request.request_id,
+                hits,
+                missed=hits < min(len(guess.token_ids), len(served)),
+                sampled=self.is_sampled,
+            )
+        self.guesses = ()
+
+    def score_lm(
+        self, odds: AcceptanceModel, row: PlanRow, output: RowOutput, num_served: int
+    ) -> None:
+        """Compare what the draft model said, and note how far it has come by that."""
+        hits = min(output.num_accepted, num_served)
+        self.lm_len = row.stop - output.backlog + num_served - 1
+        is_empty = not output.draft_len and not output.backlog  # nothing to catch up, nothing said
+        if output.draft_len or is_empty:
+            missed = is_empty or hits < min(output.draft_len, num_served)
+            request_id = self.request.request_id
+            odds.score(LM, 0, request_id, hits, missed=missed, sampled=self.is_sampled)
+
+
+def padded(rows: Sequence[Survival]) -> Survival:
+    """One row each, filled up with 0."""
+    table = np.zeros((len(rows), max(map(len, rows))))
+    for index, row in enumerate(rows):
+        if len(row):
+            table[index, : len(row)] = row
+    return table

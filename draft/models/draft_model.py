@@ -1,0 +1,287 @@
+"""LmProposer: a smaller language model drafts, with the noise that the verifier will use.
+
+Drawing with the verifier's own Gumbel noise makes the two choices agree far more often than
+independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
+
+The draft's KV lives in a pool of its own under the *same page ids* as the target's: a prefix hit
+brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
+is caught up a window at a time in steps that follow the first token, never on the way to it.
+
+A draft may be sharpened (temperature_tuner.py), which cannot change the output of `verify`: it
+sees tokens alone. For rejection sampling a draft is ``independent``: all its
+``max_draft`` tokens, drawn with noise of its own, and what they were drawn from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+
+from ...core.batch import Draws, Segment
+from ...core.kv_pool import KVPool
+from ...core.model.decoder import Decoder
+from ...core.proposer import DraftRow
+from ...core.rejection import SampledDraft, draw
+from ...core.sampler import DeviceSampler, Drawing
+from ...core.sampling import SampleRow
+from ...core.step import Draft
+from ...core.verify import Choice
+from .temperature_tuner import TauTuner
+
+SOURCE = "lm"
+
+
+@dataclass(slots=True)
+class _Chain:
+    """One request's draft as it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    drawn_from: list[torch.Tensor] = field(default_factory=list)  # [vocab] each, if independent
+    page_ids: Sequence[int] = ()  # of its KV, from the page of its first token on
+
+
+@dataclass(slots=True)
+class _Track:
+    """How far the draft's KV of one request reaches."""
+
+    num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
+    num_marked: int = 0  # whole pages among them that carry the ready mark
+    chain: _Chain = field(default_factory=_Chain)  # all but its last token have KV beyond that
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """What a pass leaves: a row of logits for each token to be drawn, or the tokens as well."""
+
+    rows: Sequence[SampleRow]
+    logits: torch.Tensor  # [len(rows), vocab]
+    drawing: Drawing | None = None
+
+
+class LmProposer:
+    """Drafts by running ``decoder`` on the request's tokens.
+
+    ``window``: tokens of missing KV that one step may catch up over the whole batch. ``tau``: a
+    fixed sharpening, else it is tuned.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        *,
+        window: int = 256,
+        independent: bool = False,
+        tau: float | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._sampler = decoder.sampler
+        self._pool = pool
+        self._window = window
+        self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
+        self._tracks: dict[str, _Track] = {}
+        self._independent = independent
+        self._says_draws = isinstance(decoder.sampler, DeviceSampler) and not independent
+        self._fixed_tau = 1.0 if independent else tau
+        self._tuner = TauTuner(self._sampler)
+
+    @property
+    def tau(self) -> float:
+        """What divides the draft's logits at present, on top of the temperature."""
+        return self._tuner.tau if self._fixed_tau is None else self._fixed_tau
+
+    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
+        """Requests that left take their cursor along; pages that change hands lose their mark."""
+        for request_id in request_ids:
+            self._tracks.pop(request_id, None)
+        for page_id in fresh_pages:
+            self._ready[page_id] = 0
+        if fresh := frozenset(fresh_pages):
+            for track in self._tracks.values():
+                kept = takewhile(lambda page_id: page_id not in fresh, track.chain.page_ids)
+                track.chain.page_ids = tuple(kept)
+        self._tuner.forget(request_ids)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        """Catch up within the window, then draft one token at a time for rows that are whole."""
+        tracks = [self._follow(row) for row in rows]
+        chains = [_Chain() for _ in rows]
+        live = self._catch_up(rows, tracks, chains)
+        while live := [i for i in live if len(chains[i].token_ids) < rows[i].max_draft]:
+            live = self._advance(rows, chains, live)
+        for row, track, chain in zip(rows, tracks, chains, strict=True):
+            track.chain = chain
+            chain.page_ids = row.page_ids[len(row.tokens) // self._pool.page_size :]
+        return [self._draft(*each) for each in zip(rows, tracks, chains, strict=True)]
+
+    def _draft(self, row: DraftRow, track: _Track, chain: _Chain) -> Draft:
+        # Where the context ends nothing will ever be caught up: that is no backlog.
+        backlog = _backlog(row, track) if self._has_room(row) else 0
+        sources = (SOURCE,) * len(chain.token_ids)
+        if not chain.drawn_from:
+            return Draft(chain.token_ids, sources, backlog)
+        return SampledDraft(chain.token_ids, sources, backlog, torch.stack(chain.drawn_from))
+
+    # -- cursor ---------------------------------------------------------------------------------
+
+    def _follow(self, row: DraftRow) -> _Track:
+        """Bring a request's track up to what was committed since."""
+        track = self._tracks.setdefault(row.request_id, _Track())
+        chain, track.chain = track.chain, _Chain()
+        if chain.token_ids:
+            self._learn(row, track, chain)
+        self._skip_ready(row, track)
+        return track
+
+    def _learn(self, row: DraftRow, track: _Track, chain: _Chain) -> None:
+        """What came of a request's last draft: KV that is right."""
+        committed = row.tokens[track.num_computed :]
+        agreed = _common_len(chain.token_ids, committed)
+        right = min(agreed, len(chain.token_ids) - 1)
+        track.num_computed += min(right, self._num_kept(row, track, chain))
+        self._tuner.settle(row)
+
+    def _num_kept(self, row: DraftRow, track: _Track, chain: _Chain) -> int:
+        """Positions from the cursor on whose pages are those that a draft was written to.
+
+        Where the step behind it failed, its pages may have gone to others since.
+        """
+        page_size = self._pool.page_size
+        first = track.num_computed // page_size
+        num_pages = _common_len(chain.page_ids, row.page_ids[first:])
+        return max(0, (first + num_pages) * page_size - track.num_computed)
+
+    def _skip_ready(self, row: DraftRow, track: _Track) -> None:
+        """Move over pages that are ready, but leave the last token: its logits are wanted."""
+        page_size, last = self._pool.page_size, len(row.tokens) - 1
+        page = track.num_computed // page_size
+        while (page + 1) * page_size <= last and self._ready[row.page_ids[page]]:
+            page += 1
+            track.num_computed = max(track.num_computed, page * page_size)
+        track.num_computed = min(track.num_computed, last)
+        self._mark_ready(row, track)
+
+    def _mark_ready(self, row: DraftRow, track: _Track) -> None:
+        num_whole = track.num_computed // self._pool.page_size
+        for page_id in row.page_ids[track.num_marked : num_whole]:
+            self._ready[page_id] = 1
+        track.num_marked = max(track.num_marked, num_whole)
+
+    # -- forward passes -------------------------------------------------------------------------
+
+    def _catch_up(
+        self, rows: Sequence[DraftRow], tracks: Sequence[_Track], chains: Sequence[_Chain]
+    ) -> list[int]:
+        """Compute missing KV; rows that reach their last token get their first draft token."""
+        stops = self._stops(rows, tracks)
+        if not stops:
+            return []
+        segments = [
+            self._segment(row, row.tokens[track.num_computed : stop], track.num_computed)
+            for row, track, stop in ((rows[i], tracks[i], stop) for i, stop in stops.items())
+        ]
+        whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
+        scored = self._forward(segments, rows, chains, whole)
+        for index, stop in stops.items():  # not before: a pass that fails computes nothing
+            tracks[index].num_computed = stop
+            self._mark_ready(rows[index], tracks[index])
+        return self._draw(rows, chains, whole, scored)
+
+    def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
+        """How far each row gets within the window, those that lack least first."""
+        room, stops = self._window + len(rows), {}
+        for index in sorted(range(len(rows)), key=lambda i: _backlog(rows[i], tracks[i])):
+            end = len(rows[index].tokens)
+            stop = min(end, tracks[index].num_computed + room)
+            if self._has_room(rows[index]) and stop > tracks[index].num_computed:
+                stops[index] = stop
+                room -= stop - tracks[index].num_computed
+        return stops
+
+    def _has_room(self, row: DraftRow) -> bool:
+        return len(row.tokens) + row.max_draft <= self._decoder.config.max_model_len
+
+    def _advance(
+        self, rows: Sequence[DraftRow], chains: Sequence[_Chain], live: Sequence[int]
+    ) -> list[int]:
+        """One more draft token for each live row; returns the rows that go on."""
+        segments = []
+        for index in live:
+            token_ids = chains[index].token_ids
+            end = len(rows[index].tokens) + len(token_ids)
+            segments.append(self._segment(rows[index], token_ids[-1:], end - 1))
+        return self._draw(rows, chains, live, self._forward(segments, rows, chains, live))
+
+    @staticmethod
+    def _segment(row: DraftRow, token_ids: Sequence[int], start: int) -> Segment:
+        """Logits are wanted where a segment reaches the last token, or goes beyond it."""
+        is_whole = start + len(token_ids) >= len(row.tokens)
+        return Segment(
+            token_ids=token_ids, start=start, page_ids=row.page_ids, num_logits=int(is_whole)
+        )
+
+    def _forward(
+        self,
+        segments: Sequence[Segment],
+        rows: Sequence[DraftRow],
+        chains: Sequence[_Chain],
+        live: Sequence[int],
+    ) -> _Scored:
+        """One pass, whose logits decide the next token of each live row."""
+        asked = [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
+        batch = self._decoder.batch(segments, page_size=self._pool.page_size)
+        if self._says_draws:
+            batch.draws = Draws(asked, [1] * len(asked), self.tau)
+        logits = self._decoder.forward(batch, self._pool)
+        return _Scored(asked, logits, batch.drawing)
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def _draw(
+        self,
+        rows: Sequence[DraftRow],
+        chains: Sequence[_Chain],
+        live: Sequence[int],
+        scored: _Scored,
+    ) -> list[int]:
+        """One more token for each live row. Returns the rows whose logits were sound."""
+        if self._fixed_tau is None:
+            for index, values in zip(live, scored.logits, strict=True):
+                if not chains[index].token_ids:
+                    self._tuner.keep(rows[index], values)
+        choices = self._choose(scored, [chains[i] for i in live])
+        pairs = list(zip(live, choices, strict=True))
+        for index, choice in pairs:
+            if choice.error is None:
+                chains[index].token_ids.append(choice.token_id)
+        return [index for index, choice in pairs if choice.error is None]
+
+    def _choose(self, scored: _Scored, chains: Sequence[_Chain]) -> list[Choice]:
+        """By the target's own sampler, or as rejection sampling wants it."""
+        if scored.drawing is not None:
+            return scored.drawing.choices()
+        if not self._independent:
+            return self._sampler.sample(scored.logits, scored.rows, tau=self.tau)
+        choices, drawn_from = draw(scored.logits, scored.rows)
+        for choice, chain, probs in zip(choices, chains, drawn_from, strict=True):
+            if choice.error is None:
+                chain.drawn_from.append(probs)
+        return choices
+
+
+def _backlog(row: DraftRow, track: _Track) -> int:
+    return len(row.tokens) - track.num_computed
+
+
+def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the run on which the two agree."""
+    length = 0
+    for ours, theirs in zip(one, other, strict=False):
+        if ours != theirs:
+            break
+        length += 1
+    return length

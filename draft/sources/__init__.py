@@ -1,0 +1,1 @@
+"""Guesses from token ids alone: look-ups in what was said before, predictions, grammars."""

@@ -1,0 +1,95 @@
+"""GrammarSource: what a request's constraint forces is known before the model says it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.constraint import Constraint, ConstraintFailed
+from ...core.request import Request
+from .merge import common_len
+from .source import Guess, Priors
+
+
+@dataclass(slots=True)
+class _Follower:
+    """The event loop's own matcher of one request, and what it said last."""
+
+    constraint: Constraint | None  # None: it failed, and the model thread's will, too
+    num_tokens: int = 0  # at which ``run`` was asked for
+    most: int = 0
+    run: array[int] | None = None
+
+
+class GrammarSource:
+    """Runs of tokens that cannot fail, for requests with a constraint alone.
+
+    Where the constraint leaves just one token, the target can say no other: such a run is accepted
+    to its end. It also says where the guesses of others must be wrong.
+    """
+
+    name = "grammar"
+    priors = Priors.constant(0.999)
+
+    def __init__(self) -> None:
+        self._followers: dict[Request, _Follower] = {}
+
+    def propose(self, request: Request, most: int) -> Sequence[Guess]:
+        """O(new tokens + the run)."""
+        run = self._forced(request, most)
+        return (Guess(run, self.name, 0),) if run else ()
+
+    def trim(self, request: Request, guess: Guess) -> Guess | None:
+        """A guess up to its first token that cannot come; None where nothing is left of it."""
+        length = self._count_allowed(request, guess.token_ids)
+        if length == len(guess.token_ids):
+            return guess
+        return Guess(guess.token_ids[:length], guess.source, guess.kind) if length else None
+
+    def index(self, request: Request) -> int:  # noqa: ARG002
+        """Nothing: a grammar knows without having seen anything."""
+        return 0
+
+    def leave(self, request: Request) -> None:
+        """Nothing is kept."""
+        self._followers.pop(request, None)
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Nothing is kept that others could see."""
+
+    def _follower(self, request: Request) -> _Follower | None:
+        constraint = request.sampling.constraint
+        if constraint is None:
+            return None
+        if request not in self._followers:
+            self._followers[request] = _Follower(constraint.fork())
+        return self._followers[request]
+
+    def _forced(self, request: Request, most: int) -> array[int]:
+        """Asked again for the same place, it need not think."""
+        follower = self._follower(request)
+        if follower is None or follower.constraint is None:
+            return array("q")
+        size = len(request.tokens)
+        if follower.run is None or (follower.num_tokens, follower.most) != (size, most):
+            try:
+                run = follower.constraint.forced(request.tokens, request.prompt_len, most)
+            except ConstraintFailed:
+                follower.constraint, run = None, ()
+            follower.run, follower.num_tokens, follower.most = array("q", run), size, most
+        return follower.run
+
+    def _count_allowed(self, request: Request, guess: array[int]) -> int:
+        follower = self._follower(request)
+        if follower is None or follower.constraint is None:
+            return len(guess)
+        run = self._forced(request, follower.most)
+        same = common_len(run, guess)
+        if same < min(len(run), len(guess)):
+            return same
+        try:
+            return follower.constraint.count_allowed(request.tokens, request.prompt_len, guess)
+        except ConstraintFailed:
+            follower.constraint = None
+            return 0

@@ -1,0 +1,91 @@
+"""OracleSource: simulated acceptance, for benchmarks. It knows the answer and spoils some of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from ...core.errors import InvalidRequest
+from ...core.request import Request
+from .source import Guess, Priors
+
+Key = tuple[str | None, bytes]
+"""A namespace, and a digest of the prompt."""
+
+
+class OracleSource:
+    """Replays what an earlier request with the same prompt answered, spoiling tokens at random.
+
+    Each token is right with probability ``accuracy``, drawn from the request's seed and the
+    position; position alone decides what comes next, whatever the request said so far. The last
+    answers are kept, ``max_tokens`` in all. Raises `InvalidRequest` for an accuracy outside 0..1.
+    """
+
+    def __init__(self, accuracy: float, vocab_size: int, *, max_tokens: int = 1_000_000) -> None:
+        if not 0 <= accuracy <= 1:
+            raise InvalidRequest(f"draft: oracle accuracy {accuracy} is not in 0..1", param="draft")
+        self.name = f"oracle:{accuracy}"
+        self.priors = Priors.constant(accuracy)
+        self._accuracy = accuracy
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._num_kept = 0  # tokens of answers
+        self._answers: OrderedDict[Key, array[int]] = OrderedDict()
+        self._live: dict[Request, array[int]] = {}  # spoilt already
+
+    def propose(self, request: Request, most: int) -> Sequence[Guess]:
+        """The next tokens of the earlier answer, if there was one and it was longer."""
+        answer = self._live.get(request)
+        if answer is None:
+            answer = self._live[request] = self._recall(request)
+        token_ids = answer[request.num_output : request.num_output + most]
+        return (Guess(token_ids, self.name, 0),) if token_ids else ()
+
+    def index(self, request: Request) -> int:  # noqa: ARG002
+        """Nothing: an answer is known when it has ended."""
+        return 0
+
+    def leave(self, request: Request) -> None:
+        """The answer is kept for the next one who asks."""
+        self._live.pop(request, None)
+        if request.num_output:
+            self._forget(_key(request))
+            self._answers[_key(request)] = request.tokens[request.prompt_len :]
+            self._num_kept += request.num_output
+        while self._num_kept > self._max_tokens:
+            self._forget(next(iter(self._answers)))
+
+    def flush(self, *namespaces: str | None) -> None:
+        """All answers of these namespaces go."""
+        for key in list(self._answers):
+            if not namespaces or key[0] in namespaces:
+                self._forget(key)
+        for request in self._live:
+            if not namespaces or request.namespace in namespaces:
+                self._live[request] = array("q")
+
+    def _forget(self, key: Key) -> None:
+        self._num_kept -= len(self._answers.pop(key, ()))
+
+    def _recall(self, request: Request) -> array[int]:
+        key = _key(request)
+        if key not in self._answers:
+            return array("q")
+        self._answers.move_to_end(key)
+        return self._spoil(self._answers[key], request.sampling.seed)
+
+    def _spoil(self, answer: array[int], seed: int) -> array[int]:
+        """A token becomes the next id of the vocabulary where the position's draw says so."""
+        token_ids = np.array(answer, np.int64)
+        wrong = np.random.default_rng(seed).random(len(answer)) >= self._accuracy
+        spoilt = np.where(wrong, (token_ids + 1) % self._vocab_size, token_ids)
+        return array("q", spoilt.tobytes())
+
+
+def _key(request: Request) -> Key:
+    prompt = request.tokens[: request.prompt_len].tobytes()
+    return request.namespace, blake2b(prompt, digest_size=16).digest()

@@ -1,0 +1,404 @@
+"""The suffix index: what followed the last few tokens before, in this request or in others.
+
+Sources: suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) for drafting from earlier outputs,
+prompt look-up decoding (Saxena 2023) for the request's own tokens; the suffix tree is replaced by
+one table of fixed size.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.request import Request
+from .source import INDEX_CHUNK, Guess, Odds, Priors
+
+ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
+NUM_SHARED = 3  # of these, the first so many are looked up in other requests, too
+FIRST_ORDERS = (2, 4)  # indices into ORDERS: their oldest place is kept beside the newest
+MAX_ORDER = ORDERS[0]
+FIRST_KIND = len(ORDERS)  # kinds: newest by order; oldest by order; in another request by order
+SHARED_KIND = FIRST_KIND + len(FIRST_ORDERS)
+
+MASK = 2**64 - 1
+BASE = 0x9E3779B97F4A7C15  # of the polynomial; odd, so that it has an inverse
+FEW_TO_HASH, FEW_TO_INDEX = 64, 12  # tokens up to which numpy costs more than it saves
+_POWERS = np.cumprod(np.array([1] + [BASE] * INDEX_CHUNK, np.uint64))
+_INVERSES = np.cumprod(np.array([1] + [pow(BASE, -1, 2**64)] * INDEX_CHUNK, np.uint64))
+_SHIFTS = tuple(pow(BASE, order, 2**64) for order in ORDERS)
+
+# Fitted on the tuning half of bench/real_tasks.py: `foretoken bench odds`, SmolLM2-135M. By kind,
+# then by class of positions. Where few were seen (sampled, in other requests) they are guessed.
+_GREEDY: tuple[Odds, ...] = (
+    (0.98, 0.98, 0.98, 0.98, 0.99, 0.99),
+    (0.88, 0.92, 0.95, 0.96, 0.95, 0.98),
+    (0.77, 0.78, 0.83, 0.92, 0.96, 0.96),
+    (0.68, 0.73, 0.80, 0.86, 0.97, 0.96),
+    (0.55, 0.68, 0.73, 0.85, 0.94, 0.96),
+    (0.22, 0.47, 0.69, 0.79, 0.90, 0.95),
+    (0.78, 0.82, 0.87, 0.90, 0.96, 0.99),
+    (0.59, 0.62, 0.73, 0.76, 0.93, 0.94),
+    (0.79, 0.79, 0.73, 0.66, 0.66, 0.66),
+    (0.67, 0.70, 0.62, 0.54, 0.54, 0.54),
+    (0.74, 0.85, 0.86, 0.75, 0.75, 0.75),
+)
+_SAMPLED: tuple[Odds, ...] = (
+    (0.87, 0.86, 0.84, 0.83, 0.84, 0.84),
+    (0.83, 0.86, 0.93, 0.91, 0.86, 0.84),
+    (0.62, 0.73, 0.73, 0.84, 0.92, 0.86),
+    (0.56, 0.54, 0.74, 0.73, 0.94, 0.86),
+    (0.39, 0.54, 0.61, 0.70, 0.93, 0.85),
+    (0.14, 0.39, 0.53, 0.72, 0.86, 0.75),
+    (0.64, 0.63, 0.60, 0.81, 0.82, 0.82),
+    (0.39, 0.55, 0.69, 0.63, 0.86, 0.86),
+    (0.61, 0.61, 0.61, 0.61, 0.61, 0.61),
+    (0.38, 0.45, 0.50, 0.50, 0.50, 0.50),
+    (0.32, 0.49, 0.57, 0.57, 0.57, 0.57),
+)
+PRIORS = Priors(_GREEDY, _SAMPLED)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """The tokens of one request. Positions are the request's own, whatever is kept of it.
+
+    ``hashes[i]`` is the polynomial hash of the first ``i`` tokens while the request lives.
+    """
+
+    number: int  # never used twice, so that a place in an ended segment is void for ever
+    scope: Hashable  # a look-up of another scope never sees it
+    tokens: array[int]  # lent by a live request; a copy from position `offset` on of an ended one
+    own_salts: tuple[int, ...]  # [len(ORDERS)] for its own look-ups
+    first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)]
+    shared_salts: tuple[int, ...]  # [NUM_SHARED], or none: others never look into it
+    shared_from: int  # positions before this one were indexed for others by another segment
+    offset: int = 0  # position of tokens[0]
+    hashes: array[int] = field(default_factory=lambda: array("Q", (0,)))
+    num_indexed: int = 0  # positions before this one are in the table
+
+    def hash_new(self) -> int:
+        """Bring ``hashes`` up to the newest token; returns the number of tokens."""
+        length = len(self.tokens)
+        missing = length + 1 - len(self.hashes)
+        while missing > FEW_TO_HASH:
+            self._hash_many(min(missing, INDEX_CHUNK))
+            missing = length + 1 - len(self.hashes)
+        if missing > 0:
+            self._hash_few(missing, length)
+        return length
+
+    def _hash_few(self, missing: int, length: int) -> None:
+        hashes = self.hashes
+        last = hashes[-1]
+        for token in self.tokens[length - missing :]:
+            last = (last + token) * BASE & MASK  # times BASE: the newest token moves the top bits
+            hashes.append(last)
+
+    def _hash_many(self, count: int) -> None:
+        """The same recurrence at once: divided by BASE**i it is a running sum."""
+        first = len(self.hashes) - 1
+        tokens = np.frombuffer(self.tokens[first : first + count], np.uint64)
+        sums = np.cumsum(tokens * _INVERSES[:count]) + np.uint64(self.hashes[-1])
+        self.hashes.frombytes((sums * _POWERS[1 : count + 1]).tobytes())
+
+
+class Place(NamedTuple):
+    """Where a request's last tokens stood before: ``tokens[at]`` followed them."""
+
+    segment: Segment
+    at: int
+    kind: int
+
+
+class SuffixIndex:
+    """The last n tokens, for n in ORDERS, to where they stood: newest, oldest, in other requests.
+
+    One direct-mapped table of ``num_slots`` (a power of two) 8-byte entries, and the last writer
+    wins: memory is bounded and nothing is ever deleted. So every entry is checked against the
+    tokens themselves: a segment that is gone, of another scope or with other tokens is a miss. The
+    table's memory is touched at once: page by page while steps run, the system's part of it took
+    more time than all look-ups (measured).
+    """
+
+    def __init__(self, num_slots: int = 2**22) -> None:
+        self.segments: dict[int, Segment] = {}
+        self._table: NDArray[np.int64] = np.zeros(num_slots, np.int64)  # number << 32 | position
+        self._table.fill(0)
+        self._entries = self._table.data  # plain ints are read and written faster here
+        self._slot_mask = num_slots - 1
+        self._shift = 65 - num_slots.bit_length()  # the top bits of a hash depend on all tokens
+        self._num_opened = 0
+
+    def open(
+        self, tokens: array[int], *, scope: Hashable, shared_salt: int | None, shared_from: int = 0
+    ) -> Segment:
+        """A live segment over ``tokens``, which are lent and may grow.
+
+        Segments of one ``scope`` find each other where they have a ``shared_salt``, which must be
+        equal then. Positions before ``shared_from`` are left to segments that have them already.
+        """
+        self._num_opened += 1
+        own = _mix(self._num_opened)
+        shared = () if shared_salt is None else ORDERS[:NUM_SHARED]
+        segment = Segment(
+            number=self._num_opened,
+            scope=scope,
+            tokens=tokens,
+            own_salts=tuple(self._salt(own, order) for order in ORDERS),
+            first_salts=tuple(self._salt(~own & MASK, ORDERS[index]) for index in FIRST_ORDERS),
+            shared_salts=tuple(self._salt(shared_salt or 0, order) for order in shared),
+            shared_from=shared_from,
+        )
+        self.segments[segment.number] = segment
+        return segment
+
+    def _salt(self, seed: int, order: int) -> int:
+        return _mix(seed + order) & self._slot_mask
+
+    def keep(self, segment: Segment) -> None:
+        """Replace what was lent by a copy of what was indexed for others."""
+        start = max(0, segment.shared_from - MAX_ORDER)
+        segment.tokens = segment.tokens[start:]
+        segment.offset = start
+        segment.hashes = array("Q")
+
+    def drop(self, segment: Segment) -> None:
+        """Forget a segment. O(1): its entries are void from now on."""
+        del self.segments[segment.number]
+
+    # -- looking up
+
+    def find(self, segment: Segment) -> list[Place]:
+        """Where the last tokens of a live segment stood before; no two are the same place.
+
+        Its newest place by the longest order that has one, then its oldest, then the newest in
+        another segment by an order that is no shorter. O(1) each.
+        """
+        end = segment.hash_new()
+        places = []
+        num_orders = len(ORDERS)  # those that the newest place is not surer than
+        for index, salt in enumerate(segment.own_salts):
+            place = self._look_up(segment, end, index, salt, index)
+            if place is not None:
+                places.append(place)
+                num_orders = index + 1
+                break
+        for index, salt in enumerate(segment.shared_salts[:num_orders]):
+            place = self._look_up(segment, end, index, salt, SHARED_KIND + index)
+            if place is not None and place.segment is not segment:
+                places.append(place)
+                break
+        for number, index in enumerate(FIRST_ORDERS if places else ()):
+            salt = segment.first_salts[number]
+            place = self._look_up(segment, end, index, salt, FIRST_KIND + number)
+            if place is not None:
+                if all(place[:2] != other[:2] for other in places):
+                    places.append(place)
+                break
+        return places
+
+    def _look_up(
+        self, segment: Segment, end: int, index: int, salt: int, kind: int
+    ) -> Place | None:
+        order, hashes = ORDERS[index], segment.hashes
+        if order >= len(hashes):
+            return None
+        window = hashes[-1] - hashes[-1 - order] * _SHIFTS[index]
+        entry = self._entries[(window >> self._shift ^ salt) & self._slot_mask]
+        found = self.segments.get(entry >> 32)
+        if found is None or found.scope != segment.scope:
+            return None
+        at = (entry & 0xFFFFFFFF) - found.offset
+        if found.tokens[at - order : at] != segment.tokens[end - order :]:
+            return None  # a slice cut short at either end is unequal, too
+        return Place(found, at, kind)
+
+    # -- indexing
+
+    def index(self, segment: Segment, most: int) -> int:
+        """Index up to ``most`` tokens of a live segment; returns how many.
+
+        The last token waits until it is known what follows it: a look-up never finds itself.
+        """
+        first = segment.num_indexed
+        stop = min(segment.hash_new(), first + most)
+        if stop - first > FEW_TO_INDEX:
+            self._index_many(segment, first, stop)
+        elif stop > first:
+            self._index_few(segment, first, stop)
+        segment.num_indexed = max(first, stop)
+        return max(0, stop - first)
+
+    def _index_few(self, segment: Segment, first: int, stop: int) -> None:
+        hashes, entries, shift, mask = segment.hashes, self._entries, self._shift, self._slot_mask
+        number = segment.number
+        for position in range(first, stop):
+            entry, last = number << 32 | position, hashes[position]
+            shared = segment.shared_salts if position >= segment.shared_from else ()
+            windows = [
+                (last - hashes[position - order] * power) >> shift if order <= position else None
+                for order, power in zip(ORDERS, _SHIFTS, strict=True)
+            ]
+            for window, salt in (
+                *zip(windows, segment.own_salts, strict=True),
+                *zip(windows, shared, strict=False),
+            ):
+                if window is not None:
+                    entries[(window ^ salt) & mask] = entry
+            for index, salt in zip(FIRST_ORDERS, segment.first_salts, strict=True):
+                window = windows[index]
+                if window is not None:
+                    slot = (window ^ salt) & mask
+                    if entries[slot] >> 32 != number:
+                        entries[slot] = entry
+
+    def _index_many(self, segment: Segment, first: int, stop: int) -> None:
+        """The same at once. No order reaches before the start, so the first tokens take longer."""
+        low = max(0, first - MAX_ORDER)
+        hashes = np.frombuffer(segment.hashes[low:stop], "u8")
+        entries = np.arange(first, stop) | segment.number << 32
+        num_private = min(stop, max(first, segment.shared_from)) - first
+        for index, (order, power) in enumerate(zip(ORDERS, _SHIFTS, strict=True)):
+            count = min(stop - first, len(hashes) - order)
+            if count <= 0:
+                continue
+            windows = hashes[-count:] - hashes[-count - order : -order] * np.uint64(power)
+            windows >>= np.uint64(self._shift)
+            own = entries[-count:]
+            self._table[self._slots(windows, segment.own_salts[index])] = own
+            if index < len(segment.shared_salts):
+                skipped = max(0, num_private - (stop - first - count))
+                salt = segment.shared_salts[index]
+                self._table[self._slots(windows[skipped:], salt)] = own[skipped:]
+            if index in FIRST_ORDERS:
+                salt = segment.first_salts[FIRST_ORDERS.index(index)]
+                self._write_first(segment, self._slots(windows, salt), own)
+
+    def _slots(self, windows: NDArray[np.uint64], salt: int) -> NDArray[np.int64]:
+        return (windows ^ np.uint64(salt)).view(np.int64)
+
+    def _write_first(
+        self, segment: Segment, slots: NDArray[np.int64], entries: NDArray[np.int64]
+    ) -> None:
+        """Write where the segment has nothing yet; of equal slots the first, assigned last."""
+        is_free = (self._table[slots] >> 32) != segment.number
+        self._table[slots[is_free][::-1]] = entries[is_free][::-1]
+
+
+class SuffixSource:
+    """Continues where the last tokens stood before, in this request or any of its namespace.
+
+    Live requests lend their tokens. Of ended ones it keeps what they did not share with those
+    before them, ``max_tokens`` in all, the least recently used dropped first. ``own_only``: prompt
+    look-up, in the request's own tokens; nothing outlives a request.
+    """
+
+    priors = PRIORS
+
+    def __init__(
+        self, *, max_tokens: int = 1_000_000, num_slots: int = 2**22, own_only: bool = False
+    ) -> None:
+        self.name = "ngram" if own_only else "suffix"
+        self._own_only = own_only
+        self._max_tokens = max_tokens
+        self._index = SuffixIndex(num_slots)
+        self._live: dict[Request, Segment] = {}
+        self._ended: OrderedDict[int, Segment] = OrderedDict()  # the least recently used first
+        self._num_kept = 0  # tokens of ended segments
+
+    def propose(self, request: Request, most: int) -> Sequence[Guess]:
+        """What followed the longest runs of last tokens that were seen before."""
+        segment = self._segment(request)
+        return list(self._guesses(segment, most))
+
+    def _guesses(self, segment: Segment, most: int) -> Iterator[Guess]:
+        for place in self._index.find(segment):
+            if place.segment.number in self._ended:
+                self._ended.move_to_end(place.segment.number)
+            token_ids = _continuation(place, segment, most)
+            if token_ids:
+                yield Guess(token_ids, self.name, place.kind)
+
+    def index(self, request: Request) -> int:
+        """Prompt tokens whose KV was cached are for the request alone: others have them already."""
+        return self._index.index(self._segment(request), INDEX_CHUNK)
+
+    def leave(self, request: Request) -> None:
+        """What no request had said before is kept."""
+        if self._is_private(request):
+            self._forget(request)
+            return
+        if request not in self._live and not request.num_output:
+            return
+        segment = self._segment(request)
+        self._index.index(segment, INDEX_CHUNK)
+        del self._live[request]
+        self._index.keep(segment)
+        self._ended[segment.number] = segment
+        self._num_kept += len(segment.tokens)
+        while self._num_kept > self._max_tokens:
+            self._drop(next(iter(self._ended.values())))
+
+    def _is_private(self, request: Request) -> bool:
+        return self._own_only or request.cache.is_private
+
+    def _forget(self, request: Request) -> None:
+        segment = self._live.pop(request, None)
+        if segment is not None:
+            self._index.drop(segment)
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Live requests stay, as their KV does."""
+        for segment in list(self._ended.values()):
+            if not namespaces or segment.scope in namespaces:
+                self._drop(segment)
+
+    def _drop(self, segment: Segment) -> None:
+        del self._ended[segment.number]
+        self._num_kept -= len(segment.tokens)
+        self._index.drop(segment)
+
+    def _segment(self, request: Request) -> Segment:
+        return self._live.get(request) or self._open(request)
+
+    def _open(self, request: Request) -> Segment:
+        if self._is_private(request):
+            scope: Hashable = request
+            shared_salt, shared_from = None, 0
+        else:
+            scope, shared_salt = request.namespace, _salt_of(request.namespace)
+            shared_from = request.usage.cached_tokens
+        segment = self._index.open(
+            request.tokens, scope=scope, shared_salt=shared_salt, shared_from=shared_from
+        )
+        self._live[request] = segment
+        return segment
+
+
+def _continuation(place: Place, segment: Segment, most: int) -> array[int]:
+    """The tokens from a place on; where they run into the request's own end they go round."""
+    found, at, _ = place
+    token_ids = found.tokens[at : at + most]
+    if found is segment and 0 < len(token_ids) < most:
+        token_ids = (token_ids * (most // len(token_ids) + 1))[:most]
+    return token_ids
+
+
+def _salt_of(namespace: str | None) -> int:
+    """Tells namespaces apart in the table; the same in every process, as ``hash`` is not."""
+    return int.from_bytes(blake2b(repr(namespace).encode(), digest_size=8).digest(), "little")
+
+
+def _mix(value: int) -> int:
+    """64 bits that depend on all bits of ``value`` (splitmix64; Steele et al. 2014)."""
+    value = (value + BASE) & MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
