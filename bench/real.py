@@ -3,8 +3,8 @@
 A cell is a kind of task (real_tasks.py), a number of requests at once and a temperature. In each
 cell the settings take turns on every group of prompts, in rotating order; each run has a
 ``cache_salt`` of its own, so that no setting profits from another's answers. Answers must be equal
-under all settings. The figure is the time of a token after the first, as a request meets it; the
-ratio is that of ``auto`` against the best fixed depth, ``off`` included.
+under all settings. The figure is tokens a second of the whole group, prompts being cached: decoding
+alone; the ratio is that of ``auto`` against the best fixed depth, ``off`` included.
 
 ``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
 replayed on it, so acceptance is that of the text.
@@ -56,8 +56,6 @@ class Figures:
     """What one setting took in a cell, all groups of prompts together."""
 
     seconds: float = 0.0  # from submission to the last token, groups one after another
-    between_s: float = 0.0  # from the first token of a request to its last, all requests
-    num_between: int = 0  # tokens behind the first
     num_tokens: int = 0
     num_steps: int = 0
     num_proposed: int = 0
@@ -68,8 +66,6 @@ class Figures:
         """A group of requests that ran together."""
         self.seconds += seconds
         for usage in usages:
-            self.between_s += usage.total_time - usage.time_to_first_token
-            self.num_between += usage.completion_tokens - 1
             self.num_tokens += usage.completion_tokens
             self.num_steps += usage.verify_steps
             self.num_proposed += usage.proposed_tokens
@@ -78,9 +74,9 @@ class Figures:
                 self.by_source[source] = self.by_source.get(source, 0) + num
 
     @property
-    def token_s(self) -> float:
-        """Seconds of a token behind the first, as its request meets it."""
-        return self.between_s / max(1, self.num_between)
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.num_tokens / self.seconds
 
 
 class Bench:
@@ -117,6 +113,11 @@ class Bench:
     ) -> list[list[int]]:
         """Answers to prompts that are asked at once."""
         run = next(_NUMBERS)
+        # The prompts come first, alone: what is measured is decoding.
+        prompts = [
+            self._request(f"{run}-prompt-{index}", prompt, cell, "off", seed=0, most=1)
+            for index, prompt in enumerate(group)
+        ]
         requests = [
             self._request(f"{run}-{index}", prompt, cell, setting, seed=index)
             for index, prompt in enumerate(group)
@@ -124,20 +125,30 @@ class Bench:
         if isinstance(self._runner, ReplayRunner) and self._recorded is not None:
             self._runner.recorded = {
                 each.request_id: self._recorded[tuple(prompt)]
-                for each, prompt in zip(requests, group, strict=True)
+                for each, prompt in zip(prompts + requests, [*group, *group], strict=True)
             }
+        for each in prompts:
+            await self._serve(each)
         began = time.perf_counter()
         answers = await asyncio.gather(*map(self._serve, requests))
         figures.add(time.perf_counter() - began, [each.usage for each in requests])
         return answers
 
     def _request(
-        self, name: str, prompt: Sequence[int], cell: Cell, setting: str, *, seed: int
+        self,
+        name: str,
+        prompt: Sequence[int],
+        cell: Cell,
+        setting: str,
+        *,
+        seed: int,
+        most: int | None = None,
     ) -> Request:
         depth = setting if setting == "auto" else 0 if setting == "off" else int(setting)
-        max_tokens, stop_ids = self._max_tokens, self._built.eos_token_ids
+        max_tokens, stop_ids = most or self._max_tokens, self._built.eos_token_ids
         if self._recorded is not None:
-            max_tokens, stop_ids = len(self._recorded[tuple(prompt)]), frozenset()
+            max_tokens = most or len(self._recorded[tuple(prompt)])
+            stop_ids = frozenset()
         params = SamplingParams(temperature=cell.temperature, max_tokens=max_tokens)
         return Request(
             request_id=name,
@@ -158,24 +169,23 @@ class Bench:
 
 
 def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
-    """The cell's line: milliseconds a token by setting, and ``auto`` against the best."""
+    """The cell's line: tokens a second by setting, and ``auto`` against the best."""
     medians = {
-        setting: Spread.of([1e3 * figures.token_s for figures in runs])
-        for setting, runs in found.items()
+        setting: Spread.of([figures.rate for figures in runs]) for setting, runs in found.items()
     }
     fixed = {setting: spread.median for setting, spread in medians.items() if setting != "auto"}
     line: dict[str, object] = {
         "task": cell.kind, "requests": cell.concurrency, "T": cell.temperature,
     }  # fmt: skip
-    line |= {f"{setting}, ms": spread.median for setting, spread in medians.items()}
+    line |= {f"{setting}, tok/s": spread.median for setting, spread in medians.items()}
     if "auto" in medians and fixed:
-        best = min(fixed, key=lambda setting: fixed[setting])
+        best = max(fixed, key=lambda setting: fixed[setting])
         pairs = zip(found[best], found["auto"], strict=True)
-        ratio = Spread.of([one.token_s / auto.token_s for one, auto in pairs])
+        ratio = Spread.of([auto.rate / one.rate for one, auto in pairs])
         line |= {"best": best, "auto / best": ratio.median}
         if "off" in found:
             gains = zip(found["off"], found["auto"], strict=True)
-            line["auto / off"] = Spread.of([off.token_s / a.token_s for off, a in gains]).median
+            line["auto / off"] = Spread.of([a.rate / off.rate for off, a in gains]).median
         last = found["auto"]
         num_proposed = sum(figures.num_proposed for figures in last)
         line |= {
@@ -189,8 +199,7 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
     """Everything of a cell, for the JSON."""
     settings = {
         setting: {
-            "ms_per_token": Spread.of([1e3 * figures.token_s for figures in runs]),
-            "tokens_per_s_end_to_end": Spread.of([f.num_tokens / f.seconds for f in runs]),
+            "tokens_per_s": Spread.of([figures.rate for figures in runs]),
             "tokens_per_step": sum(f.num_tokens for f in runs) / sum(f.num_steps for f in runs),
             "proposed": sum(f.num_proposed for f in runs),
             "accepted": sum(f.num_accepted for f in runs),

@@ -130,8 +130,8 @@ MUTATIONS = (
     Mutation(
         "costs-leave-nothing-to-the-rows",
         "draft/control/cost_model.py",
-        "load.residual.observe(max(0.0, extra))",
-        "load.residual.observe(forward_s)",
+        "return self._seen.value + self.slope * (by_curve - self._curve.value)",
+        "return self._seen.value",
         (COSTS,),
         "what a pass takes beyond its rows is told from what rows take",
     ),
@@ -178,7 +178,7 @@ MUTATIONS = (
     Mutation(
         "controller-branches-at-any-price",
         "draft/control/controller.py",
-        "if gain_tokens <= self._rate * (after - before):",
+        "if gain_tokens <= self._rate * self._row_seconds(num_rows):",
         "if gain_tokens <= 0.0:",
         (CONTROLLER,),
         "more rows are worth what they bring at the going rate",
