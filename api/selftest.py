@@ -7,9 +7,9 @@ the linears are timed beside the read bandwidth and the matrix rate measured in 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from ..core.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
 from ..core.model.rope import RopeSpec, RopeTable
 from ..core.native import NativeLibrary, native_library
 from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ..core.native.linear import NativeLinear, linear, pack_linear
-from ..core.ops import HeadLayout, HeadNorm, Ops, Quantize, TorchOps
+from ..core.native.linear import NativeLinear, Products, linear, pack_linear
+from ..core.native.products import bfloat16_products
+from ..core.ops import HeadLayout, HeadNorm, Ops, PackedLinear, Quantize, TorchOps
 from ..core.ops.native_ops import NativeOps
 from ..core.params import SamplingParams
 from ..core.sampler import TorchSampler
@@ -44,12 +45,16 @@ CHOICES = {
     "edited": SamplingParams(repetition_penalty=1.3, logit_bias={7: 20.0}),
 }
 ROWS = (1, 4, 8, 64, 256)
+KIND_ROWS = (1, 8, 64, 256)
 _OUT, _IN = 3072, 1024  # of the timed linears
 _TIMED_BYTES = 192 << 20  # of weights, more than the caches hold
 _HEADS = HeadLayout(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
 _PAGE_SIZE = 16
 
+_NAMES: dict[Products, str] = {"bfloat16": "bf16", "float32": "float32"}
+
 _Operation: TypeAlias = Callable[[Ops], Tensor]
+_Weight = TypeVar("_Weight", bound=PackedLinear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ def selftest(*, threads: int) -> int:
         kind = str(one.dtype).removeprefix("torch.")
         print(f"{one.name:14} {kind:9} error {one.error:8.1e} of {one.limit:<5.2g}  {verdict}")
     _print_speeds(library)
+    _print_kinds(library)
     return 0 if all(one.passes for one in found) else 1
 
 
@@ -221,9 +227,44 @@ def _print_speeds(library: NativeLibrary) -> None:
 
 def _time(library: NativeLibrary, packed: list[NativeLinear], x: Tensor) -> float:
     """Seconds of one linear, its weights not in the caches."""
+    return _time_each(lambda weight: linear(library, x, weight), packed)
+
+
+def _time_each(call: Callable[[_Weight], object], weights: Sequence[_Weight]) -> float:
+    """Seconds of a call with one of the weights."""
 
     def all_of_them() -> None:
-        for each in packed:
-            linear(library, x, each)
+        for each in weights:
+            call(each)
 
-    return best_seconds(all_of_them) / len(packed)
+    return best_seconds(all_of_them) / len(weights)
+
+
+def _print_kinds(library: NativeLibrary) -> None:
+    """The kinds that a linear of bfloat16 weights could run as, side by side."""
+    print("\nbfloat16 weights, microseconds of a linear by what multiplies them:")
+    print(f"{'rows':>4} {'bf16':>9} {'float32':>9} {'torch':>9}  fastest")
+    for num_rows in KIND_ROWS:
+        seconds = time_kinds(library, num_rows)
+        cells = " ".join(f"{1e6 * each:9.0f}" for each in seconds.values())
+        print(f"{num_rows:4} {cells}  {min(seconds, key=seconds.__getitem__)}")
+    print(f"the engine takes {_NAMES[bfloat16_products(library)]} for all numbers of rows")
+
+
+def time_kinds(library: NativeLibrary, num_rows: int) -> dict[str, float]:
+    """Seconds of a linear of bfloat16 weights: native bf16 and float32 products, torch's packed.
+
+    One kind after the other, of as many weights as do not fit the caches. Torch gets the rows that
+    its backend pads a batch to.
+    """
+    weight, torch_ops = torch.randn(_OUT, _IN).bfloat16(), TorchOps()
+    copies = range(max(1, _TIMED_BYTES // weight.nbytes))
+    x = torch.randn(num_rows, _IN).bfloat16()
+    found = {}
+    for products, name in _NAMES.items():
+        packed = [pack_linear(library, weight, None, products=products) for _ in copies]
+        found[name] = _time(library, packed, x)
+    reordered = [torch_ops.pack_linear(weight) for _ in copies]
+    padded = torch.cat((x, x.new_zeros(max(0, torch_ops.min_rows - num_rows), _IN)))
+    found["torch"] = _time_each(lambda each: torch_ops.linear(padded, each), reordered)
+    return found

@@ -56,7 +56,7 @@ class NativeBuildError(Exception):
 
 def variants() -> tuple[Variant, ...]:
     """The variants that this CPU can run, the fastest first."""
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return tuple(v for v in get_args(Variant) if _NEEDED[v] <= flags)
 
 
@@ -115,7 +115,7 @@ def _run(command: list[str], timeout: float) -> str:
 def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     version = _run([*compiler, "--version"], timeout=10)
-    parts = [version, *compiler, *flags, platform.machine(), *sorted(_cpu_flags())]
+    parts = [version, *compiler, *flags, platform.machine(), *sorted(cpu_flags())]
     digest.update("\0".join(parts).encode())
     for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -135,7 +135,7 @@ def _cache_dir() -> Path:
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """Features of the CPU by their names in Linux; none elsewhere, which leaves "scalar"."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -56,6 +56,17 @@ static __attribute__((noinline)) void finish(const ft_linear_job *job, const til
     }
 }
 
+FT_INLINE void finish_sums(const ft_linear_job *job, const tile_t *tile, vf sum[][2],
+                           const int count) {
+    float out[MAX_TILE][PANEL];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) {
+        vf_store(out[r], sum[r][0]);
+        vf_store(out[r] + FT_LANES, sum[r][1]);
+    }
+    finish(job, tile, out[0], count);
+}
+
 /* ---- tiles; `count` is a constant wherever they are inlined ---- */
 
 FT_INLINE void float32_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
@@ -75,13 +86,7 @@ FT_INLINE void float32_tile(const ft_linear_job *job, const tile_t *tile, const 
         }
         x += 4 * count;
     }
-    float out[MAX_TILE][PANEL];
-#pragma GCC unroll 12
-    for (int r = 0; r < count; r++) {
-        vf_store(out[r], sum[r][0]);
-        vf_store(out[r] + FT_LANES, sum[r][1]);
-    }
-    finish(job, tile, out[0], count);
+    finish_sums(job, tile, sum, count);
 }
 
 FT_INLINE void bfloat16_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
@@ -101,13 +106,33 @@ FT_INLINE void bfloat16_tile(const ft_linear_job *job, const tile_t *tile, const
         }
         x += 4 * count;
     }
-    float out[MAX_TILE][PANEL];
+    finish_sums(job, tile, sum, count);
+}
+
+/* Products in float32, for CPUs on which those of bf16 pairs take longer. x is widened already. */
+FT_INLINE void bfloat16_wide_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const char *w = tile->weight, *ahead = tile->ahead;
+    const float *x = (const float *)(job->x + tile->row * job->x_steps * 4);
+    vf sum[MAX_TILE][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < count; r++) {
-        vf_store(out[r], sum[r][0]);
-        vf_store(out[r] + FT_LANES, sum[r][1]);
+    for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
+    for (int64_t s = 0; s < job->steps; s++, w += STEP_BYTES, ahead += tile->ahead_step) {
+        vi left = vi_load(w), right = vi_load(w + STEP_BYTES / 2);
+        vf even_left = vf_even_bf16(left), odd_left = vf_odd_bf16(left);
+        vf even_right = vf_even_bf16(right), odd_right = vf_odd_bf16(right);
+        ft_prefetch(ahead);
+        ft_prefetch(ahead + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vf even = vf_set1(x[r]), odd = vf_set1(x[count + r]);
+            sum[r][0] = vf_fma(even_left, even, sum[r][0]);
+            sum[r][1] = vf_fma(even_right, even, sum[r][1]);
+            sum[r][0] = vf_fma(odd_left, odd, sum[r][0]);
+            sum[r][1] = vf_fma(odd_right, odd, sum[r][1]);
+        }
+        x += 2 * count;
     }
-    finish(job, tile, out[0], count);
+    finish_sums(job, tile, sum, count);
 }
 
 FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
@@ -223,13 +248,7 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
         x_scale += count;
         x_offset += count;
     }
-    float out[MAX_TILE][PANEL];
-#pragma GCC unroll 12
-    for (int r = 0; r < count; r++) {
-        vf_store(out[r], sum[r][0]);
-        vf_store(out[r] + FT_LANES, sum[r][1]);
-    }
-    finish(job, tile, out[0], count);
+    finish_sums(job, tile, sum, count);
 }
 
 FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
@@ -261,6 +280,7 @@ FT_INLINE void int8_group_tile(const ft_linear_job *job, const tile_t *tile, con
     }
 DEFINE_TILE(float32)
 DEFINE_TILE(bfloat16)
+DEFINE_TILE(bfloat16_wide)
 DEFINE_TILE(int8)
 DEFINE_TILE(int4)
 DEFINE_TILE(int4_min)
@@ -270,6 +290,7 @@ static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count
     switch (job->weight->kind) {
         case FT_LINEAR_FLOAT32: run_float32(job, tile, count); break;
         case FT_LINEAR_BFLOAT16: run_bfloat16(job, tile, count); break;
+        case FT_LINEAR_BFLOAT16_WIDE: run_bfloat16_wide(job, tile, count); break;
         case FT_LINEAR_INT8: run_int8(job, tile, count); break;
         case FT_LINEAR_INT4: run_int4(job, tile, count); break;
         case FT_LINEAR_INT4_MIN: run_int4_min(job, tile, count); break;
@@ -301,6 +322,7 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
     switch (weight->kind) {
         case FT_LINEAR_FLOAT32: return weight->in_features;
         case FT_LINEAR_BFLOAT16: return ft_ceil_div(weight->in_features, 2);
+        case FT_LINEAR_BFLOAT16_WIDE: return round_up(weight->in_features, 2);
         case FT_LINEAR_INT8: return round_up(weight->in_features, FT_LANES) / 4;
         default: return (round_up(weight->in_features, FT_GROUP) << ft_is_fine(weight)) / 4;
     }
@@ -309,9 +331,10 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
 int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows, void *y,
               int y_dtype) {
     /* By kind: columns of the weight and bytes of a panel in a step. */
-    static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP};
+    static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP, 2};
     static const int step_bytes[] = {STEP_BYTES, STEP_BYTES,     STEP_BYTES,
-                                     INT4_BLOCK, INT4_MIN_BLOCK, INT8_GROUP_BLOCK};
+                                     INT4_BLOCK, INT4_MIN_BLOCK, INT8_GROUP_BLOCK,
+                                     STEP_BYTES};
     if (rows <= 0) return 0;
     ft_linear_job job = {.weight = weight, .rows = rows, .y = y, .y_dtype = y_dtype};
     job.tiles = ft_ceil_div(rows, MAX_TILE);

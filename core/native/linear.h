@@ -11,13 +11,14 @@ enum {
     FT_LINEAR_INT4 = 3,       /* a scale for each output and group */
     FT_LINEAR_INT4_MIN = 4,   /* the same, and a minimum that is added to every weight */
     FT_LINEAR_INT8_GROUP = 5, /* a scale for each output and group */
+    FT_LINEAR_BFLOAT16_WIDE = 6, /* bfloat16, multiplied as float32 */
 };
 enum { FT_GROUP = 32 }; /* neighbours along in_features */
 
 /* A packed weight [out_features, in_features]. Rows of the weight are padded with zeros to whole
  * panels, in_features to whole steps (of grouped kinds: groups). With L = FT_LANES, the layouts are
  *   float32   [panels of 2 L][in_features][2 L]        float
- *   bfloat16  [panels of 2 L][in_features / 2][2 L][2] bf16
+ *   bfloat16  [panels of 2 L][in_features / 2][2 L][2] bf16; the wide kind likewise
  *   int8      [panels of 2 L][in_features / 4][2 L][4] byte, value + 128
  *   int4      [panels of 2 L][in_features / 32] of a group: [4][2 L][4] byte, [2 L] fp16 scale;
  *             byte b of quad j holds k = 4 j + b in its low half and 16 more in its high half, + 8
@@ -35,17 +36,17 @@ typedef struct {
 } ft_linear_weight;
 
 FT_INLINE int ft_is_grouped(const ft_linear_weight *weight) {
-    return weight->kind >= FT_LINEAR_INT4;
+    return weight->kind >= FT_LINEAR_INT4 && weight->kind <= FT_LINEAR_INT8_GROUP;
 }
 
 /* Whether activations become numbers of 16 bits, not bytes: weights that a file holds quantised lose
  * nothing more than a bfloat16 activation has lost already. */
 FT_INLINE int ft_is_fine(const ft_linear_weight *weight) {
-    return weight->kind >= FT_LINEAR_INT4_MIN;
+    return weight->kind == FT_LINEAR_INT4_MIN || weight->kind == FT_LINEAR_INT8_GROUP;
 }
 
 /* x [rows, in_features] to y [rows, out_features], both dense. x_dtype is that of the weight for
- * float32 and bfloat16 weights, either for the quantised kinds. Sums are float32 (or exact), rounded
+ * float32 and bfloat16 weights (both kinds), either for the quantised kinds. Sums are float32 (or exact), rounded
  * once to y_dtype. Returns 0, or -1 when there is no memory for the quantised rows. */
 FT_EXPORT int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows,
                         void *y, int y_dtype);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,11 @@ from ..quantize import GROUP, Quantize, QuantizedWeight, WeightKind, quantize_we
 from .library import NativeLibrary
 from .memory import HugeArena
 
+Products: TypeAlias = Literal["bfloat16", "float32"]
+"""The instructions for bfloat16 weights: products of pairs, or of widened numbers."""
+
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_WIDE_KIND = 6  # of bfloat16 weights, multiplied as float32
 _QUANTIZED_KINDS: dict[WeightKind, int] = {"int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5}
 _ARENA = HugeArena()  # of all weights: small ones share a page
 
@@ -53,9 +58,11 @@ def pack_linear(
     weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     quantize: Quantize = "none",
+    *,
+    products: Products = "bfloat16",
 ) -> NativeLinear:
     """Lay out ``[out_features, in_features]``: float32 or bfloat16, rounded to ``quantize`` where
-    that is asked for, or a quantised weight as it is.
+    that is asked for, or a quantised weight as it is. ``products`` is for bfloat16 weights.
     """
     width, in_features = 2 * library.lanes, _in_features(weight)
     if isinstance(weight, Tensor) and quantize != "none":
@@ -63,6 +70,8 @@ def pack_linear(
     scale = None
     if isinstance(weight, Tensor):
         kind = _KINDS[weight.dtype]
+        if weight.dtype == torch.bfloat16 and products == "float32":
+            kind = _WIDE_KIND
         packed = _panels(weight, 4 // weight.itemsize, width, fill=0)
     else:
         kind, packed = _QUANTIZED_KINDS[weight.kind], _quantized_panels(weight, width)

@@ -94,7 +94,15 @@ static const char *row_groups(const rows_t *q, int64_t row, int64_t first, int64
     return (const char *)(q->bytes + row * job->x_steps * 4);
 }
 
-/* Tile by tile: quantise where asked for, and interleave the rows. */
+/* bf16 as float32, every `stride`-th word of `out`; a zero behind an odd number of them. */
+static void widen_row(const rows_t *q, int64_t row, uint32_t *out, int64_t stride) {
+    const int64_t width = q->job->weight->in_features;
+    const bf16 *x = (const bf16 *)q->x + row * width;
+    for (int64_t k = 0; k < width; k++) out[k * stride] = (uint32_t)x[k] << 16;
+    if (width % 2) out[width * stride] = 0;
+}
+
+/* Tile by tile: widen or quantise where asked for, and interleave the rows. */
 static void prepare_tiles(void *context, int64_t begin, int64_t end) {
     const rows_t *q = context;
     const ft_linear_job *job = q->job;
@@ -102,8 +110,12 @@ static void prepare_tiles(void *context, int64_t begin, int64_t end) {
         const int64_t first = tile * job->tile_rows;
         const int64_t count = ft_min(job->tile_rows, job->rows - first);
         for (int64_t r = 0; r < count; r++) {
-            const char *groups = row_groups(q, first + r, first, count);
             uint32_t *out = q->out + first * job->x_steps + r;
+            if (job->weight->kind == FT_LINEAR_BFLOAT16_WIDE) {
+                widen_row(q, first + r, out, count);
+                continue;
+            }
+            const char *groups = row_groups(q, first + r, first, count);
             int64_t whole = job->x_steps;
             if (job->weight->kind == FT_LINEAR_BFLOAT16 && job->weight->in_features % 2) {
                 whole--;
@@ -116,12 +128,13 @@ static void prepare_tiles(void *context, int64_t begin, int64_t end) {
 
 int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype) {
     /* What an offset of the weights adds to a sum, or, where a minimum is added, the sum itself. */
-    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128};
+    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0};
     const int grouped = ft_is_grouped(job->weight);
     const int quantised = grouped || job->weight->kind == FT_LINEAR_INT8;
-    const int whole = job->weight->kind == FT_LINEAR_FLOAT32 || job->weight->in_features % 2 == 0;
+    const int as_it_is = job->weight->kind == FT_LINEAR_FLOAT32 ||
+                         (job->weight->kind == FT_LINEAR_BFLOAT16 && job->weight->in_features % 2 == 0);
     job->x = x;
-    if (job->rows == 1 && !quantised && whole) return 0;
+    if (job->rows == 1 && as_it_is) return 0;
     const int64_t words = job->rows * job->x_steps, scales = job->rows * job->groups;
     uint32_t *memory = ft_scratch(FT_SCRATCH_LINEAR, (size_t)(8 * words + 8 * scales));
     if (!memory) return -1;

@@ -51,6 +51,11 @@ FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
 }
+/* The first and the second of every pair of bf16, widened. */
+FT_INLINE vf vf_even_bf16(vi pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+FT_INLINE vf vf_odd_bf16(vi pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000u)));
+}
 /* Unsigned bytes times signed ones, exact. */
 FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* gcc 12 copies the intrinsic's sums to and fro */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
@@ -100,13 +105,13 @@ FT_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 FT_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm256_srli_epi16(a, 4)); }
+FT_INLINE vf vf_even_bf16(vi pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+FT_INLINE vf vf_odd_bf16(vi pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int32_t)0xffff0000u)));
+}
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
-    const vi high = _mm256_set1_epi32((int32_t)0xffff0000u);
-    vf even_w = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
-    vf even_x = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
-    sum = _mm256_fmadd_ps(even_w, even_x, sum);
-    vf odd_w = _mm256_castsi256_ps(_mm256_and_si256(w, high));
-    return _mm256_fmadd_ps(odd_w, _mm256_castsi256_ps(_mm256_and_si256(x, high)), sum);
+    sum = _mm256_fmadd_ps(vf_even_bf16(w), vf_even_bf16(x), sum);
+    return _mm256_fmadd_ps(vf_odd_bf16(w), vf_odd_bf16(x), sum);
 }
 FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* maddubs would saturate at 255 * 127 * 2 */
     vi even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
@@ -176,10 +181,10 @@ FT_INLINE vi vi_load(const void *p) {
 }
 FT_INLINE vi vi_low_nibbles(vi a) { return a & 0x0f0f0f0f; }
 FT_INLINE vi vi_high_nibbles(vi a) { return (a >> 4) & 0x0f0f0f0f; }
+FT_INLINE vf vf_even_bf16(vi pairs) { return (vf)((vu)pairs << 16); }
+FT_INLINE vf vf_odd_bf16(vi pairs) { return (vf)((vu)pairs & 0xffff0000u); }
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
-    vf even_w = (vf)((vu)w << 16), even_x = (vf)((vu)x << 16);
-    vf odd_w = (vf)((vu)w & 0xffff0000u), odd_x = (vf)((vu)x & 0xffff0000u);
-    return sum + even_w * even_x + odd_w * odd_x;
+    return sum + vf_even_bf16(w) * vf_even_bf16(x) + vf_odd_bf16(w) * vf_odd_bf16(x);
 }
 FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) {
     for (int byte = 0; byte < 4; byte++) {

@@ -12,6 +12,7 @@ from ..kv_pool import KvDtype
 from ..quantize import Quantize
 from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, Ops, PackedLinear
 from .device import choose_device
+from .onednn import keep_rows_exact
 from .torch_ops import TorchOps
 
 __all__ = [
@@ -59,6 +60,8 @@ def choose_ops(
     _refuse_torch(backend, quantize, kv_dtype, found)
     if backend == "auto":
         logger.warning("torch computes: %s", found)
+    if device.type == "cpu":
+        keep_rows_exact(exact)
     return TorchOps(exact=exact)
 
 
@@ -107,6 +110,7 @@ def _native_ops(
     """The native kernels, or why they do not suit."""
     from ..native import native_library
     from ..native.plan import unsuited
+    from ..native.products import bfloat16_products
     from .native_ops import NativeOps
 
     problem = f"device {device.type}" if device.type != "cpu" else unsuited(dtype, heads, kv_dtype)
@@ -115,4 +119,6 @@ def _native_ops(
     library = native_library()
     if library is None:
         return "the native kernels are not available (the log says why)"
-    return NativeOps(library, quantize)
+    if dtype != torch.bfloat16:
+        return NativeOps(library, quantize)
+    return NativeOps(library, quantize, products=bfloat16_products(library))

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..native.library import DTYPES, NativeLibrary
-from ..native.linear import NativeLinear, linear, pack_linear
+from ..native.linear import NativeLinear, Products, linear, pack_linear
 from ..native.plan import NativePlan
 from ..native.sampler import NativeSampler
 from ..native.step import NativeStep
@@ -24,9 +24,16 @@ class NativeOps:
     batch_device = None
     stored_kinds: frozenset[WeightKind] = frozenset(("int4_min", "int8_group"))
 
-    def __init__(self, library: NativeLibrary, quantize: Quantize = "none") -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        quantize: Quantize = "none",
+        *,
+        products: Products = "bfloat16",
+    ) -> None:
         self.library = library
         self.quantize: Quantize = quantize
+        self.products: Products = products
         self.sampler = NativeSampler(library)
 
     def set_threads(self, count: int) -> None:
@@ -42,7 +49,7 @@ class NativeOps:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
     ) -> PackedLinear:
         """Lay out a weight in panels, quantised if these ops were made so."""
-        return pack_linear(self.library, weight, bias, self.quantize)
+        return pack_linear(self.library, weight, bias, self.quantize, products=self.products)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``."""

@@ -18,7 +18,8 @@ def library(monkeypatch) -> NativeLibrary:
     found = native_library()
     if found is None:
         pytest.skip("no native kernels here")
-    monkeypatch.setattr(selftest, "_print_speeds", lambda _: None)  # seconds of full load
+    for slow in ("_print_speeds", "_print_kinds"):  # seconds of full load
+        monkeypatch.setattr(selftest, slow, lambda _: None)
     return found
 
 
@@ -61,3 +62,23 @@ def test_speeds_are_printed_beside_the_machines_limits(capsys, monkeypatch, libr
     out = capsys.readouterr().out
     assert "machine: reads 1.0 GB/s, bf16 1000 GFLOP/s" in out
     assert out.count(" rows ") == len(selftest.KINDS) * len(selftest.ROWS)
+
+
+def test_the_kinds_of_a_linear_are_compared_at_each_number_of_rows(capsys, monkeypatch, library):
+    monkeypatch.undo()
+    times = {"bf16": 2e-6, "float32": 3e-6, "torch": 1e-6}
+    monkeypatch.setattr(selftest, "time_kinds", lambda _, num_rows: times)
+    monkeypatch.setattr(selftest, "bfloat16_products", lambda _: "float32")
+    selftest._print_kinds(library)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.endswith(" torch")] == [
+        [str(rows), "2", "3", "1", "torch"] for rows in (1, 8, 64, 256)
+    ]
+    assert lines[-1] == "the engine takes float32 for all numbers of rows"
+
+
+def test_every_kind_of_a_linear_is_timed(monkeypatch, library):
+    monkeypatch.setattr(selftest, "_TIMED_BYTES", 1)
+    times = selftest.time_kinds(library, 1)
+    assert list(times) == ["bf16", "float32", "torch"]
+    assert all(seconds > 0 for seconds in times.values())

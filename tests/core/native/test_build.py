@@ -44,7 +44,7 @@ def test_a_second_build_takes_the_library_from_the_cache(monkeypatch, tmp_path):
 def test_other_sources_flags_and_cpus_have_other_names(monkeypatch):
     command = building._find_compiler()
     keys = {building._key(command, ("-O3",)), building._key(command, ("-O2",))}
-    monkeypatch.setattr(building, "_cpu_flags", lambda: frozenset({"other"}))
+    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"other"}))
     keys.add(building._key(command, ("-O3",)))
     monkeypatch.setattr(building, "_sources", list)
     keys.add(building._key(command, ("-O3",)))
@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
 
 
 def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, caplog):
-    monkeypatch.setattr(building, "_cpu_flags", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"sse2"}))
     with caplog.at_level(logging.WARNING):
         assert loading.native_library() is None
     assert "no kernels for this CPU" in caplog.text
