@@ -36,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if not chosen:
         parser.error(f"no mutation is named {' or '.join(options.only)}")
     if options.list:
-        print(*(f"{each.name:34} {each.file}: {each.breaks}" for each in chosen), sep="\n")
+        print(*(f"{each.name:34} {each.place}: {each.breaks}" for each in chosen), sep="\n")
         return 0
     target = options.json or (None if options.only else RESULTS)
     return _run(chosen, target)
@@ -82,7 +82,7 @@ def _report(verdicts: Sequence[Verdict], seconds: float) -> dict[str, object]:
         "mutations": [
             {
                 "name": verdict.mutation.name,
-                "file": verdict.mutation.file,
+                "place": verdict.mutation.place,
                 "breaks": verdict.mutation.breaks,
                 "outcome": verdict.outcome,
                 "caught_by": verdict.caught_by,

@@ -29,12 +29,13 @@ class Verdict:
 
 def prove(workplace: Workplace, mutations: Sequence[Mutation]) -> Iterator[Verdict]:
     """A verdict for each, in order. Tests that fail without any mistake prove nothing."""
-    tests = dict.fromkeys(test for each in mutations for test in each.tests)
+    tests = dict.fromkeys(test for each in mutations for test in workplace.tests_of(each))
     clean = workplace.run_tests(list(tests), timeout_s=BASELINE_TIMEOUT_S, stop_early=False)
     if clean.status not in (0, _TESTS_FAILED):
         raise RuntimeError(f"the tests cannot be run as they are:\n{clean.output[-3000:]}")
     for mutation in mutations:
-        broken = [name for name in clean.failed if _covers(mutation.tests, name)]
+        tests_of = workplace.tests_of(mutation)
+        broken = [name for name in clean.failed if _covers(tests_of, name)]
         if broken:
             yield Verdict(mutation=mutation, outcome="its tests fail anyway", detail=broken[0])
         else:
@@ -44,11 +45,11 @@ def prove(workplace: Workplace, mutations: Sequence[Mutation]) -> Iterator[Verdi
 def _judge(workplace: Workplace, mutation: Mutation) -> Verdict:
     num_libraries = workplace.num_libraries
     try:
-        with workplace.mutated(mutation):
-            run = workplace.run_tests(mutation.tests, timeout_s=TIMEOUT_S)
+        with workplace.mutated(mutation) as place:
+            run = workplace.run_tests(workplace.tests_of(mutation), timeout_s=TIMEOUT_S)
     except DoesNotApply as error:
         return Verdict(mutation=mutation, outcome="does not apply", detail=str(error))
-    is_compiled = not mutation.is_native or workplace.num_libraries > num_libraries
+    is_compiled = not place.is_native or workplace.num_libraries > num_libraries
     outcome = _outcome(run) if is_compiled else "not compiled"
     return Verdict(
         mutation=mutation,

@@ -29,9 +29,11 @@ def test_what_fails_anyway():
 """,
 }
 SUMS = "core/sums.py"
-DOUBLED, FAILING = (f"tests/test_sums.py::{name}" for name in (
-    "test_two_is_doubled", "test_what_fails_anyway",
-))  # fmt: skip
+DOUBLED, FAILING = "test_two_is_doubled", "test_what_fails_anyway"
+
+
+def full_name(test: str) -> str:
+    return f"tests/test_sums.py::{test}"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 
 def judged(workplace: Workplace, before: str, after: str, *tests: str) -> Verdict:
-    mutation = Mutation("name", SUMS, before, after, tests or (DOUBLED,), "a law")
+    place = "half" if "/" in before else "double"
+    mutation = Mutation("name", place, before, after, tests or (DOUBLED,), "a law")
     [verdict] = prove(workplace, [mutation])
     return verdict
 
@@ -67,13 +70,14 @@ def test_a_mistake_is_caught_where_a_test_fails_and_only_there(
     workplace: Workplace, before: str, after: str, outcome: Outcome
 ) -> None:
     verdict = judged(workplace, before, after)
-    assert (verdict.outcome, verdict.caught_by) == (outcome, DOUBLED if outcome == "caught" else "")
+    caught_by = full_name(DOUBLED) if outcome == "caught" else ""
+    assert (verdict.outcome, verdict.caught_by) == (outcome, caught_by)
     assert (workplace.root / SUMS).read_text(encoding="utf-8") == FILES[SUMS]
 
 
 def test_a_test_that_fails_without_the_mistake_proves_nothing(workplace: Workplace) -> None:
     verdict = judged(workplace, "2 * x", "3 * x", DOUBLED, FAILING)
-    assert (verdict.outcome, verdict.detail) == ("its tests fail anyway", FAILING)
+    assert (verdict.outcome, verdict.detail) == ("its tests fail anyway", full_name(FAILING))
 
 
 def test_a_mistake_that_makes_tests_hang_is_caught_by_the_clock(

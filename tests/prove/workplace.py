@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .code import Code, Place
 from .mutation import Mutation
 
 _OPTIONS = ("-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", "-rfE")
@@ -44,6 +45,7 @@ class Workplace:
             target = self.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(repository / name, target)
+        self.code = Code(self.root)
         # By its hash, not by its time: a mistake made and mended within a second must count.
         compileall.compile_dir(
             self.root, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH
@@ -68,14 +70,19 @@ class Workplace:
         """Variants of the kernels that were compiled so far."""
         return len(list(self._libraries.glob("*.so")))
 
+    def tests_of(self, mutation: Mutation) -> list[str]:
+        """The tests that must notice it, as pytest names them, the surest first."""
+        return [test for name in mutation.tests for test in self.code.tests_named(name)]
+
     @contextlib.contextmanager
-    def mutated(self, mutation: Mutation) -> Iterator[None]:
-        """The mistake is in the code. Raises `DoesNotApply`."""
-        path = self.root / mutation.file
+    def mutated(self, mutation: Mutation) -> Iterator[Place]:
+        """The mistake is in the code, at this place. Raises `DoesNotApply`."""
+        place, mutated = self.code.mutate(mutation)
+        path = self.root / place.file
         text = path.read_text(encoding="utf-8")
-        path.write_text(mutation.apply(text), encoding="utf-8")
+        path.write_text(mutated, encoding="utf-8")
         try:
-            yield
+            yield place
         finally:
             path.write_text(text, encoding="utf-8")
 
