@@ -141,7 +141,7 @@ def _read(decoder: Decoder, windows: Sequence[Tensor], kv_dtype: KvDtype) -> tup
         ids = array("q", window[:-1].tolist())
         chunks = [Segment(ids[at : at + CHUNK], at, pages, CHUNK) for at in range(0, WINDOW, CHUNK)]
         passes = (decoder.batch([chunk], page_size=PAGE_SIZE) for chunk in chunks)
-        logits = torch.cat([decoder.forward(batch, pool) for batch in passes])
+        logits = torch.cat([decoder.forward(batch, pool).logits for batch in passes])
         losses.append(F.cross_entropy(logits, window[1:]).item())
         named.append(logits.argmax(dim=1))
     return sum(losses) / len(losses), torch.cat(named)

@@ -1,4 +1,7 @@
-"""The ragged batch: what one forward pass computes, as index tensors shared by all layers."""
+"""The ragged batch: what one forward pass computes, as index tensors shared by all layers.
+
+`Wanted` and `ForwardOutput` are what a caller asks of the pass besides, and what it gets.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,11 +45,11 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ahead:
-    """Tokens of a batch that the device alone knows: the step before this one is choosing them.
+    """Tokens of a batch that the device alone knows: a pass before this one is choosing them.
 
-    The host has a 0 in their place. ``words`` are what a `DeviceSampler` left of that step: its
+    The host has a 0 in their place. ``words`` are what a `DeviceSampler` left of that pass: its
     backend reads them. A place of which no token came gives an id of the vocabulary all the same:
-    whoever asked for the row must not look at its outcome.
+    the outcome of such a row is void.
     """
 
     words: Tensor  # [num_words], on the device
@@ -58,9 +61,9 @@ class Ahead:
 class Draws:
     """What a batch's logits will decide, for a backend that can choose along with the pass.
 
-    For each of ``rows`` a run of logits: the first decides its token, each of the others the one
-    behind a token more of a draft. What the draft's tokens are is not said: they decide nothing
-    where no row is edited, and others are not chosen along with the pass.
+    Each of ``rows`` has a run of logits: the first decides the row's token, each of the others the
+    one behind a token more of a draft. Draft ids are not needed: without edits the logits alone
+    decide, and edited rows are not chosen along with the pass.
     """
 
     rows: Sequence[SampleRow]
@@ -68,15 +71,32 @@ class Draws:
     tau: float = 1.0  # divides the logits on top of the temperature
 
 
-@dataclass(eq=False)
+class Wanted(NamedTuple):
+    """What a caller wants of a pass besides KV, hidden states and logits.
+
+    ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
+    along with the pass; other backends do not look at them.
+    """
+
+    draws: Draws | None = None
+
+
+NOTHING_MORE = Wanted()
+
+
+class ForwardOutput(NamedTuple):
+    """What a pass leaves, until the decoder's next pass."""
+
+    hidden: Tensor  # [num_rows, hidden]: the final norm's output
+    logits: Tensor  # [num_logits, vocab] float32
+    tokens: Drawing | None = None  # all of `Wanted.draws`, where the pass chose them
+
+
+@dataclass(frozen=True, eq=False)
 class RaggedBatch:
     """Segments laid out row after row, then copies of the last row up to ``min_rows``.
 
-    Host arrays describe the segments, tensors the rows. Nothing changes once it is made but for
-    this. Before the pass, who asked for it may say what it takes from the step ``ahead``, and what
-    it ``draws``. In the pass, a backend that copies the rows to its device itself says where
-    ``logit_rows`` are there; and one that went on behind the layers leaves the ``logits``, and the
-    ``drawing`` where it could choose all that was to be drawn.
+    Host arrays describe the segments, tensors the rows. Nothing changes once it is made.
     """
 
     token_ids: Tensor  # [num_rows] int64
@@ -91,9 +111,6 @@ class RaggedBatch:
     page_counts: IntArray  # [num_segments]
     pages: IntArray  # [sum of page_counts], segment after segment
     ahead: Ahead | None = None  # for a `DeviceSampler`'s backend; others have every token here
-    draws: Draws | None = None  # for a `DeviceSampler`'s backend; others do not look at it
-    logits: Tensor | None = None  # [num_logits, vocab] float32, until the next pass
-    drawing: Drawing | None = None
 
     @property
     def num_rows(self) -> int:
@@ -122,10 +139,16 @@ class RaggedBatch:
 
 
 def build_batch(
-    segments: Sequence[Segment], *, page_size: int, device: torch.device | str, min_rows: int
+    segments: Sequence[Segment],
+    *,
+    page_size: int,
+    device: torch.device | str,
+    min_rows: int,
+    ahead: Ahead | None = None,
 ) -> RaggedBatch:
     """Lay out segments as one batch of at least ``min_rows`` rows, the backend's `Ops.min_rows`.
 
+    ``ahead``: tokens that the device puts in the place of the host's, on `DeviceSampler` backends.
     Raises ValueError for rows without a page or a token.
     """
     starts, lens, wanted = _shape(segments)
@@ -157,6 +180,7 @@ def build_batch(
         first_rows=first_rows,
         page_counts=page_counts,
         pages=pages,
+        ahead=ahead,
     )
 
 

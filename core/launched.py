@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .batch import Ahead, Draws, Segment
+from .batch import Ahead, Draws, Segment, Wanted
 from .kv_pool import KVPool
 from .model.decoder import Decoder
 from .ops.device import make_stopwatch
@@ -44,15 +44,15 @@ class LaunchedStep:
         assert isinstance(decoder.sampler, DeviceSampler)
         self._request_ids = [row.request_id for row in rows]
         self._computing, self._deciding = (make_stopwatch(decoder.device) for _ in range(2))
-        batch = decoder.batch([_segment(row, after) for row in rows], page_size=pool.page_size)
-        if after is not None:
-            batch.ahead = after._lend(rows, decoder.config.vocab_size)
-        batch.draws = Draws([SampleRow(row.tokens, row.sampling) for row in rows], [1] * len(rows))
+        ahead = None if after is None else after._lend(rows, decoder.config.vocab_size)
+        segments = [_segment(row, after) for row in rows]
+        batch = decoder.batch(segments, page_size=pool.page_size, ahead=ahead)
+        draws = Draws([SampleRow(row.tokens, row.sampling) for row in rows], [1] * len(rows))
         self._computing.start()
-        logits = decoder.logits(decoder.hidden_states(batch, pool), batch)
+        output = decoder.forward(batch, pool, Wanted(draws))
         self._computing.stop()
         self._deciding.start()
-        self._drawing = batch.drawing or decoder.sampler.begin(logits, batch.draws.rows)
+        self._drawing = output.tokens or decoder.sampler.begin(output.logits, draws.rows)
         self._deciding.stop()
 
     def _lend(self, rows: Sequence[PlanRow], vocab_size: int) -> Ahead:

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from .asked import Asked, Paths, num_logits, prompt_logprobs
-from .batch import RaggedBatch, Segment
+from .batch import RaggedBatch, Segment, Wanted
 from .kv_pool import KVPool
 from .launch import Launched
 from .launched import LaunchedStep, check_steady
@@ -62,14 +62,11 @@ class ModelRunner:
         self._open_branches(plan.rows)
         batch, asked = self._batch(plan.rows, paths), Asked.of(plan.rows, paths)
         may_choose = self._on_device and self.launches
-        if may_choose:
-            batch.draws = asked.draws(batch.num_logits)
-        hidden = self.decoder.hidden_states(batch, self.pool)
-        logits = self.decoder.logits(hidden, batch)
+        draws = asked.draws(batch.num_logits) if may_choose else None
+        output = self.decoder.forward(batch, self.pool, Wanted(draws))
         self._computing.stop()
-        drawing = batch.drawing if may_choose else None
-        rows = self._verify(plan.rows, paths, logits, asked, drawing)
-        for index in _unsound_chunks(plan.rows, batch, hidden):
+        rows = self._verify(plan.rows, paths, output.logits, asked, output.tokens)
+        for index in _unsound_chunks(plan.rows, batch, output.hidden):
             rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
         times = self._times(time.perf_counter() - began)
         return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))

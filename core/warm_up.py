@@ -50,7 +50,7 @@ def _segment(pool: KVPool, tokens: array[int]) -> Segment:
 
 def _compute(decoder: Decoder, pool: KVPool, segments: list[Segment]) -> None:
     """A pass, and a token for each segment."""
-    logits = decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool)
+    logits = decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool).logits
     rows = [
         SampleRow(array("q", [0, 0]), RowSampling(params=params, seed=0, prompt_len=1))
         for params in (_KINDS * len(segments))[: max(len(segments), len(_KINDS))]

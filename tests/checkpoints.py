@@ -163,7 +163,8 @@ class ModelDriver:
             self._poison(sequence)
         segments = [Segment(ids, s.num_computed, s.pages, wanted) for s, ids, wanted in rows]
         batch = self.decoder.batch(segments, page_size=self.page_size)
-        logits = self.decoder.forward(batch, self.pool).clone()  # it holds until the next pass
+        output = self.decoder.forward(batch, self.pool)
+        logits = output.logits.clone()  # it holds until the next pass
         assert logits.dtype == torch.float32
         return list(logits.split([wanted for *_, wanted in rows]))
 

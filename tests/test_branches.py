@@ -10,7 +10,7 @@ import torch
 from fixed_depth import FixedDepth
 from house import REQUESTS, House, shuffled
 
-from foretoken.core.batch import RaggedBatch
+from foretoken.core.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.kv_pool import KVPool
 from foretoken.core.model import Decoder
 from foretoken.core.request import Request
@@ -100,13 +100,15 @@ def test_the_pages_of_all_branches_of_a_step_are_copied_in_one_call_before_and_o
         events.append(len(targets))
         copied(pool, sources, targets)
 
-    def hidden_states(decoder: Decoder, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+    def forward(
+        decoder: Decoder, batch: RaggedBatch, pool: KVPool, wanted: Wanted
+    ) -> ForwardOutput:
         events.append("forward")
-        return computed(decoder, batch, pool)
+        return computed(decoder, batch, pool, wanted)
 
-    copied, computed = KVPool.copy_pages, Decoder.hidden_states
+    copied, computed = KVPool.copy_pages, Decoder.forward
     monkeypatch.setattr(KVPool, "copy_pages", copy_pages)
-    monkeypatch.setattr(Decoder, "hidden_states", hidden_states)
+    monkeypatch.setattr(Decoder, "forward", forward)
     house.run(shuffled(5)[:8], None, speculator=Trie(house.solo), max_batch_tokens=96)
     steps = list(zip(*[iter(events)] * 3, strict=True))
     assert all(forward == "forward" for _, forward, _ in steps)

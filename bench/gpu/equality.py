@@ -118,7 +118,7 @@ class Scene:
         segments += [self._segment(1 + i, self._context - i, 1) for i in range(num_beside)]
         decoder = self._bed.decoder
         batch = decoder.batch(segments, page_size=PAGE_SIZE)
-        return decoder.forward(batch, self._bed.pool)[:count].clone()
+        return decoder.forward(batch, self._bed.pool).logits[:count].clone()
 
     def _segment(self, index: int, start: int, count: int) -> Segment:
         first, each = index * self._bed.pages_each, self._bed.pages_each

@@ -143,7 +143,7 @@ def _computed(
     """Logits, the KV of the rows [rows, ...], and all other KV, from a pool of known content."""
     pool.data.normal_(generator=torch.Generator(pool.data.device).manual_seed(5))
     batch = decoder.batch(segments, page_size=PAGE_SIZE)
-    logits = decoder.forward(batch, pool)
+    logits = decoder.forward(batch, pool).logits
     slots = torch.tensor(_slots(segments), device=pool.data.device)
     pages, offsets = slots // PAGE_SIZE, slots % PAGE_SIZE
     written = pool.data[pages, :, :, :, offsets].clone()

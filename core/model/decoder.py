@@ -7,9 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..batch import RaggedBatch, Segment, build_batch
+from ..batch import (
+    NOTHING_MORE,
+    Ahead,
+    ForwardOutput,
+    RaggedBatch,
+    Segment,
+    Wanted,
+    build_batch,
+)
 from ..kv_pool import KvDtype, KVPool
-from ..ops.base import HeadLayout, Ops
+from ..ops.base import HeadLayout, LayersOutput, Ops
 from ..ops.layers import run_layers
 from ..ops.weights import DecoderWeights
 from .config import DecoderConfig
@@ -54,10 +62,17 @@ class Decoder:
             kv_dtype=kv_dtype,
         )
 
-    def batch(self, segments: Sequence[Segment], *, page_size: int) -> RaggedBatch:
+    def batch(
+        self, segments: Sequence[Segment], *, page_size: int, ahead: Ahead | None = None
+    ) -> RaggedBatch:
         """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
-        device = self.ops.batch_device or self.device
-        return build_batch(segments, page_size=page_size, device=device, min_rows=self.ops.min_rows)
+        return build_batch(
+            segments,
+            page_size=page_size,
+            device=self.ops.batch_device or self.device,
+            min_rows=self.ops.min_rows,
+            ahead=ahead,
+        )
 
     @torch.inference_mode()
     def warm_up(self, pool: KVPool, max_len: int) -> None:
@@ -70,32 +85,28 @@ class Decoder:
             self._fused.warm_up(pool, self.heads, self._rope)
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
-        """Compute KV of every row into the pool; logits ``[num_logits, vocab]`` float32.
+    def forward(
+        self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
+    ) -> ForwardOutput:
+        """Compute KV of every row into the pool, and what is wanted besides.
 
-        They hold until the next pass.
-        """
-        return self.logits(self.hidden_states(batch, pool), batch)
-
-    @torch.inference_mode()
-    def hidden_states(self, batch: RaggedBatch, pool: KVPool) -> Tensor:
-        """The final norm's output ``[num_rows, hidden]``; writes KV into the pool.
-
-        It holds until the next pass, and so does all that the pass leaves in the batch.
+        The output holds until the next pass.
         """
         plan = self.ops.plan(batch, pool, self.heads, self._rope)
         self.on_pass()
-        if self._fused is not None:
-            return self._fused(batch.token_ids, plan)
-        return run_layers(self.ops, self.weights, batch.token_ids, plan)
+        if self._fused is None:
+            found = run_layers(self.ops, self.weights, batch.token_ids, plan)
+        else:
+            found = self._fused(batch.token_ids, plan, wanted)
+        logits = self._logits(batch, found) if found.logits is None else found.logits
+        return ForwardOutput(found.hidden, logits, found.tokens)
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor, batch: RaggedBatch) -> Tensor:
-        """Logits ``[num_logits, vocab]`` float32 of the batch's logit rows, until the next pass."""
-        if batch.logits is not None:
-            return batch.logits
+    def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
+        """Those of the batch's logit rows, [num_logits, vocab] float32."""
+        hidden = found.hidden
         if batch.num_logits == 0:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        is_all = batch.num_logits == len(hidden)
-        wanted = hidden if is_all else hidden.index_select(0, batch.logit_rows)
-        return self.ops.logits(wanted, self.weights.lm_head)[: batch.num_logits]
+        if batch.num_logits < len(hidden):
+            rows = batch.logit_rows if found.logit_rows is None else found.logit_rows
+            hidden = hidden.index_select(0, rows)
+        return self.ops.logits(hidden, self.weights.lm_head)[: batch.num_logits]

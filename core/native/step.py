@@ -7,8 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..batch import Wanted
 from ..kv_pool import KVPool
-from ..ops.base import ForwardPlan, HeadLayout, PackedLinear, Rope
+from ..ops.base import ForwardPlan, HeadLayout, LayersOutput, PackedLinear, Rope
 from ..ops.weights import DecoderWeights, LayerWeights
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
@@ -67,8 +68,13 @@ class NativeStep:
             next((norm.eps for norm in norms), 0.0),
         )
 
-    def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
-        """Token ids ``[T]`` to the final norm's output ``[T, hidden]``; writes KV to the pool."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        plan: ForwardPlan,
+        wanted: Wanted,  # noqa: ARG002
+    ) -> LayersOutput:
+        """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         assert isinstance(plan, NativePlan)
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
@@ -77,7 +83,7 @@ class NativeStep:
         )
         if failed:
             raise MemoryError("no memory for the activations of a step")
-        return out
+        return LayersOutput(out)
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
         """Nothing: the first call is as fast as any."""

@@ -8,14 +8,14 @@ backend was made with ``exact="off"``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..batch import RaggedBatch
+from ..batch import RaggedBatch, Wanted
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
-from ..sampler import Sampler
+from ..sampler import Drawing, Sampler
 
 if TYPE_CHECKING:
     from .weights import DecoderWeights
@@ -69,14 +69,25 @@ class Rope(Protocol):
         """cos and sin ``[stop or more, head_dim / 2]`` of all positions from 0 up."""
 
 
+class LayersOutput(NamedTuple):
+    """What the layers of a decoder leave, until its next pass.
+
+    A backend that copies the rows to its device itself says where ``logit_rows`` are there. One
+    that goes on behind the layers leaves the ``logits``, and the ``tokens`` where it could choose
+    all that was to be drawn.
+    """
+
+    hidden: Tensor  # [T, hidden]: the final norm's output
+    logit_rows: Tensor | None = None  # [num_logits] or more; None: the batch's own
+    logits: Tensor | None = None  # [num_logits, vocab] float32
+    tokens: Drawing | None = None
+
+
 class Fused(Protocol):
     """All layers of one decoder in one call, to the same bits as one operation after another."""
 
-    def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
-        """Token ids ``[T]`` to the final norm's output ``[T, hidden]``; writes KV to the pool.
-
-        The output holds until the next call.
-        """
+    def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
+        """Compute token ids ``[T]``; writes KV to the pool."""
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
         """Do what the first passes over a pool would else have to wait for; writes none of it."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import ForwardPlan, Ops
+from .base import ForwardPlan, LayersOutput, Ops
 from .weights import DecoderWeights
 
 
-def run_layers(ops: Ops, weights: DecoderWeights, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
-    """Token ids ``[T]`` to the final norm's output ``[T, hidden]``; writes KV to the pool."""
+def run_layers(
+    ops: Ops, weights: DecoderWeights, token_ids: Tensor, plan: ForwardPlan
+) -> LayersOutput:
+    """Compute token ids ``[T]``; writes KV to the pool."""
     residual = ops.embedding(token_ids, weights.embedding)
     x = ops.rms_norm(residual, weights.layers[0].input_norm, weights.norm_eps)
     following = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
         x, residual = _layer(ops, weights, index, x, residual, next_norm, plan)
-    return x
+    return LayersOutput(x)
 
 
 def _layer(

@@ -21,12 +21,12 @@ from itertools import takewhile
 
 import torch
 
-from ...core.batch import Draws, Segment
+from ...core.batch import Draws, ForwardOutput, Segment, Wanted
 from ...core.kv_pool import KVPool
 from ...core.model.decoder import Decoder
 from ...core.proposer import DraftRow
 from ...core.rejection import SampledDraft, draw
-from ...core.sampler import DeviceSampler, Drawing
+from ...core.sampler import DeviceSampler
 from ...core.sampling import SampleRow
 from ...core.step import Draft
 from ...core.verify import Choice
@@ -51,15 +51,6 @@ class _Track:
     num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
     num_marked: int = 0  # whole pages among them that carry the ready mark
     chain: _Chain = field(default_factory=_Chain)  # all but its last token have KV beyond that
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scored:
-    """What a pass leaves: a row of logits for each token to be drawn, or the tokens as well."""
-
-    rows: Sequence[SampleRow]
-    logits: torch.Tensor  # [len(rows), vocab]
-    drawing: Drawing | None = None
 
 
 class LmProposer:
@@ -185,11 +176,12 @@ class LmProposer:
             for row, track, stop in ((rows[i], tracks[i], stop) for i, stop in stops.items())
         ]
         whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
-        scored = self._forward(segments, rows, chains, whole)
+        asked = self._asked(rows, chains, whole)
+        output = self._forward(segments, asked)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
             tracks[index].num_computed = stop
             self._mark_ready(rows[index], tracks[index])
-        return self._draw(rows, chains, whole, scored)
+        return self._draw(rows, chains, whole, asked, output)
 
     def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
         """How far each row gets within the window, those that lack least first."""
@@ -214,7 +206,8 @@ class LmProposer:
             token_ids = chains[index].token_ids
             end = len(rows[index].tokens) + len(token_ids)
             segments.append(self._segment(rows[index], token_ids[-1:], end - 1))
-        return self._draw(rows, chains, live, self._forward(segments, rows, chains, live))
+        asked = self._asked(rows, chains, live)
+        return self._draw(rows, chains, live, asked, self._forward(segments, asked))
 
     @staticmethod
     def _segment(row: DraftRow, token_ids: Sequence[int], start: int) -> Segment:
@@ -224,20 +217,18 @@ class LmProposer:
             token_ids=token_ids, start=start, page_ids=row.page_ids, num_logits=int(is_whole)
         )
 
-    def _forward(
-        self,
-        segments: Sequence[Segment],
-        rows: Sequence[DraftRow],
-        chains: Sequence[_Chain],
-        live: Sequence[int],
-    ) -> _Scored:
-        """One pass, whose logits decide the next token of each live row."""
-        asked = [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
+    @staticmethod
+    def _asked(
+        rows: Sequence[DraftRow], chains: Sequence[_Chain], live: Sequence[int]
+    ) -> list[SampleRow]:
+        """What is to be drawn: the next token of each live row."""
+        return [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
+
+    def _forward(self, segments: Sequence[Segment], asked: Sequence[SampleRow]) -> ForwardOutput:
+        """One pass, a row of logits for each token that is asked for."""
         batch = self._decoder.batch(segments, page_size=self._pool.page_size)
-        if self._says_draws:
-            batch.draws = Draws(asked, [1] * len(asked), self.tau)
-        logits = self._decoder.forward(batch, self._pool)
-        return _Scored(asked, logits, batch.drawing)
+        draws = Draws(asked, [1] * len(asked), self.tau) if self._says_draws else None
+        return self._decoder.forward(batch, self._pool, Wanted(draws))
 
     # -- tokens ---------------------------------------------------------------------------------
 
@@ -246,27 +237,30 @@ class LmProposer:
         rows: Sequence[DraftRow],
         chains: Sequence[_Chain],
         live: Sequence[int],
-        scored: _Scored,
+        asked: Sequence[SampleRow],
+        output: ForwardOutput,
     ) -> list[int]:
         """One more token for each live row. Returns the rows whose logits were sound."""
         if self._fixed_tau is None:
-            for index, values in zip(live, scored.logits, strict=True):
+            for index, values in zip(live, output.logits, strict=True):
                 if not chains[index].token_ids:
                     self._tuner.keep(rows[index], values)
-        choices = self._choose(scored, [chains[i] for i in live])
+        choices = self._choose(output, asked, [chains[i] for i in live])
         pairs = list(zip(live, choices, strict=True))
         for index, choice in pairs:
             if choice.error is None:
                 chains[index].token_ids.append(choice.token_id)
         return [index for index, choice in pairs if choice.error is None]
 
-    def _choose(self, scored: _Scored, chains: Sequence[_Chain]) -> list[Choice]:
+    def _choose(
+        self, output: ForwardOutput, asked: Sequence[SampleRow], chains: Sequence[_Chain]
+    ) -> list[Choice]:
         """By the target's own sampler, or as rejection sampling wants it."""
-        if scored.drawing is not None:
-            return scored.drawing.choices()
+        if output.tokens is not None:
+            return output.tokens.choices()
         if not self._independent:
-            return self._sampler.sample(scored.logits, scored.rows, tau=self.tau)
-        choices, drawn_from = draw(scored.logits, scored.rows)
+            return self._sampler.sample(output.logits, asked, tau=self.tau)
+        choices, drawn_from = draw(output.logits, asked)
         for choice, chain, probs in zip(choices, chains, drawn_from, strict=True):
             if choice.error is None:
                 chain.drawn_from.append(probs)

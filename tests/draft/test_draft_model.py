@@ -12,7 +12,7 @@ from fixed_depth import FixedDepth
 
 from fake_model import Driver
 from foretoken.core.admission import SchedulerLimits
-from foretoken.core.batch import RaggedBatch
+from foretoken.core.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.kv_pool import KVPool
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -42,9 +42,9 @@ class Counting:
     def num_tokens(self) -> int:
         return sum(self.calls)
 
-    def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+    def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
         self.calls.append(int(batch.lens.sum()))
-        return self._decoder.forward(batch, pool)
+        return self._decoder.forward(batch, pool, wanted)
 
 
 class Bench:

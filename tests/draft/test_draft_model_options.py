@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.batch import RaggedBatch
+from foretoken.core.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.kv_pool import KVPool
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -65,9 +65,10 @@ def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -
         config, device = decoder.config, decoder.device
         batch, sampler = staticmethod(decoder.batch), decoder.sampler
 
-        def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
-            seen.append(decoder.forward(batch, pool))
-            return seen[-1]
+        def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+            output = decoder.forward(batch, pool, wanted)
+            seen.append(output.logits)
+            return output
 
     pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
     LmProposer(Watched(), pool, window=999).propose([row_of([*tokens, *tail], 1)])  # type: ignore[arg-type]
@@ -182,9 +183,10 @@ class Scaled:
         self.make_pool, self.batch = decoder.make_pool, decoder.batch
         self.sampler = decoder.sampler
 
-    def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
-        logits = self._decoder.forward(batch, pool)
-        return logits / logits.std(-1, keepdim=True) * self._deviation
+    def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+        output = self._decoder.forward(batch, pool, wanted)
+        logits = output.logits
+        return output._replace(logits=logits / logits.std(-1, keepdim=True) * self._deviation)
 
 
 # ---- breakdown ---------------------------------------------------------------------------------
@@ -199,9 +201,11 @@ def test_a_draft_model_that_breaks_down_stops_drafting(pair) -> None:
         batch = staticmethod(pair[1].batch)
         calls = 0
 
-        def forward(self, batch: RaggedBatch, pool: KVPool) -> torch.Tensor:
+        def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
             Breaking.calls += 1
-            return forward(batch, pool) * (math.nan if Breaking.calls == 3 else 1.0)
+            output = forward(batch, pool, wanted)
+            factor = math.nan if Breaking.calls == 3 else 1.0
+            return output._replace(logits=output.logits * factor)
 
     proposer._decoder = Breaking()  # type: ignore[assignment]
     (draft,) = proposer.propose([row_of(prompt_of(9), temperature=0.0)])

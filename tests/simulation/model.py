@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.batch import Segment
+from foretoken.core.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.launch import Launched
 from foretoken.core.proposer import Proposer
 from foretoken.core.runner import ModelRunner
@@ -125,8 +125,8 @@ class HashDecoder:
     def batch(self, segments: Sequence[Segment], *, page_size: int) -> Laid:
         return Laid(segments)
 
-    def hidden_states(self, batch: Laid, pool: Pages) -> torch.Tensor:
-        """[num_rows, 1]; writes the KV of every row."""
+    def forward(self, batch: Laid, pool: Pages, wanted: Wanted) -> ForwardOutput:
+        """Hidden states [num_rows, 1], not a number where a row is broken; writes all KV."""
         self.on_pass()
         owners = [row for row in self.rows for _ in range(1 + len(row.branches))]
         written: set[int] = set()
@@ -142,7 +142,7 @@ class HashDecoder:
                 pool.put(segment.page_ids, position, state)
             batch.states.append(states)
         values = [math.nan if s == BROKEN else 0.0 for states in batch.states for s in states]
-        return torch.tensor(values)[:, None]
+        return ForwardOutput(torch.tensor(values)[:, None], self._logits(batch))
 
     def _check_context(self, row: PlanRow, segment: Segment, pool: Pages) -> None:
         """I7: the pages before a segment hold the KV of exactly the tokens on its path."""
@@ -163,7 +163,7 @@ class HashDecoder:
             self._violation(f"{row.request_id} writes a page that another path writes")
         written |= pages
 
-    def logits(self, hidden: torch.Tensor, batch: Laid) -> torch.Tensor:
+    def _logits(self, batch: Laid) -> torch.Tensor:
         """[num_logits, vocab], 1 at the token that follows."""
         wanted = [
             state

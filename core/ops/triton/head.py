@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...batch import RaggedBatch
+from ...batch import Draws
 from ...noise import vocabulary_hashes
-from ..base import Ops
+from ..base import LayersOutput, Ops
 from ..weights import DecoderWeights
 from .packet import HostFields, Packet
 from .pass_fields import fill_controls
@@ -28,14 +28,19 @@ class Outcome(NamedTuple):
 
     hidden: Tensor  # [bucket, hidden]
     logits: Tensor | None = None  # [bucket, vocab] float32, of its logit rows
-    winners: Tensor | None = None  # [bucket] int64; void where there is nobody
+    winners: Tensor | None = None  # [bucket] int64; void at places that are not there
 
-    def leave(self, batch: RaggedBatch, *, has_chosen: bool) -> None:
-        """Say in the batch what its pass has left."""
-        if self.logits is not None:
-            batch.logits = self.logits[: batch.num_logits]
+    def of_pass(self, num_rows: int, logit_rows: Tensor, *, has_chosen: bool) -> LayersOutput:
+        """What it leaves of a pass of so many rows. ``logit_rows`` [num_logits] is on the device.
+
+        ``has_chosen``: whether the winners are the tokens that were to be drawn.
+        """
+        num_logits = len(logit_rows)
+        logits = None if self.logits is None else self.logits[:num_logits]
+        tokens = None
         if self.winners is not None and has_chosen:
-            batch.drawing = TritonDrawing(self.winners[: batch.num_logits], {})
+            tokens = TritonDrawing(self.winners[:num_logits], {})
+        return LayersOutput(self.hidden[:num_rows], logit_rows, logits, tokens)
 
 
 class Head:
@@ -58,10 +63,10 @@ class Head:
         winners = self._sampler.race(logits, fields["controls"], fields["cuts"], self._hashes)
         return Outcome(hidden, logits, winners)
 
-    def fill(self, to: HostFields, batch: RaggedBatch) -> bool:
+    def fill(self, to: HostFields, draws: Draws | None, num_logits: int) -> bool:
         """Write what is to be chosen; whether all of it will be."""
-        controls, count = None, batch.num_logits
-        if batch.draws is not None and count > 0:
-            controls = self._sampler.plain_controls(batch.draws, count, self._vocab_size)
+        controls = None
+        if draws is not None and num_logits > 0:
+            controls = self._sampler.plain_controls(draws, num_logits, self._vocab_size)
         fill_controls(to, controls)
         return controls is not None

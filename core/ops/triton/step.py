@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from ...batch import Draws, Wanted
 from ...kv_pool import KVPool
-from ..base import ForwardPlan, HeadLayout, Ops, Rope
+from ..base import ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
 from ..layers import run_layers
 from ..weights import DecoderWeights
 from . import ahead
@@ -50,7 +51,7 @@ class _Captured:
             and words_needed(plan.batch, works) <= len(self.packet.device["words"])
         )
 
-    def run(self, plan: TritonPlan, works: list[WorkList]) -> Tensor:
+    def run(self, plan: TritonPlan, works: list[WorkList], draws: Draws | None) -> LayersOutput:
         """Replay for a pass that fits; its rows hold until the next.
 
         Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
@@ -59,13 +60,12 @@ class _Captured:
         """
         batch, to = plan.batch, self.packet.open()
         num_words = fill(to, batch, works)
-        has_chosen = self.head is not None and self.head.fill(to, batch)
+        has_chosen = self.head is not None and self.head.fill(to, draws, batch.num_logits)
         self.packet.upload(num_words)
         ahead.take_ahead(batch, self.packet.device)
         self.graph.replay()
-        batch.logit_rows = self.packet.device["logit_rows"][: len(batch.logit_rows)]
-        self.outcome.leave(batch, has_chosen=has_chosen)
-        return self.outcome.hidden[: batch.num_rows]
+        logit_rows = self.packet.device["logit_rows"][: len(batch.logit_rows)]
+        return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 
 
 class _PoolGraphs:
@@ -120,12 +120,8 @@ class TritonStep:
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
         self._has_said = False  # that a pass did not fit
 
-    def __call__(self, token_ids: Tensor, plan: ForwardPlan) -> Tensor:
-        """Token ids ``[T]``, those of the plan, to the final norm's output ``[T, hidden]``.
-
-        Writes KV to the pool. The output holds until the next call, and so does what a graph
-        leaves in the plan's batch.
-        """
+    def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
+        """Compute token ids ``[T]``, those of the plan; writes KV to the pool."""
         assert isinstance(plan, TritonPlan)
         works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
@@ -133,14 +129,14 @@ class TritonStep:
         if bucket is not None:
             captured = self._captured(plan.geometry, bucket, plan.has_wide)
             if captured is not None and captured.fits(plan, works):
-                return captured.run(plan, works)
+                return captured.run(plan, works, wanted.draws)
             if captured is not None:
                 self._say(plan)
         shared = self._graphs.get(plan.geometry.pool)
         sums = None if shared is None else shared.sums
         device = plan.on_device(self._windows, bucket or num_rows, sums)
-        plan.batch.logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
-        return self._layers(device)[:num_rows]
+        hidden = self._layers(device)[:num_rows]
+        return LayersOutput(hidden, device.logit_rows[: len(plan.batch.logit_rows)])
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
@@ -219,4 +215,4 @@ class TritonStep:
         return _Captured(graph, packet, head, outcome, positions, places)
 
     def _layers(self, plan: DevicePlan) -> Tensor:
-        return run_layers(self._ops, self._weights, plan.token_ids, plan)
+        return run_layers(self._ops, self._weights, plan.token_ids, plan).hidden

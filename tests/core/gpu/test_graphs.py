@@ -72,8 +72,8 @@ class Twins:
 
 def run(decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     batch = decoder.batch(segments, page_size=PAGE_SIZE)
-    hidden = decoder.hidden_states(batch, pool)
-    return hidden.clone(), decoder.logits(hidden, batch)
+    output = decoder.forward(batch, pool)
+    return output.hidden.clone(), output.logits
 
 
 def segment(start: int, count: int, pages: Sequence[int], num_logits: int = 1) -> Segment:
@@ -287,11 +287,13 @@ def test_nothing_waits_for_the_device_in_a_pass_and_one_copy_goes_there(
 
     monkeypatch.setattr(Packet, "upload", counted)
     batch = decoder.batch([segment(8, 3, [43]), segment(0, 1, [44])], page_size=PAGE_SIZE)
+    found, compute = [], decoder._fused
+    monkeypatch.setattr(decoder, "_fused", lambda *of: found.append(compute(*of)) or found[0])
     with NoWaiting():
-        logits = decoder.logits(decoder.hidden_states(batch, pool), batch)
+        logits = decoder.forward(batch, pool).logits
     assert logits.shape == (2, VOCAB)
     (packet,) = copies
-    assert batch.logit_rows.data_ptr() == packet.device["logit_rows"].data_ptr()
+    assert found[0].logit_rows.data_ptr() == packet.device["logit_rows"].data_ptr()
     with pytest.raises(AssertionError, match="item waits"), NoWaiting():
         logits[0, 0].item()
 

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from foretoken.core.batch import Draws, Segment
+from foretoken.core.batch import Draws, Segment, Wanted
 from foretoken.core.noise import vocabulary_hashes
 from foretoken.core.params import SamplingParams
 from foretoken.core.runner import ModelRunner
@@ -186,9 +186,9 @@ def test_graphs_of_more_rows_choose_nothing(twins: Twins, monkeypatch: pytest.Mo
 def test_a_number_of_draws_that_is_not_that_of_the_logits_is_refused(twins: Twins) -> None:
     decoder, pool = twins.runners[0].decoder, twins.runners[0].pool
     batch = decoder.batch([Segment([1], 0, array("q", [0]), 1)], page_size=PAGE_SIZE)
-    batch.draws = Draws([row_of()], [2])
+    wanted = Wanted(Draws([row_of()], [2]))
     with pytest.raises(ValueError, match="1 rows of logits for 2 tokens to draw"):
-        decoder.hidden_states(batch, pool)
+        decoder.forward(batch, pool, wanted)
 
 
 # -- what a step asks of the device --------------------------------------------------------------

@@ -23,7 +23,7 @@ TOKENS = [1, 700, 13, 2500, 99, 4, 4000, 81, 7, 256]
 def logits(decoder: Decoder) -> torch.Tensor:
     pool = decoder.make_pool(1, page_size=16)
     segment = Segment(array("q", TOKENS), 0, array("q", [0]), len(TOKENS))
-    return decoder.forward(decoder.batch([segment], page_size=16), pool)
+    return decoder.forward(decoder.batch([segment], page_size=16), pool).logits
 
 
 @pytest.fixture(scope="module")
