@@ -46,6 +46,10 @@ typedef void (*ft_work)(void *context, int64_t begin, int64_t end);
  * task or a second thread, runs in the caller alone. */
 void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain);
 
+/* The same, but each thread begins with a range of its own of neighbouring tasks, for tasks that
+ * read neighbouring memory: what one of them fetches ahead is then used by the same core. */
+void ft_parallel_ranges(ft_work work, void *context, int64_t tasks, int64_t grain);
+
 /* Threads of the pool, the caller included. */
 int ft_num_threads(void);
 

@@ -347,7 +347,7 @@ int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_
     if (ft_prepare_rows(&job, x, x_dtype) != 0) return -1;
     const int64_t panels = ft_ceil_div(weight->out_features, PANEL);
     /* Pieces large enough to stream, small enough that a slow core holds nobody up. */
-    ft_parallel(run_panels, &job, panels, ft_max(1, panels / (8 * ft_num_threads())));
+    ft_parallel_ranges(run_panels, &job, panels, ft_max(1, panels / (8 * ft_num_threads())));
     return 0;
 }
 

@@ -1,4 +1,7 @@
-/* The thread pool: workers take pieces of a job from a shared counter.
+/* The thread pool: workers take pieces of a job from shared counters.
+ *
+ * A job is one range of tasks, or a range for each thread: then a thread takes the pieces of its own
+ * range one after the other, as a stream of weights wants it, and afterwards what is left of others.
  *
  * After a job a worker spins for some tens of microseconds, as the next operation of a step follows
  * at once, and then sleeps: beside an event loop on two cores, a spinning thread steals its time.
@@ -22,17 +25,31 @@
 
 enum { MAX_THREADS = 256, SPINS = 1000, CLOSED = 1 << 30 };
 
+/* Tasks that are taken in order. On a cache line of its own: every piece writes to it. */
+typedef struct {
+    _Alignas(64) _Atomic int64_t next; /* first task not yet taken */
+    int64_t end;
+} range;
+
+/* What a worker is told when it starts. */
+typedef struct {
+    uint64_t seen; /* the last job before it */
+    int thread;    /* its number; the caller's is 0 */
+} start;
+
 static struct {
     pthread_mutex_t busy;   /* held by the caller whose job runs, and while the pool is resized */
     pthread_mutex_t lock;   /* guards the sleep of workers and of the caller */
     pthread_cond_t wake;    /* a new job, or the end */
     pthread_cond_t finished;
     pthread_t workers[MAX_THREADS];
+    start starts[MAX_THREADS];
     int num_workers;
     ft_work work;
     void *context;
-    int64_t tasks, grain;
-    _Atomic int64_t next;     /* first task not yet taken */
+    int64_t grain;
+    range ranges[MAX_THREADS];
+    int num_ranges;
     _Atomic uint64_t job;     /* counts jobs; workers wait for it to change */
     _Atomic int gate;         /* workers inside the job; + CLOSED when none may enter */
     _Atomic int stop;
@@ -44,12 +61,18 @@ static struct {
     .gate = CLOSED,
 };
 
-static void take_pieces(void) {
+static void take_range(range *from) {
     for (;;) {
-        int64_t begin = atomic_fetch_add(&pool.next, pool.grain);
-        if (begin >= pool.tasks) return;
-        pool.work(pool.context, begin, ft_min(begin + pool.grain, pool.tasks));
+        int64_t begin = atomic_fetch_add(&from->next, pool.grain);
+        if (begin >= from->end) return;
+        pool.work(pool.context, begin, ft_min(begin + pool.grain, from->end));
     }
+}
+
+/* The thread's own range, then those of the others. */
+static void take_pieces(int thread) {
+    for (int i = 0; i < pool.num_ranges; i++)
+        take_range(&pool.ranges[(thread + i) % pool.num_ranges]);
 }
 
 static void await_job(uint64_t seen) {
@@ -63,12 +86,13 @@ static void await_job(uint64_t seen) {
 }
 
 static void *worker_main(void *argument) {
-    uint64_t seen = (uint64_t)(uintptr_t)argument;
+    const start *self = argument;
+    uint64_t seen = self->seen;
     for (;;) {
         await_job(seen);
         seen = atomic_load(&pool.job);
         if (atomic_load(&pool.stop)) return NULL;
-        if (!(atomic_fetch_add(&pool.gate, 1) & CLOSED)) take_pieces();
+        if (!(atomic_fetch_add(&pool.gate, 1) & CLOSED)) take_pieces(self->thread);
         if (atomic_fetch_sub(&pool.gate, 1) == CLOSED + 1) {
             pthread_mutex_lock(&pool.lock);
             pthread_cond_signal(&pool.finished);
@@ -95,7 +119,15 @@ static void close_job(void) {
     pthread_mutex_unlock(&pool.lock);
 }
 
-void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain) {
+static void cut_ranges(int64_t tasks, int num_ranges) {
+    pool.num_ranges = num_ranges;
+    for (int i = 0; i < num_ranges; i++) {
+        atomic_store(&pool.ranges[i].next, tasks * i / num_ranges);
+        pool.ranges[i].end = tasks * (i + 1) / num_ranges;
+    }
+}
+
+static void run(ft_work work, void *context, int64_t tasks, int64_t grain, int has_ranges) {
     if (tasks <= 0) return;
     if (tasks <= grain || pthread_mutex_trylock(&pool.busy) != 0) {
         work(context, 0, tasks);
@@ -108,14 +140,21 @@ void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain) {
     }
     pool.work = work;
     pool.context = context;
-    pool.tasks = tasks;
     pool.grain = grain;
-    atomic_store(&pool.next, 0);
+    cut_ranges(tasks, has_ranges ? pool.num_workers + 1 : 1);
     atomic_fetch_and(&pool.gate, ~CLOSED);
     announce();
-    take_pieces();
+    take_pieces(0);
     close_job();
     pthread_mutex_unlock(&pool.busy);
+}
+
+void ft_parallel(ft_work work, void *context, int64_t tasks, int64_t grain) {
+    run(work, context, tasks, grain, 0);
+}
+
+void ft_parallel_ranges(ft_work work, void *context, int64_t tasks, int64_t grain) {
+    run(work, context, tasks, grain, 1);
 }
 
 int ft_num_threads(void) { return pool.num_workers + 1; }
@@ -149,10 +188,12 @@ FT_EXPORT int ft_set_threads(int threads) {
     int wanted = (int)ft_min(ft_max(threads, 1), MAX_THREADS) - 1;
     if (wanted != pool.num_workers) {
         stop_workers();
-        void *seen = (void *)(uintptr_t)atomic_load(&pool.job);
+        uint64_t seen = atomic_load(&pool.job);
         while (pool.num_workers < wanted) {
             pthread_t *worker = &pool.workers[pool.num_workers];
-            if (pthread_create(worker, NULL, worker_main, seen) != 0) break;
+            start *self = &pool.starts[pool.num_workers];
+            *self = (start){seen, pool.num_workers + 1};
+            if (pthread_create(worker, NULL, worker_main, self) != 0) break;
             pool.num_workers++;
         }
     }

@@ -37,6 +37,16 @@ def test_thousands_of_short_jobs_lose_no_piece(library):
     assert work(library, 3000)
 
 
+def test_a_range_that_its_thread_does_not_take_is_taken_by_others(library):
+    """More threads than cores, and fewer pieces than threads: some ranges are empty or unserved."""
+    library.set_threads(7)
+    for out_features in (33, 64, 65, 200):
+        weight = torch.randn(out_features, 8, generator=torch.Generator().manual_seed(1))
+        packed, x = pack_linear(library, weight, None), torch.eye(8)
+        for _ in range(200):
+            assert torch.equal(linear(library, x, packed), weight.T)
+
+
 def test_callers_beside_each_other_share_the_pool_without_waiting_for_it(library):
     library.set_threads(3)
     with ThreadPoolExecutor(3) as callers:

@@ -106,9 +106,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-pool-drops-the-last-piece",
-        "take_pieces",
-        "if (begin >= pool.tasks) return;",
-        "if (begin + pool.grain > pool.tasks) return;",
+        "take_range",
+        "if (begin >= from->end) return;",
+        "if (begin + pool.grain > from->end) return;",
         (
             "test_the_number_of_threads_changes_no_bit",
             "test_attention_rows_are_the_same_bits_in_any_batch_on_any_number_of_threads",
