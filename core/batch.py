@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .sampling import SampleRow
 
 IntArray: TypeAlias = NDArray[np.int64]
+Taps: TypeAlias = tuple[int, ...]
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
@@ -75,10 +76,13 @@ class Wanted(NamedTuple):
     """What a caller wants of a pass besides KV, hidden states and logits.
 
     ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
-    along with the pass; other backends do not look at them.
+    along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
+    stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
+    layers before the final norm.
     """
 
     draws: Draws | None = None
+    taps: Taps = ()
 
 
 NOTHING_MORE = Wanted()
@@ -90,6 +94,7 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor  # [num_rows, hidden]: the final norm's output
     logits: Tensor  # [num_logits, vocab] float32
     tokens: Drawing | None = None  # all of `Wanted.draws`, where the pass chose them
+    taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
 
 
 @dataclass(frozen=True, eq=False)

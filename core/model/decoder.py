@@ -13,6 +13,7 @@ from ..batch import (
     ForwardOutput,
     RaggedBatch,
     Segment,
+    Taps,
     Wanted,
     build_batch,
 )
@@ -75,14 +76,16 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def warm_up(self, pool: KVPool, max_len: int) -> None:
+    def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
         """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
+
+        ``taps``: the boundaries that these passes will want.
 
         On a GPU, captures the graphs: seconds, and memory beside the pool's.
         """
         self._rope.table(max_len)
         if self._fused is not None:
-            self._fused.warm_up(pool, self.heads, self._rope)
+            self._fused.warm_up(pool, self.heads, self._rope, taps)
 
     @torch.inference_mode()
     def forward(
@@ -90,16 +93,22 @@ class Decoder:
     ) -> ForwardOutput:
         """Compute KV of every row into the pool, and what is wanted besides.
 
-        The output holds until the next pass.
+        The output holds until the next pass. Raises ValueError for taps that there are not.
         """
+        self._check(wanted.taps)
         plan = self.ops.plan(batch, pool, self.heads, self._rope)
         self.on_pass()
         if self._fused is None:
-            found = run_layers(self.ops, self.weights, batch.token_ids, plan)
+            found = run_layers(self.ops, self.weights, batch.token_ids, plan, wanted.taps)
         else:
             found = self._fused(batch.token_ids, plan, wanted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
-        return ForwardOutput(found.hidden, logits, found.tokens)
+        return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
+
+    def _check(self, taps: Taps) -> None:
+        num_layers = self.config.num_layers
+        if taps and (len(set(taps)) < len(taps) or min(taps) < 0 or max(taps) > num_layers):
+            raise ValueError(f"taps {taps}: each from 0 to {num_layers}, and once")
 
     def _logits(self, batch: RaggedBatch, found: LayersOutput) -> Tensor:
         """Those of the batch's logit rows, [num_logits, vocab] float32."""

@@ -67,17 +67,40 @@ static int run_layer(const ft_decoder *decoder, int64_t index, const ft_batch *b
     return 0;
 }
 
+/* Copies of the residual stream: at[count] boundaries, out [num_rows, count, hidden]. */
+typedef struct {
+    int64_t count;
+    const int64_t *at;
+    char *out;
+} ft_taps;
+
+/* Copy the residual stream [rows] to the place of `boundary`, if it is wanted. */
+static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int64_t rows,
+                int64_t row_bytes) {
+    for (int64_t index = 0; index < taps->count; index++) {
+        if (taps->at[index] != boundary) continue;
+        char *out = taps->out + index * row_bytes;
+        for (int64_t row = 0; row < rows; row++)
+            memcpy(out + row * taps->count * row_bytes, residual + row * row_bytes,
+                   (size_t)row_bytes);
+    }
+}
+
 /* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
- * Returns 0, or -1 when there is no memory. */
+ * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
+ * 0 is the embedding, b lies behind b layers. Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft_batch *batch,
-                         const ft_kv *kv, const ft_heads *heads, void *out) {
+                         const ft_kv *kv, const ft_heads *heads, void *out, int64_t num_taps,
+                         const int64_t *tapped_at, void *tapped) {
     step_space space;
     ft_attend_plan plan;
     int64_t rows = batch->num_rows, last = decoder->num_layers - 1;
     if (find_space(decoder, heads, rows, &space)) return -1;
     if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
     int64_t row_bytes = decoder->hidden * (heads->dtype == FT_BFLOAT16 ? 2 : 4);
+    ft_taps taps = {num_taps, tapped_at, tapped};
     ft_embedding(ids, decoder->embedding, space.residual, rows, row_bytes);
+    tap(&taps, 0, space.residual, rows, row_bytes);
     ft_norm_rows(space.residual, NULL, decoder->layers[0].input_norm, space.x, rows,
                  decoder->hidden, decoder->eps, (int)heads->dtype);
     for (int64_t index = 0; index <= last; index++) {
@@ -85,6 +108,7 @@ FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft
             index < last ? decoder->layers[index + 1].input_norm : decoder->final_norm;
         void *target = index < last ? space.x : out;
         if (run_layer(decoder, index, batch, kv, heads, &plan, &space, norm, target)) return -1;
+        tap(&taps, index + 1, space.residual, rows, row_bytes);
     }
     return 0;
 }

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..batch import Wanted
+from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
 from ..ops.base import ForwardPlan, HeadLayout, LayersOutput, PackedLinear, Rope
 from ..ops.weights import DecoderWeights, LayerWeights
@@ -68,24 +68,24 @@ class NativeStep:
             next((norm.eps for norm in norms), 0.0),
         )
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        plan: ForwardPlan,
-        wanted: Wanted,  # noqa: ARG002
-    ) -> LayersOutput:
+    def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
         assert isinstance(plan, NativePlan)
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
+        num_taps, at, tapped = len(wanted.taps), None, None
+        if num_taps:
+            at = (_I64 * num_taps)(*wanted.taps)
+            tapped = torch.empty((plan.num_rows, num_taps * self._struct.hidden), dtype=plan.dtype)
         failed = self._library.c.ft_forward(
-            ctypes.byref(self._struct), token_ids.data_ptr(), *plan.pointers, out.data_ptr()
-        )
+            ctypes.byref(self._struct), token_ids.data_ptr(), *plan.pointers, out.data_ptr(),
+            num_taps, at, None if tapped is None else tapped.data_ptr(),
+        )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the activations of a step")
-        return LayersOutput(out)
+        return LayersOutput(out, taps=tapped)
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
+    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
         """Nothing: the first call is as fast as any."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..batch import RaggedBatch, Wanted
+from ..batch import RaggedBatch, Taps, Wanted
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
 from ..sampler import Drawing, Sampler
@@ -81,6 +81,7 @@ class LayersOutput(NamedTuple):
     logit_rows: Tensor | None = None  # [num_logits] or more; None: the batch's own
     logits: Tensor | None = None  # [num_logits, vocab] float32
     tokens: Drawing | None = None
+    taps: Tensor | None = None  # [T, num_taps * hidden]
 
 
 class Fused(Protocol):
@@ -89,8 +90,11 @@ class Fused(Protocol):
     def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool."""
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
-        """Do what the first passes over a pool would else have to wait for; writes none of it."""
+    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
+        """Do what the first passes over a pool would else wait for; writes none of it.
+
+        ``taps``: the boundaries that those passes will want.
+        """
 
 
 class Ops(Protocol):

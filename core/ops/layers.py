@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..batch import Taps
 from .base import ForwardPlan, LayersOutput, Ops
 from .weights import DecoderWeights
 
 
 def run_layers(
-    ops: Ops, weights: DecoderWeights, token_ids: Tensor, plan: ForwardPlan
+    ops: Ops,
+    weights: DecoderWeights,
+    token_ids: Tensor,
+    plan: ForwardPlan,
+    taps: Taps = (),
+    *,
+    tapped: Tensor | None = None,
 ) -> LayersOutput:
-    """Compute token ids ``[T]``; writes KV to the pool."""
+    """Compute token ids ``[T]``; writes KV to the pool.
+
+    ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None.
+    """
     residual = ops.embedding(token_ids, weights.embedding)
+    if taps and tapped is None:
+        tapped = residual.new_empty((len(residual), len(taps) * residual.shape[1]))
+    _tap(tapped, taps, 0, residual)
     x = ops.rms_norm(residual, weights.layers[0].input_norm, weights.norm_eps)
     following = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
         x, residual = _layer(ops, weights, index, x, residual, next_norm, plan)
-    return LayersOutput(x)
+        _tap(tapped, taps, index + 1, residual)
+    return LayersOutput(x, taps=tapped)
+
+
+def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> None:
+    """Copy the residual stream at a boundary, if it is wanted."""
+    if tapped is not None and boundary in taps:
+        at, width = taps.index(boundary), residual.shape[1]
+        tapped[:, at * width : (at + 1) * width].copy_(residual)
 
 
 def _layer(

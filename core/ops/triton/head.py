@@ -27,8 +27,14 @@ class Outcome(NamedTuple):
     """What a graph leaves, until the next replay."""
 
     hidden: Tensor  # [bucket, hidden]
+    taps: Tensor | None = None  # [bucket, num_taps * hidden]
     logits: Tensor | None = None  # [bucket, vocab] float32, of its logit rows
     winners: Tensor | None = None  # [bucket] int64; void at places that are not there
+
+    @classmethod
+    def of(cls, layers: LayersOutput) -> Outcome:
+        """Of layers with nothing behind them."""
+        return cls(layers.hidden, layers.taps)
 
     def of_pass(self, num_rows: int, logit_rows: Tensor, *, has_chosen: bool) -> LayersOutput:
         """What it leaves of a pass of so many rows. ``logit_rows`` [num_logits] is on the device.
@@ -40,7 +46,8 @@ class Outcome(NamedTuple):
         tokens = None
         if self.winners is not None and has_chosen:
             tokens = TritonDrawing(self.winners[:num_logits], {})
-        return LayersOutput(self.hidden[:num_rows], logit_rows, logits, tokens)
+        taps = None if self.taps is None else self.taps[:num_rows]
+        return LayersOutput(self.hidden[:num_rows], logit_rows, logits, tokens, taps)
 
 
 class Head:
@@ -56,12 +63,12 @@ class Head:
         # Made before a graph is captured, and held: the graph reads it where it is.
         self._hashes = vocabulary_hashes(self._vocab_size, device)
 
-    def compute(self, hidden: Tensor, packet: Packet) -> Outcome:
-        """Behind the layers' ``hidden`` [bucket, hidden], by what the packet says."""
-        fields = packet.device
+    def compute(self, layers: LayersOutput, packet: Packet) -> Outcome:
+        """Behind the layers of [bucket] rows, by what the packet says."""
+        fields, hidden = packet.device, layers.hidden
         logits = self._ops.logits(hidden.index_select(0, fields["logit_rows"]), self._weight)
         winners = self._sampler.race(logits, fields["controls"], fields["cuts"], self._hashes)
-        return Outcome(hidden, logits, winners)
+        return Outcome(hidden, layers.taps, logits, winners)
 
     def fill(self, to: HostFields, draws: Draws | None, num_logits: int) -> bool:
         """Write what is to be chosen; whether all of it will be."""

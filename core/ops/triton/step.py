@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ...batch import Draws, Wanted
+from ...batch import Draws, Taps, Wanted
 from ...kv_pool import KVPool
 from ..base import ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
 from ..layers import run_layers
@@ -29,7 +29,7 @@ from .work_list import NARROW_LEN, SPLIT, WorkList
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
 MAX_WORDS = 2**20 - 2**13  # of a graph's packet: with its other fields four mebibytes
-_Shape: TypeAlias = tuple[int, bool]  # rows, and whether they may be of long chunks
+_Shape: TypeAlias = tuple[int, bool, Taps]  # rows; whether they may be of long chunks; taps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +79,18 @@ class _PoolGraphs:
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
         self.sums = Sums.of(num_places, heads, pool.data.device)
         self.captured: dict[_Shape, _Captured] = {}
+        self._taps: dict[Taps, Tensor] = {}
+
+    def tapped(self, taps: Taps, bucket: int, embedding: Tensor) -> Tensor | None:
+        """Where graphs of ``bucket`` rows leave their taps, [bucket, num_taps * hidden].
+
+        Outside the memory that they share: taps outlive what a graph computes with.
+        """
+        if not taps:
+            return None
+        if taps not in self._taps:
+            self._taps[taps] = embedding.new_empty((BUCKETS[-1], len(taps) * embedding.shape[1]))
+        return self._taps[taps][:bucket]
 
     def num_words(self, bucket: int, page_size: int, num_windows: int) -> int:
         """Words for rows that share nothing, each as long as can be; or `MAX_WORDS`."""
@@ -127,7 +139,7 @@ class TritonStep:
         num_rows = len(token_ids)
         bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
         if bucket is not None:
-            captured = self._captured(plan.geometry, bucket, plan.has_wide)
+            captured = self._captured(plan.geometry, (bucket, plan.has_wide, wanted.taps))
             if captured is not None and captured.fits(plan, works):
                 return captured.run(plan, works, wanted.draws)
             if captured is not None:
@@ -135,10 +147,11 @@ class TritonStep:
         shared = self._graphs.get(plan.geometry.pool)
         sums = None if shared is None else shared.sums
         device = plan.on_device(self._windows, bucket or num_rows, sums)
-        hidden = self._layers(device)[:num_rows]
-        return LayersOutput(hidden, device.logit_rows[: len(plan.batch.logit_rows)])
+        found = Outcome.of(self._layers(device, wanted.taps))
+        logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
+        return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope) -> None:
+    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
         ahead.warm_up(len(self._weights.embedding), pool.data.device)
         geometry = Geometry(pool, heads, rope, self._one_tile)
@@ -147,7 +160,7 @@ class TritonStep:
             del self._graphs[pool]  # they read tables that have become too short
         for bucket in reversed(BUCKETS):
             for has_wide in (True, False) if bucket > NARROW_LEN else (False,):
-                self._captured(geometry, bucket, has_wide)
+                self._captured(geometry, (bucket, has_wide, taps))
 
     def _say(self, plan: TritonPlan) -> None:
         """Once: such passes take longer."""
@@ -159,29 +172,29 @@ class TritonStep:
                 " one", batch.num_rows, len(batch.pages), plan.last_stop,
             )  # fmt: skip
 
-    def _captured(self, geometry: Geometry, bucket: int, has_wide: bool) -> _Captured | None:
+    def _captured(self, geometry: Geometry, shape: _Shape) -> _Captured | None:
         """The graph, captured when it is first asked for; None where that cannot be."""
         shared = self._graphs.get(geometry.pool)
-        if shared is not None and (bucket, has_wide) in shared.captured:
-            return shared.captured[bucket, has_wide]
+        if shared is not None and shape in shared.captured:
+            return shared.captured[shape]
         if self._make_graph is None:
             return None
         try:
             shared = shared or _PoolGraphs(geometry)
-            captured = self._capture(self._make_graph, geometry, shared, (bucket, has_wide))
+            captured = self._capture(self._make_graph, geometry, shared, shape)
         except Exception:
-            logger.exception("no graph of %d rows: it and others to come run without", bucket)
+            logger.exception("no graph of %d rows: it and others to come run without", shape[0])
             self._make_graph = None
             return None
         self._graphs[geometry.pool] = shared
-        shared.captured[bucket, has_wide] = captured
+        shared.captured[shape] = captured
         return captured
 
     def _capture(
         self, make_graph: MakeGraph, geometry: Geometry, shared: _PoolGraphs, shape: _Shape
     ) -> _Captured:
         """With a head where rows are few; where that fails, without one: its logits take memory."""
-        bucket, has_wide = shape
+        bucket, has_wide, _ = shape
         if bucket <= MAX_ROWS and not has_wide:
             try:
                 head = Head(self._ops, self._weights, self._sampler)
@@ -198,21 +211,22 @@ class TritonStep:
         shape: _Shape,
         head: Head | None,
     ) -> _Captured:
-        pool, windows, (bucket, has_wide) = geometry.pool, self._windows, shape
+        pool, windows, (bucket, has_wide, taps) = geometry.pool, self._windows, shape
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
         room = fields(bucket, len(windows), num_words, bucket if head else 0)
         packet = Packet(room, pool.data.device, num_hosts=FLIGHTS)
         packet.upload(fill_idle(packet.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, sums=True),))
         plan = device_plan(geometry, packet, kinds, shared.sums, shared.tables)
+        tapped = shared.tapped(taps, bucket, self._weights.embedding)
 
         def work() -> Outcome:
-            hidden = self._layers(plan)
-            return Outcome(hidden) if head is None else head.compute(hidden, packet)
+            found = self._layers(plan, taps, tapped)
+            return Outcome.of(found) if head is None else head.compute(found, packet)
 
         outcome = graph.capture(work)
         positions, places = shared.num_positions, shared.sums.num_places
         return _Captured(graph, packet, head, outcome, positions, places)
 
-    def _layers(self, plan: DevicePlan) -> Tensor:
-        return run_layers(self._ops, self._weights, plan.token_ids, plan).hidden
+    def _layers(self, plan: DevicePlan, taps: Taps, tapped: Tensor | None = None) -> LayersOutput:
+        return run_layers(self._ops, self._weights, plan.token_ids, plan, taps, tapped=tapped)
