@@ -57,8 +57,9 @@ class CacheRoutes:
             dropped = llm.engine.flush_prefix(tokens, salt)
             llm.prompts.flush_prefix(tokens, salt)
         else:
-            dropped = llm.engine.flush_cache(salt, everything=salt is None)
-            llm.prompts.flush(*(() if salt is None else (salt,)))
+            salts = () if salt is None else (salt,)
+            dropped = llm.engine.flush_cache(*salts)
+            llm.prompts.flush(*salts)
         return JsonResponse({"flushed_pages": dropped})
 
     async def _token_ids(self, request: Request, prefix: str | list[int | Message]) -> list[int]:

@@ -18,7 +18,6 @@ from .audit import Auditor, Verdict
 from .dump import Report, make_report, write_report
 from .errors import EngineDead, InvalidRequest, QueueFull
 from .flight import StepRunner
-from .flush import flush, flush_prefix
 from .mail import Mail
 from .metrics import EngineMetrics
 from .model_thread import ModelThread, StepThread
@@ -136,12 +135,12 @@ class Engine:
         """End a request between two steps; unknown and finished ones are ignored."""
         self._mail.abort(request_id)
 
-    def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
-        """Drop cached prefixes that no request uses, and what drafts would draw on.
+    def flush_cache(self, *namespaces: str | None) -> int:
+        """Drop cached prefixes that no request uses, and what drafts draw on; see `Scheduler.flush`.
 
-        Returns how many pages that freed.
+        Of these namespaces, of all when none is named. Returns how many pages that freed.
         """
-        return flush(self.scheduler, *(() if everything else (namespace,)))
+        return self.scheduler.flush(*namespaces)
 
     def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
         """Drop what begins with these tokens and is not in use, pins or not.
@@ -149,7 +148,7 @@ class Engine:
         Drafts of the namespace go altogether: they know no prefixes. Returns how many pages that
         freed. Raises `InvalidRequest` for tokens that do not fill a page.
         """
-        return flush_prefix(self.scheduler, tokens, namespace)
+        return self.scheduler.flush_prefix(tokens, namespace)
 
     def cache_info(self, namespace: str | None = None) -> dict[str, object]:
         """Occupancy and hit counters of the prefix cache, in pages and tokens.

@@ -18,7 +18,7 @@ from .admission import NOBODY, Ahead, SchedulerLimits
 from .audit import ledger_checks
 from .commit import late_end, row_error, take_output
 from .drafting import draft_limits, fit_pages, make_row, share_of
-from .errors import ForetokenError
+from .errors import ForetokenError, InvalidRequest
 from .pace import Pace
 from .pages import borrow, give_back, pin_prompt, publish
 from .request import Delta, FinishReason, Request, RequestStatus, by_order
@@ -263,6 +263,33 @@ class Scheduler:
         give_back(self.cache, request, keep=keep)
         request.num_computed = 0
         self._departed.append(request.request_id)
+
+    def flush(self, *namespaces: str | None) -> int:
+        """Drop what no request uses, cached pages and what drafts draw on; returns the pages freed.
+
+        Of these namespaces, of all when none is named; None is the shared default.
+        """
+        try:
+            self.speculator.flush(*namespaces)
+        finally:
+            num_pages = self.cache.flush(*namespaces)
+        return num_pages
+
+    def flush_prefix(self, tokens: array[int], namespace: str | None) -> int:
+        """Drop cached pages that begin with ``tokens`` and no request uses; returns how many.
+
+        Drafts of the namespace go altogether: they know no prefixes. Raises `InvalidRequest` for
+        tokens that do not fill a page.
+        """
+        page_size = self.cache.page_size
+        if len(tokens) < page_size:
+            message = f"a prefix must fill a page of {page_size} tokens, not {len(tokens)}"
+            raise InvalidRequest(message, param="prefix")
+        try:
+            self.speculator.flush(namespace)
+        finally:
+            num_pages = self.cache.flush_prefix(tokens, namespace=namespace)
+        return num_pages
 
     # -- commit ---------------------------------------------------------------------------------
 

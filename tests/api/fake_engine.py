@@ -50,7 +50,7 @@ class FakeEngine:
         self.submitted = threading.Semaphore(0)
         self.was_aborted = threading.Semaphore(0)
         self.dumped: list[dict[str, object]] = []
-        self.flushed: list[tuple[str | None, bool]] = []
+        self.flushed: list[tuple[str | None, ...]] = []
         self.failure: BaseException | None = None
         self.draining = False
         self.alive = False
@@ -139,8 +139,8 @@ class FakeEngine:
     def dump(self, report: dict[str, object]) -> None:
         self.dumped.append(report)
 
-    def flush_cache(self, namespace: str | None = None, *, everything: bool = True) -> int:
-        self.flushed.append((namespace, everything))
+    def flush_cache(self, *namespaces: str | None) -> int:
+        self.flushed.append(namespaces)
         return 3
 
     def cache_info(self, namespace: str | None = None) -> dict[str, object]:

@@ -463,6 +463,25 @@ def test_a_flush_reaches_the_cache_even_if_the_speculator_fails() -> None:
     run(scenario())
 
 
+def test_a_flush_of_one_namespace_leaves_the_others_what_is_cached() -> None:
+    async def scenario() -> None:
+        scheduler = make_scheduler()
+        engine = Engine(scheduler, FakeRunner(scheduler.cache.page_size))
+        await engine.start()
+        for namespace in (None, "mine", "theirs"):
+            request = make_request(str(namespace), [1] * 9, max_tokens=4, namespace=namespace)
+            await collect(engine.submit(request))
+        per_namespace = scheduler.cache.num_evictable_pages // 3
+        assert per_namespace > 0
+        assert engine.flush_cache("mine") == per_namespace
+        assert engine.flush_cache("mine") == 0
+        assert engine.flush_cache(None) == per_namespace
+        assert engine.flush_cache() == per_namespace
+        await engine.close()
+
+    run(scenario())
+
+
 def test_the_engine_is_warm_before_it_serves() -> None:
     async def scenario() -> None:
         seen: list[str] = []

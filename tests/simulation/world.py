@@ -240,7 +240,7 @@ class World:
         namespace = rng.choice([None, *(f"tenant-{salt}" for salt in range(1, NUM_SALTS))])
         match rng.randrange(5):
             case 0:
-                engine.flush_cache(namespace, everything=rng.random() < 0.3)
+                engine.flush_cache(*(() if rng.random() < 0.3 else (namespace,)))
             case 1:
                 told = rng.choice(self.told) if self.told else None
                 if told is not None and len(told.request.tokens) >= self.shape.page_size:

@@ -196,7 +196,7 @@ def test_the_cache_is_looked_at_and_flushed(client, engine):
     assert client.cache()["total_pages"] == 10
     assert client.flush_cache(salt="me") == 3
     assert client.flush_cache() == 3
-    assert engine.flushed == [("me", False), (None, True)]
+    assert engine.flushed == [("me",), ()]
 
 
 def test_prewarming_says_nothing_and_leaves_the_prompt_in_the_cache(client, engine):
