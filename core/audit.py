@@ -1,48 +1,20 @@
-"""The invariants that tie requests to pages, for tests and for idle moments."""
+"""When the invariants of requests and pages are checked: when asked, and in idle moments."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from ..radix_cache import PrefixCache
 from ..radix_cache.audit import Steps
-from .request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0  # between two audits in idle moments, at least
 SLICE = 1000  # steps of an audit in an idle moment between turns of others: about a millisecond
 QUIET = 1.0  # seconds without a request until an audit that one cut short is begun again
 Verdict = dict[str, object]
-
-
-def ledger_checks(
-    cache: PrefixCache,
-    running: Mapping[str, Request],
-    waiting: Sequence[Request],
-    ids: AbstractSet[str],
-) -> Steps:
-    """Asserts that every page has one owner and every request of ``ids`` one state. O(pages).
-
-    In steps, between which nothing may change.
-    """
-    leases = [r.lease for r in running.values() if r.lease is not None]
-    yield from cache.checks(leases)
-    assert len(leases) == len(running), "every running request owns a lease"
-    for request in waiting:
-        assert request.lease is None, "a waiting request owns nothing"
-        assert request.status is RequestStatus.WAITING, "a waiting request has another status"
-    assert {*running, *(r.request_id for r in waiting)} == ids, "a request is in exactly one state"
-    for request in running.values():
-        assert request.num_pending >= 1, "there is always a token to compute"
 
 
 def inspect(scheduler: Scheduler) -> Verdict:

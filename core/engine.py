@@ -136,7 +136,7 @@ class Engine:
         self._mail.abort(request_id)
 
     def flush_cache(self, *namespaces: str | None) -> int:
-        """Drop cached prefixes that no request uses, and what drafts draw on; see `Scheduler.flush`.
+        """Drop cached prefixes that no request uses, and what drafts draw on.
 
         Of these namespaces, of all when none is named. Returns how many pages that freed.
         """

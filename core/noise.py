@@ -88,7 +88,12 @@ def _stream_key(seed: int, position: int) -> int:
 
 def stream_start(seed: int) -> int:
     """What `stream_keys` makes of a seed at every position; 64 bits, unsigned."""
-    return _mix(seed + _GOLDEN)
+    return splitmix64(seed)
+
+
+def splitmix64(word: int) -> int:
+    """64 bits, unsigned, each of which depends on all bits of ``word``."""
+    return _mix(word + _GOLDEN)
 
 
 def stream_keys(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

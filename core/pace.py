@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 
-from .recovery import LEAST_CHUNK, num_chunk_tokens
-from .step import StepOutput, StepPlan
+from .step import LEAST_CHUNK, StepOutput, StepPlan, num_chunk_tokens
 
 MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
-LEAST_TOKENS = LEAST_CHUNK  # a prompt gets on whatever its tokens cost
 REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
 REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
 
@@ -41,7 +39,7 @@ class Pace:
         """Memory ran out in this step: from now on half as much of prompts, and slowly more."""
         num_tokens = num_chunk_tokens(plan.rows)
         if num_tokens:
-            self._room = max(LEAST_TOKENS, num_tokens / 2)
+            self._room = max(LEAST_CHUNK, num_tokens / 2)
 
     def _limit(self, num_decodes: int, budget: int) -> int:
         if not num_decodes or self._slowdown == math.inf:
@@ -52,7 +50,7 @@ class Pace:
         if not plain_s or not self._chunk_s:
             return budget
         tokens = (self._slowdown - 1.0) * plain_s * self._chunk_tokens / self._chunk_s
-        return min(budget, max(LEAST_TOKENS, int(min(tokens, budget))))
+        return min(budget, max(LEAST_CHUNK, int(min(tokens, budget))))
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was computed; runners that tell no times teach nothing."""

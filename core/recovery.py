@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import traceback
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from .params import SamplingParams
-from .step import NO_DRAFT, PlanRow, RowSampling, StepPlan
+from .step import LEAST_CHUNK, NO_DRAFT, PlanRow, RowSampling, StepPlan, num_chunk_tokens
 
-LEAST_CHUNK = 16  # tokens: where these do not fit into memory either, their request fails
 _OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
 _GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in what torch and Triton say
 
@@ -102,11 +101,6 @@ class Retrial:
     def blamed(self) -> StepPlan:
         """The plan with the culprits alone."""
         return replace(self._plan, rows=self.culprits)
-
-
-def num_chunk_tokens(rows: Iterable[PlanRow]) -> int:
-    """Tokens of prompts that these rows compute."""
-    return sum(row.stop - row.start for row in rows if row.stop - row.start > 1)
 
 
 def _smaller(rows: Sequence[PlanRow], failure: Exception) -> list[list[PlanRow]]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from sortedcontainers import SortedDict
 
 from ..radix_cache import PrefixCache
+from ..radix_cache.audit import Steps
 from .admission import (
     NOBODY,
     Ahead,
@@ -19,7 +20,7 @@ from .admission import (
 )
 from .errors import InvalidRequest, QueueFull
 from .queue import WaitingQueue
-from .request import Request, RequestStatus
+from .request import Request, RequestStatus, by_order
 from .tenants import Crowd
 
 MAX_PASSED = 16  # waiting requests that a round passes over because their prefix is on its way
@@ -34,7 +35,7 @@ class Roster:
 
     def __init__(self, limits: SchedulerLimits, capacity: int) -> None:
         self.capacity = capacity
-        self.running: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}  # in the order of `Request.order`
         self.waiting = WaitingQueue(limits.aging_seconds)
         self._limits = limits
         self._by_id: dict[str, Request] = {}
@@ -50,12 +51,6 @@ class Roster:
     def ids(self) -> Collection[str]:
         """Of all of them, in the order of their arrival."""
         return self._by_id.keys()
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens that lack their KV and are no mere decode. O(running)."""
-        pending = (request.num_pending for request in self.running.values())
-        return sum(each for each in pending if each > 1) + self.waiting.num_tokens
 
     def get(self, request_id: str) -> Request | None:
         """The request of that id, if there is one."""
@@ -132,10 +127,15 @@ class Roster:
             yield request
 
     def let_in(self, request: Request) -> None:
-        """A waiting request runs."""
+        """A waiting request runs. O(1) where it comes last in order, as most do, else O(n)."""
         self.waiting.remove(request)
+        last = next(reversed(self.running.values()), request)
         self.running[request.request_id] = request
         request.status = RequestStatus.RUNNING
+        if request.order < last.order:
+            in_order = sorted(self.running.values(), key=by_order)
+            self.running.clear()
+            self.running.update((each.request_id, each) for each in in_order)
 
     def send_back(self, request: Request) -> None:
         """A running request waits again."""
@@ -159,10 +159,27 @@ class Roster:
         count = self._due.bisect_right((now, self._num_arrived))
         return list(self._due.values()[:count])
 
-    def check_all(self) -> None:
-        """Asserts that the queue and the deadlines are those of the requests. O(n)."""
+    def checks(self, cache: PrefixCache) -> Steps:
+        """Asserts every invariant that ties requests to each other and to pages. O(n + pages).
+
+        In steps, between which nothing may change.
+        """
+        self._check_order()
+        leases = [each.lease for each in self.running.values() if each.lease is not None]
+        yield from cache.checks(leases)
+        assert len(leases) == len(self.running), "every running request owns a lease"
+        for request in self.waiting.requests:
+            assert request.lease is None, "a waiting request owns nothing"
+            assert request.status is RequestStatus.WAITING, "a waiting request has another status"
+        for request in self.running.values():
+            assert request.num_pending >= 1, "there is always a token to compute"
+
+    def _check_order(self) -> None:
         self.waiting.check()
+        running = list(self.running.values())
+        assert running == sorted(running, key=by_order), "running requests are out of order"
         ids = [*self.running, *(request.request_id for request in self.waiting.requests)]
         assert len(ids) == len(self._by_id), "a request is in exactly one state"
+        assert set(ids) == set(self._by_id), "a request is in exactly one state"
         timed = {request for request in self._by_id.values() if request.deadline is not None}
         assert set(self._due.values()) == timed, "a deadline is not awaited, or in vain"

@@ -10,18 +10,17 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
 from ..radix_cache import PrefixCache
 from ..radix_cache.audit import Steps, run
 from .admission import NOBODY, Ahead, SchedulerLimits
-from .audit import ledger_checks
 from .commit import late_end, row_error, take_output
 from .drafting import draft_limits, fit_pages, make_row, share_of
 from .errors import ForetokenError, InvalidRequest
 from .pace import Pace
 from .pages import borrow, give_back, pin_prompt, publish
-from .request import Delta, FinishReason, Request, RequestStatus, by_order
+from .request import Delta, FinishReason, Request, RequestStatus
 from .roster import Roster
 from .speculation import NO_SPECULATION, NOTHING, DraftPlan, GuardedSpeculator, Speculator
 from .step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
@@ -115,9 +114,10 @@ class Scheduler:
         decodes = self._plan_decodes(budget)
         budget -= len(decodes)
         paced = self._pace.limit(len(decodes), budget)
-        drafts = self._plan_drafts(decodes, budget, paced)
+        prefills = [each for each in self.running.values() if each.num_pending > 1]
+        drafts = self._plan_drafts(decodes, prefills, budget, paced)
         budget = min(paced, budget - sum(plan.num_rows for plan in drafts or ()))
-        chunks = self._plan_chunks(budget, {each.request_id for each in decodes}, now)
+        chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
         # Drafts take what pages are left: a chunk that had to evict for them would cost hits.
         rows = list(map(self._draft_row, decodes, drafts or repeat(NOTHING)))
         return self.make_plan(rows + chunks, is_plain=drafts is None)
@@ -144,7 +144,7 @@ class Scheduler:
 
     def _plan_decodes(self, budget: int) -> list[Request]:
         """Requests that lack one token, with a page for it, in order."""
-        ready = sorted((r for r in self.running.values() if r.num_pending == 1), key=by_order)
+        ready = [each for each in self.running.values() if each.num_pending == 1]
         planned: dict[str, Request] = {}
         for request in ready[:budget]:
             if request.lease is not None and self._reserve(request, len(request.tokens), planned):
@@ -152,7 +152,7 @@ class Scheduler:
         return list(planned.values())
 
     def _plan_drafts(
-        self, decodes: list[Request], spare: int, paced: int
+        self, decodes: list[Request], prefills: list[Request], spare: int, paced: int
     ) -> Sequence[DraftPlan] | None:
         """What each shall draft within the ``spare`` rows, of which prompts may have ``paced``.
 
@@ -163,7 +163,8 @@ class Scheduler:
         limits = draft_limits(decodes, self.limits.depth_cap)
         if not any(limits):
             return None
-        num_pending = min(paced, self.roster.num_prompt_tokens)
+        num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens
+        num_pending = min(paced, num_prompt_tokens)
         budget = share_of(spare, others_wait=num_pending > 0)
         return self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
 
@@ -194,10 +195,16 @@ class Scheduler:
         request.num_prepaid -= num_tokens - num_due
         self.waiting.charge(request.tenant, num_due)
 
-    def _plan_chunks(self, budget: int, planned: set[str], now: float) -> list[PlanRow]:
-        """Prefill chunks, with pages, for what is left of the token budget."""
+    def _plan_chunks(
+        self, prefills: list[Request], budget: int, planned: set[str], now: float
+    ) -> list[PlanRow]:
+        """Chunks of prompts, with pages, for what is left of the token budget.
+
+        Of those that run already, in order, then of admitted ones: no request is admitted once the
+        budget is gone.
+        """
         rows = []
-        for request in self._prefills(now) if budget > 0 else ():
+        for request in chain(prefills, self._admitted(now)) if budget > 0 else ():
             row = self._plan_chunk(request, budget, planned)
             if row is not None:
                 rows.append(row)
@@ -207,12 +214,8 @@ class Scheduler:
                 break
         return rows
 
-    def _prefills(self, now: float) -> Iterator[Request]:
-        """Running requests that lack more than one token, then admitted ones, in order.
-
-        Admission happens as this is consumed, so that nobody is admitted once the budget is gone.
-        """
-        yield from sorted((r for r in self.running.values() if r.num_pending > 1), key=by_order)
+    def _admitted(self, now: float) -> Iterator[Request]:
+        """Waiting requests, each admitted as it is asked for."""
         for request in self.roster.candidates(self.cache):
             self._admit(request, now)
             yield request
@@ -250,7 +253,8 @@ class Scheduler:
         return request.lease is not None
 
     def _victim(self, planned: Iterable[str]) -> Request:
-        return max((r for r in self.running.values() if r.request_id not in planned), key=by_order)
+        last_first = reversed(self.running.values())
+        return next(each for each in last_first if each.request_id not in planned)
 
     def _preempt(self, request: Request) -> None:
         """Release and queue again; what is computed stays in the tree as long as there is room."""
@@ -349,9 +353,7 @@ class Scheduler:
 
     def checks(self) -> Steps:
         """`audit` in steps, between which nothing may change."""
-        self.roster.check_all()
-        waiting = list(self.waiting.requests)
-        yield from ledger_checks(self.cache, self.running, waiting, set(self.roster.ids))
+        yield from self.roster.checks(self.cache)
 
 
 def _terminal(error: ForetokenError | None) -> Delta:

@@ -11,7 +11,7 @@ times as long to make, and the garbage collector would look at each.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -19,6 +19,8 @@ import msgspec
 
 from .constraint import Constraint
 from .params import SamplingParams
+
+LEAST_CHUNK = 16  # tokens of prompts that a step computes, at least: smaller chunks are not cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -152,6 +154,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def num_tokens(self) -> int:
         """Tokens to compute in this step, drafts not counted."""
         return sum(row.stop - row.start for row in self.rows)
+
+
+def num_chunk_tokens(rows: Iterable[PlanRow]) -> int:
+    """Tokens of prompts that these rows compute."""
+    return sum(row.stop - row.start for row in rows if row.stop - row.start > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ class KVLease:
     """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
 
     page_ids: array[int]  # page table; the first num_shared_pages owned by the tree, rest by this
-    lock: Lock  # pins the shared pages; owned by this lease
+    lock: Lock  # holds the shared pages; owned by this lease
     num_cached_tokens: int  # found at acquire; their KV need not be computed
     namespace: str | None  # cache salt; None is the shared default
     loss: Loss | None = None  # when the first page that was not found had been cached before

@@ -14,10 +14,9 @@ from foretoken.core.model import Decoder
 from foretoken.core.model.config import DecoderConfig
 from foretoken.core.model.rope import RopeSpec
 from foretoken.core.ops import Ops
-from foretoken.core.ops.base import HeadNorm
+from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights
 from foretoken.core.ops.triton.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
-from foretoken.core.ops.weights import DecoderWeights, LayerWeights
 
 PAGE_SIZE, NUM_PAGES, SIZE, VOCAB = 16, 60, 16, 20
 CONFIG = DecoderConfig(

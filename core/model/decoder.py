@@ -18,9 +18,8 @@ from ..batch import (
     build_batch,
 )
 from ..kv_pool import KvDtype, KVPool
-from ..ops.base import HeadLayout, LayersOutput, Ops
+from ..ops.base import DecoderWeights, HeadLayout, LayersOutput, Ops
 from ..ops.layers import run_layers
-from ..ops.weights import DecoderWeights
 from .config import DecoderConfig
 from .rope import RopeTable
 

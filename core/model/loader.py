@@ -14,9 +14,8 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from ..kv_pool import KvDtype
 from ..ops import Backend, Quantize, choose_ops
-from ..ops.base import Exactness, HeadNorm, Ops, PackedLinear
+from ..ops.base import DecoderWeights, Exactness, HeadNorm, LayerWeights, Ops, PackedLinear
 from ..ops.device import choose_device
-from ..ops.weights import DecoderWeights, LayerWeights
 from ..quantize import QuantizedWeight, stack
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import DecoderConfig, read_config

@@ -9,8 +9,15 @@ from torch import Tensor
 
 from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
-from ..ops.base import ForwardPlan, HeadLayout, LayersOutput, PackedLinear, Rope
-from ..ops.weights import DecoderWeights, LayerWeights
+from ..ops.base import (
+    DecoderWeights,
+    ForwardPlan,
+    HeadLayout,
+    LayersOutput,
+    LayerWeights,
+    PackedLinear,
+    Rope,
+)
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan

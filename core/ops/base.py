@@ -8,7 +8,7 @@ backend was made with ``exact="off"``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from ..batch import RaggedBatch, Taps, Wanted
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
 from ..sampler import Drawing, Sampler
-
-if TYPE_CHECKING:
-    from .weights import DecoderWeights
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
@@ -95,6 +92,31 @@ class Fused(Protocol):
 
         ``taps``: the boundaries that those passes will want.
         """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer, with Q, K and V packed into one matrix and gate and up into another."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: PackedLinear
+    head_norm: HeadNorm | None
+    o: PackedLinear
+    post_norm: Tensor  # [hidden]
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int | None  # positions that a row sees, itself included; None: all before it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """All weights, in the layout of the ops that will use them."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    lm_head: PackedLinear
+    norm_eps: float
 
 
 class Ops(Protocol):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..batch import Taps
-from .base import ForwardPlan, LayersOutput, Ops
-from .weights import DecoderWeights
+from .base import DecoderWeights, ForwardPlan, LayersOutput, Ops
 
 
 def run_layers(

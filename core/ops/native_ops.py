@@ -13,8 +13,7 @@ from ..native.plan import NativePlan
 from ..native.sampler import NativeSampler
 from ..native.step import NativeStep
 from ..quantize import Quantize, QuantizedWeight, WeightKind
-from .base import ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
-from .weights import DecoderWeights
+from .base import DecoderWeights, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 
 
 class NativeOps:

@@ -10,10 +10,9 @@ from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
 from ..sampler import TorchSampler
-from .base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
+from .base import DecoderWeights, Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from .torch_attention import attend
 from .torch_plan import TorchPlan
-from .weights import DecoderWeights
 
 _PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally well (measured)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)

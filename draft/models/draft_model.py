@@ -30,6 +30,7 @@ from ...core.sampler import DeviceSampler
 from ...core.sampling import SampleRow
 from ...core.step import Draft
 from ...core.verify import Choice
+from ..sources.merge import common_len
 from .temperature_tuner import TauTuner
 
 SOURCE = "lm"
@@ -131,7 +132,7 @@ class LmProposer:
     def _learn(self, row: DraftRow, track: _Track, chain: _Chain) -> None:
         """What came of a request's last draft: KV that is right."""
         committed = row.tokens[track.num_computed :]
-        agreed = _common_len(chain.token_ids, committed)
+        agreed = common_len(chain.token_ids, committed)
         right = min(agreed, len(chain.token_ids) - 1)
         track.num_computed += min(right, self._num_kept(row, track, chain))
         self._tuner.settle(row)
@@ -143,7 +144,7 @@ class LmProposer:
         """
         page_size = self._pool.page_size
         first = track.num_computed // page_size
-        num_pages = _common_len(chain.page_ids, row.page_ids[first:])
+        num_pages = common_len(chain.page_ids, row.page_ids[first:])
         return max(0, (first + num_pages) * page_size - track.num_computed)
 
     def _skip_ready(self, row: DraftRow, track: _Track) -> None:
@@ -269,13 +270,3 @@ class LmProposer:
 
 def _backlog(row: DraftRow, track: _Track) -> int:
     return len(row.tokens) - track.num_computed
-
-
-def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the run on which the two agree."""
-    length = 0
-    for ours, theirs in zip(one, other, strict=False):
-        if ours != theirs:
-            break
-        length += 1
-    return length

@@ -71,8 +71,8 @@ def _differ(branch: Path, other: Path) -> bool:
 
 
 def common_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Leading tokens that two sequences share."""
+    """Leading items that two sequences share."""
     length = min(len(first), len(second))
-    if first[:length] == second[:length]:
+    if first[:length] == second[:length]:  # arrays compare at once, but are equal to arrays alone
         return length
-    return next(i for i in range(length) if first[i] != second[i])
+    return next((i for i in range(length) if first[i] != second[i]), length)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.noise import splitmix64
 from ...core.request import Request
 from .source import INDEX_CHUNK, Guess, Odds, Priors
 
@@ -145,7 +146,7 @@ class SuffixIndex:
         equal then. Positions before ``shared_from`` are left to segments that have them already.
         """
         self._num_opened += 1
-        own = _mix(self._num_opened)
+        own = splitmix64(self._num_opened)
         shared = () if shared_salt is None else ORDERS[:NUM_SHARED]
         segment = Segment(
             number=self._num_opened,
@@ -160,7 +161,7 @@ class SuffixIndex:
         return segment
 
     def _salt(self, seed: int, order: int) -> int:
-        return _mix(seed + order) & self._slot_mask
+        return splitmix64(seed + order) & self._slot_mask
 
     def keep(self, segment: Segment) -> None:
         """Replace what was lent by a copy of what was indexed for others."""
@@ -394,11 +395,3 @@ def _continuation(place: Place, segment: Segment, most: int) -> array[int]:
 def _salt_of(namespace: str | None) -> int:
     """Tells namespaces apart in the table; the same in every process, as ``hash`` is not."""
     return int.from_bytes(blake2b(repr(namespace).encode(), digest_size=8).digest(), "little")
-
-
-def _mix(value: int) -> int:
-    """64 bits that depend on all bits of ``value`` (splitmix64; Steele et al. 2014)."""
-    value = (value + BASE) & MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
-    return value ^ value >> 31

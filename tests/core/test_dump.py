@@ -72,7 +72,7 @@ def test_a_dump_counts_tokens_and_does_not_tell_them() -> None:
 
 def test_a_part_that_cannot_be_told_does_not_cost_the_others() -> None:
     scheduler = make_scheduler()
-    scheduler.running = None  # type: ignore[assignment]
+    scheduler.running = scheduler.roster.running = None  # type: ignore[assignment]
     report = make_report("asked", scheduler, StepLog(), 0.0)
     assert report["requests"] == "cannot be told: AttributeError"
     assert report["audit"] == {"ok": False, "violation": "the check failed: AttributeError"}

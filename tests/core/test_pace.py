@@ -10,9 +10,9 @@ import pytest
 from fake_model import Driver, FakeRunner, make_request, make_scheduler
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.pace import LEAST_TOKENS, MEASURE, REMEASURE, Pace
+from foretoken.core.pace import MEASURE, REMEASURE, Pace
 from foretoken.core.params import SamplingParams
-from foretoken.core.step import PlanRow, RowSampling, StepOutput, StepPlan
+from foretoken.core.step import LEAST_CHUNK, PlanRow, RowSampling, StepOutput, StepPlan
 
 SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=1)
 STEP_S, TOKEN_S = 0.5, 0.01  # of a machine: each step, and each token of a prompt
@@ -64,7 +64,7 @@ def test_the_budget_holds_all_the_same() -> None:
 
 
 def test_a_prompt_gets_on_however_dear_its_tokens_are() -> None:
-    assert learnt(1.0).limit(4, 1000) == LEAST_TOKENS
+    assert learnt(1.0).limit(4, 1000) == LEAST_CHUNK
 
 
 def test_nobody_who_decodes_nobody_who_waits() -> None:

@@ -22,10 +22,10 @@ from fake_model import (
 from foretoken.core.engine import Engine
 from foretoken.core.errors import EngineDead, ForetokenError
 from foretoken.core.pace import REGROWTH
-from foretoken.core.recovery import LEAST_CHUNK, Retrial, forget_frames, is_out_of_memory
+from foretoken.core.recovery import Retrial, forget_frames, is_out_of_memory
 from foretoken.core.request import Delta, FinishReason
 from foretoken.core.speculation import NO_SPECULATION
-from foretoken.core.step import StepOutput, StepPlan
+from foretoken.core.step import LEAST_CHUNK, StepOutput, StepPlan
 from foretoken.core.stream import TokenStream
 
 PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(16)]

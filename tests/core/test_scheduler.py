@@ -21,7 +21,7 @@ from fake_model import (
     wrong,
 )
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
-from foretoken.core.request import RequestStatus
+from foretoken.core.request import RequestStatus, by_order
 from foretoken.core.step import Refusal, RowOutput, StepOutput, StepPlan
 
 
@@ -177,6 +177,19 @@ def test_the_request_that_comes_last_is_preempted_first(length: int) -> None:
     driver.run()
     assert low.num_preemptions > 0
     assert high.num_preemptions == 0
+
+
+def test_running_requests_stay_in_order_whenever_they_come_or_come_back() -> None:
+    driver = drive(num_pages=14, page_size=2, max_batch_tokens=12)
+    for index in range(6):
+        driver.add(make_request(str(index), prompt_of(4, index), max_tokens=14, priority=-index))
+        driver.step()
+        running = list(driver.scheduler.running.values())
+        assert running == sorted(running, key=by_order)
+    while driver.scheduler.num_requests:
+        driver.step()
+        driver.scheduler.audit()
+    assert driver.scheduler.num_preemptions > 0
 
 
 def test_a_chunk_never_takes_the_pages_of_a_row_that_is_planned() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from foretoken.draft.sources.merge import merge
+from foretoken.draft.sources.merge import common_len, merge
 from foretoken.draft.sources.source import Guess
 
 
@@ -57,3 +57,14 @@ def test_equal_branches_are_one() -> None:
         [np.full(2, 0.9), np.full(2, 0.5), np.full(2, 0.4), np.full(1, 0.1)],
     )
     assert [path.source for path in paths] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda ids: array("q", ids)])
+@pytest.mark.parametrize(
+    ("other", "length"), [([], 0), ([1, 2], 2), ([1, 2, 3], 3), ([1, 5, 3], 1), ([1, 2, 3, 4], 3)]
+)
+def test_sequences_of_any_kind_share_their_leading_items(
+    kind: Callable[[list[int]], Sequence[int]], other: list[int], length: int
+) -> None:
+    assert common_len(array("q", [1, 2, 3]), kind(other)) == length
+    assert common_len(kind(other), [1, 2, 3]) == length

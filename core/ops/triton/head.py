@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...batch import Draws
 from ...noise import vocabulary_hashes
-from ..base import LayersOutput, Ops
-from ..weights import DecoderWeights
+from ..base import DecoderWeights, LayersOutput, Ops
 from .packet import HostFields, Packet
 from .pass_fields import fill_controls
 from .sampler import TritonDrawing, TritonSampler

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ...batch import Draws, Taps, Wanted
 from ...kv_pool import KVPool
-from ..base import ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
+from ..base import DecoderWeights, ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
 from ..layers import run_layers
-from ..weights import DecoderWeights
 from . import ahead
 from .graphs import Graph, MakeGraph
 from .head import MAX_ROWS, Head, Outcome

@@ -14,8 +14,7 @@ from ...batch import RaggedBatch
 from ...errors import ModelLoadError
 from ...kv_pool import KVPool
 from ...quantize import Quantize, QuantizedWeight, WeightKind
-from ..base import Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
-from ..weights import DecoderWeights
+from ..base import DecoderWeights, Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
 from .attention import attend_kernel, merge_kernel
 from .elementwise import rms_norm_kernel, rope_write_kernel, silu_mul_kernel
 from .graphs import MakeGraph, cuda_graphs

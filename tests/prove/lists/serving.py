@@ -82,10 +82,9 @@ MUTATIONS = (
     ),
     Mutation(
         "engine-flush-stops-at-the-speculator",
-        "flush",
-        "    finally:\n        num_pages = scheduler.cache.flush(*namespaces)",
-        "    except ValueError:\n        pass\n"
-        "    else:\n        num_pages = scheduler.cache.flush(*namespaces)",
+        "Scheduler.flush",
+        "        finally:\n",
+        "        except ValueError:\n            pass\n        else:\n",
         ("test_a_flush_reaches_the_cache_even_if_the_speculator_fails",),
         "a flush reaches the cache even if the speculator fails",
     ),
