@@ -14,7 +14,6 @@ def borrow(cache: PrefixCache, request: Request) -> KVLease:
         request.tokens,
         namespace=request.namespace,
         limit=cache_limit(request),
-        priority=request.priority,
         is_first=is_first,
     )
     if is_first:
@@ -49,7 +48,6 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
             min(pin.num_tokens, request.prompt_len),
             ttl=pin.ttl,
             namespace=request.namespace,
-            priority=request.priority,
         )
 
 

@@ -10,10 +10,8 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from .eviction import EvictionIndex
-from .lease import KVLease
-from .node import Lock, Node, PageCounts
-from .owned import OwnedPages
+from .eviction import EvictionIndex, OwnedPages
+from .node import KVLease, Lock, Node, PageCounts
 
 Steps = Iterator[None]
 FEW = 64  # page ids that one step may look at

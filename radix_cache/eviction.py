@@ -1,52 +1,97 @@
-"""The order in which unlocked leaves go.
+"""Which cached pages go: the order of eviction, each namespace's quota, and a log of what went.
 
-A policy is a function from a node to its rank; the lowest rank goes first. A node's rank changes
-only while it is locked, and a locked node is not filed here, so an entry never has to move:
+Unlocked leaves go least recently used first. A leaf's rank is its ``last_used``, which changes only
+while the node is locked, and a locked node is not filed here. So an entry never has to move:
 borrowing a leaf takes it out, giving it back files it anew.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
-from .owned import OwnedPages
+from .node import Cause, Loss
 
 
 class Evictable(Protocol):
-    """What a policy may look at, and whose the leaf is."""
+    """What the order goes by, and whose the leaf is."""
 
     namespace: str | None
     last_used: int  # tick of the tree's clock; no two leaves of a tree share one
-    num_hits: int  # leases that ever held the node
-    priority: int  # of the most important of them; lower is more important
 
 
-Rank = Any  # int or (int, int): all ranks of one policy can be compared
-Policy = Callable[[Evictable], Rank]
 Leaf = TypeVar("Leaf", bound=Evictable)
-
-
-def lru(node: Evictable) -> int:
-    """Least recently used first."""
-    return node.last_used
-
-
-def lfu(node: Evictable) -> tuple[int, int]:
-    """Least often used first, then least recently used."""
-    return node.num_hits, node.last_used
-
-
-def priority(node: Evictable) -> tuple[int, int]:
-    """Least important (highest number) first, then least recently used."""
-    return -node.priority, node.last_used
-
-
+NOBODY: Set[str | None] = frozenset()
+MAX_LOSSES = 8192
 SLACK = 64  # ranks of a namespace that may be out of date, beside as many as are not
-POLICIES: Mapping[str, Policy] = {"lru": lru, "lfu": lfu, "priority": priority}
+
+
+class OwnedPages:
+    """Pages by namespace, against a quota.
+
+    A namespace that owns more than ``quota`` pages is beyond it, and what it owns goes first when
+    room must be made; so nobody can drive out those who keep to theirs, and one who is alone in
+    the tree has all. At most ``pool / quota`` are beyond it at a time.
+
+    Who keeps to it is protected for as long as it comes back. Otherwise tenants that are gone would
+    keep those that are here from most of the pool, for ever. So a namespace that nobody uses while
+    ``patience`` pages are evicted is idle.
+    """
+
+    def __init__(self, quota: int | None, patience: float = math.inf) -> None:
+        self.quota = quota  # pages; None: nobody has too many
+        self.patience = patience  # evicted pages
+        self.num_pages: dict[str | None, int] = {}  # of those that own some
+        self._beyond: set[str | None] = set()
+        self._used: OrderedDict[str | None, int] = OrderedDict()  # how many were evicted by then
+
+    def beyond(self) -> Set[str | None]:
+        """Those that own more than their quota, beside others. O(1)."""
+        return self._beyond if len(self.num_pages) > 1 else NOBODY
+
+    def excess(self, namespace: str | None) -> int:
+        """Pages that one of those beyond its quota owns too many. O(1)."""
+        return self.num_pages[namespace] - (self.quota or 0)
+
+    def add(self, namespace: str | None, num_pages: int) -> None:
+        """It has got so many pages more, or with a negative number so many fewer. O(1)."""
+        count = self.num_pages.get(namespace, 0) + num_pages
+        if count:
+            self.num_pages[namespace] = count
+        else:
+            del self.num_pages[namespace]
+        if self.quota is not None:
+            (self._beyond.add if count > self.quota else self._beyond.discard)(namespace)
+
+    def use(self, namespace: str | None, num_evicted: int) -> None:
+        """Somebody uses it, after so many evictions. O(1)."""
+        if self.quota is not None:
+            self._used[namespace] = num_evicted
+            self._used.move_to_end(namespace)
+
+    def idlest(self, num_evicted: int) -> tuple[str | None, ...]:
+        """Who is idle after so many evictions, and for longest: nobody, or one. O(1)."""
+        for namespace, used in self._used.items():
+            return (namespace,) if num_evicted - used > self.patience else ()
+        return ()
+
+    def forget(self, namespace: str | None) -> None:
+        """It has nothing in the tree and holds nothing there. O(1)."""
+        self._used.pop(namespace, None)
+
+    def check(self, namespaces: Set[str | None]) -> None:
+        """Asserts that those beyond the quota are known, and when each was used. O(namespaces)."""
+        many = {name for name, count in self.num_pages.items() if count > (self.quota or 0)}
+        assert self._beyond == (many if self.quota is not None else set()), "a quota is not kept"
+        known = namespaces if self.quota is not None else NOBODY
+        assert self._used.keys() == known, "it is not known when a namespace was used"
+        assert list(self._used.values()) == sorted(self._used.values()), "uses are out of order"
 
 
 class _Ranks:
@@ -54,18 +99,18 @@ class _Ranks:
 
     __slots__ = ("heap", "most")
 
-    def __init__(self, ranks: list[Rank]) -> None:
+    def __init__(self, ranks: list[int]) -> None:
         self.heap = ranks  # sorted, which is a heap
         self.most = 2 * len(ranks) + SLACK
 
-    def add(self, rank: Rank, filed: Mapping[Rank, object]) -> None:
+    def add(self, rank: int, filed: Mapping[int, object]) -> None:
         """O(log n) on average: those no longer ``filed`` are dropped when they may be most."""
         heapq.heappush(self.heap, rank)
         if len(self.heap) > self.most:
             self.heap = sorted(each for each in set(self.heap) if each in filed)
             self.most = 2 * len(self.heap) + SLACK
 
-    def lowest(self, filed: Mapping[Rank, object]) -> Rank | None:
+    def lowest(self, filed: Mapping[int, object]) -> int | None:
         """The lowest that is still filed. O(log n) for each dropped on the way."""
         while self.heap and self.heap[0] not in filed:
             heapq.heappop(self.heap)
@@ -73,28 +118,24 @@ class _Ranks:
 
 
 class EvictionIndex(Generic[Leaf]):
-    """Leaves sorted by rank. Raises ValueError for an unknown policy."""
+    """Leaves sorted by rank."""
 
-    def __init__(self, policy: str) -> None:
-        if policy not in POLICIES:
-            raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICIES)}")
-        self._rank = POLICIES[policy]
+    def __init__(self) -> None:
         # Ranks are unique because ``last_used`` is; none is ever of two namespaces.
-        self._leaves: SortedDict[Rank, Leaf] = SortedDict()
+        self._leaves: SortedDict[int, Leaf] = SortedDict()
         self._ranks: dict[str | None, _Ranks] | None = None  # by namespace, once somebody asked
 
     def add(self, leaf: Leaf) -> None:
         """Files a leaf under its present rank. O(log n)."""
-        rank = self._rank(leaf)
-        self._leaves[rank] = leaf
+        self._leaves[leaf.last_used] = leaf
         if self._ranks is not None:
             if leaf.namespace not in self._ranks:
                 self._ranks[leaf.namespace] = _Ranks([])
-            self._ranks[leaf.namespace].add(rank, self._leaves)
+            self._ranks[leaf.namespace].add(leaf.last_used, self._leaves)
 
     def remove(self, leaf: Leaf) -> None:
         """Takes a filed leaf out; KeyError when it is not filed. O(log n)."""
-        del self._leaves[self._rank(leaf)]
+        del self._leaves[leaf.last_used]
 
     def take(
         self, missing: int, owned: OwnedPages, num_evicted: int
@@ -139,7 +180,7 @@ class EvictionIndex(Generic[Leaf]):
             self._ranks.pop(namespace, None)
 
     def _sorted_out(self) -> dict[str | None, _Ranks]:
-        by_name: dict[str | None, list[Rank]] = {}
+        by_name: dict[str | None, list[int]] = {}
         for rank, leaf in self._leaves.items():
             by_name.setdefault(leaf.namespace, []).append(rank)
         return {name: _Ranks(ranks) for name, ranks in by_name.items()}
@@ -158,7 +199,7 @@ class EvictionIndex(Generic[Leaf]):
         """
         known = {name: set(each.heap) for name, each in (self._ranks or {}).items()}
         for rank, leaf in self._leaves.items():
-            assert rank == self._rank(leaf), f"a leaf of rank {self._rank(leaf)} is filed at {rank}"
+            assert rank == leaf.last_used, f"a leaf of {leaf.last_used} is filed at {rank}"
             if self._ranks is not None:
                 assert rank in known[leaf.namespace], "a leaf is not known to its namespace"
             yield
@@ -169,3 +210,37 @@ class EvictionIndex(Generic[Leaf]):
                 yield
         if self._ranks is not None:
             assert num_known == len(self._leaves), "a leaf is taken for another namespace's"
+
+
+class LossLog:
+    """Remembers the last losses by where they began, ``max_losses`` at most.
+
+    A place is known by its page and the one before it, so that noting a loss need not walk to the
+    root; two equal pairs of pages at different depths are taken for one. Of one place the last
+    loss counts.
+    """
+
+    def __init__(self, page_size: int, max_losses: int = MAX_LOSSES) -> None:
+        self.now = 0.0  # seconds
+        self._page_size = page_size  # tokens
+        self._max_losses = max_losses
+        self._losses: OrderedDict[tuple[str | None, int], Loss] = OrderedDict()
+
+    def note(self, namespace: str | None, seam: bytes, cause: Cause) -> None:
+        """Pages were dropped; ``seam``: tokens of the page before the first, and of the first."""
+        key = (namespace, hash(seam))
+        self._losses[key] = Loss(cause, self.now)
+        self._losses.move_to_end(key)
+        if len(self._losses) > self._max_losses:
+            self._losses.popitem(last=False)
+
+    def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Loss | None:
+        """Why the page behind the first ``num_cached`` tokens is gone, if it was there. O(1)."""
+        stop = num_cached + self._page_size
+        if stop > len(tokens):
+            return None
+        seam = tokens[max(0, num_cached - self._page_size) : stop]
+        return self._losses.get((namespace, hash(seam.tobytes())))
+
+    def __len__(self) -> int:
+        return len(self._losses)

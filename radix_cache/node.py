@@ -47,8 +47,6 @@ class Node:
     locks: int = 0  # live receipts at or below this node
     pins: int = 0  # those of them that are pins
     last_used: int = 0  # tick when it was last locked or unlocked; equal ticks lie on one path
-    num_hits: int = 0  # receipts that ever held it
-    priority: int = 0  # of the most important receipt that ever held it; lower matters more
 
     def common_pages(self, data: bytes, start: int) -> int:
         """Leading pages of this node equal to ``data`` (bytes of tokens) from byte ``start`` on.
@@ -88,7 +86,6 @@ class Node:
         cut = num_pages * page_size
         upper = Node(self.namespace, self.parent, self.key[:cut], self.page_ids[:num_pages])
         upper.locks, upper.pins = self.locks, self.pins
-        upper.num_hits, upper.priority = self.num_hits, self.priority
         del self.key[:cut], self.page_ids[:num_pages]
         return upper
 
@@ -179,6 +176,34 @@ class Lock:
 
     node: Node  # the deepest node held
     num_pages: int  # held pages, root to ``node``; 0 once released
-    priority: int = 0  # of the request behind it; lower matters more
     is_pin: bool = False  # whether there is a pin behind it, not a lease
     is_live: bool = True  # False once released
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Cached pages that were dropped: why, and when on the clock of `PrefixCache.tick`."""
+
+    cause: Cause
+    time: float  # seconds
+
+
+@dataclass(slots=True, eq=False)
+class KVLease:
+    """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
+
+    page_ids: array[int]  # page table; the first num_shared_pages owned by the tree, rest by this
+    lock: Lock  # holds the shared pages; owned by this lease
+    num_cached_tokens: int  # found at acquire; their KV need not be computed
+    namespace: str | None  # cache salt; None is the shared default
+    loss: Loss | None = None  # when the first page that was not found had been cached before
+
+    @property
+    def num_shared_pages(self) -> int:
+        """How many of the first pages are lent by the tree; 0 once released."""
+        return self.lock.num_pages
+
+    def require_live(self) -> None:
+        """Raises ValueError once it was released."""
+        if not self.lock.is_live:
+            raise ValueError("the lease was released already")

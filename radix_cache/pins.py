@@ -52,10 +52,10 @@ class PinBoard:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def keep(self, match: Match, ttl: float, priority: int = 0) -> None:
+    def keep(self, match: Match, ttl: float) -> None:
         """Pin a match of at most ``quota`` pages, or prolong the pin it has. O(depth + pins)."""
         before = self._tree.counts.num_pinned
-        lock = self._tree.lock(match, priority=priority, is_pin=True)
+        lock = self._tree.lock(match, is_pin=True)
         known = self._pins.get(lock.node)
         if known is not None:
             self._tree.unlock(lock)

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable
 
 from . import audit
-from .lease import KVLease
-from .losses import LossLog
+from .eviction import LossLog
+from .node import KVLease
 from .pins import PinBoard
 from .tree import RadixTree
 
@@ -21,11 +21,10 @@ class PrefixCache:
 
     Four verbs move pages: `acquire` borrows the longest cached prefix, `extend` adds private pages,
     `publish` gives finished ones to the tree, `release` ends the lease. `pin` keeps cached pages
-    past pressure for a while, `tick` is told the time. ``policy`` orders eviction: "lru", "lfu" or
-    "priority". ``pin_quota`` is the share of the pool that one namespace may pin; all together may
-    pin twice as much. What a namespace left in the cache beyond ``cache_quota`` of the pool makes
-    room before anything else does, but for what nobody came back to while three times the
-    pool was evicted. Raises ValueError for bad sizes or an unknown policy.
+    past pressure for a while, `tick` is told the time. ``pin_quota`` is the share of the pool that
+    one namespace may pin; all together may pin twice as much. What a namespace left in the cache
+    beyond ``cache_quota`` of the pool makes room before anything else does, but for what no request
+    came back to while three times the pool was evicted. Raises ValueError for bad sizes.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class PrefixCache:
         num_pages: int,
         page_size: int,
         *,
-        policy: str = "lru",
         pin_quota: float = PIN_QUOTA,
         cache_quota: float = NO_QUOTA,
     ) -> None:
@@ -48,7 +46,6 @@ class PrefixCache:
         quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
         self.tree = RadixTree(
             page_size,
-            policy,
             quota=quota,
             patience=PATIENCE * num_pages,
             on_loss=self.losses.note,
@@ -115,20 +112,18 @@ class PrefixCache:
         *,
         namespace: str | None = None,
         limit: int | None = None,
-        priority: int = 0,
         is_first: bool = True,
     ) -> KVLease:
         """Borrows the longest cached prefix, in whole pages, of at most ``limit`` tokens.
 
         ``is_first=False`` leaves the counters alone: a preempted request finds what it wrote.
 
-        The last token is never borrowed, for its logits must be computed. A lower ``priority``
-        matters more (policy "priority" evicts it later). The time of pins that it hits begins anew.
-        O(len + depth + log n).
+        The last token is never borrowed, for its logits must be computed. The time of pins that it
+        hits begins anew. O(len + depth + log n).
         """
         limit = _borrowable(len(tokens), limit)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
-        lock = self.tree.lock(match, priority=priority)
+        lock = self.tree.lock(match)
         if is_first:
             self.num_queries += len(tokens)
             self.num_hits += match.num_tokens
@@ -218,7 +213,6 @@ class PrefixCache:
         *,
         ttl: float,
         namespace: str | None = None,
-        priority: int = 0,
     ) -> int:
         """Keeps the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
 
@@ -228,7 +222,7 @@ class PrefixCache:
         limit = min(num_tokens, self.pins.quota * self.page_size)
         match = self.tree.match(tokens, namespace=namespace, limit=limit)
         if match.num_tokens:
-            self.pins.keep(match, ttl, priority)
+            self.pins.keep(match, ttl)
         return match.num_tokens
 
     def tick(self, now: float) -> None:

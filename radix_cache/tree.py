@@ -7,9 +7,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from . import audit
-from .eviction import EvictionIndex
+from .eviction import EvictionIndex, OwnedPages
 from .node import ITEM_SIZE, Cause, Lock, Match, Node, OnLoss, PageCounts, token_bytes
-from .owned import OwnedPages
 
 
 class RadixTree:
@@ -17,16 +16,14 @@ class RadixTree:
 
     `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
     its recency. `insert_below` grows what a receipt holds. `evict` takes unlocked leaves in the
-    order of ``policy`` ("lru", "lfu" or "priority"); those of namespaces that own more than
-    ``quota`` pages first, unless there is only one namespace or another was not used while
-    ``patience`` pages were evicted. Raises ValueError for an unknown policy or a page size below
-    one token.
+    order of their last use; those of namespaces that own more than ``quota`` pages first, unless
+    there is only one namespace or another was not used while ``patience`` pages were evicted.
+    Raises ValueError for a page size below one token.
     """
 
     def __init__(
         self,
         page_size: int,
-        policy: str = "lru",
         *,
         quota: int | None = None,
         patience: float = math.inf,
@@ -43,7 +40,7 @@ class RadixTree:
         self._page_bytes = page_size * ITEM_SIZE
         self._on_loss = on_loss
         self._roots: dict[str | None, Node] = {}  # those with a child or a receipt
-        self._index: EvictionIndex[Node] = EvictionIndex(policy)  # unlocked leaves, no roots
+        self._index: EvictionIndex[Node] = EvictionIndex()  # unlocked leaves, no roots
         self._locks: set[Lock] = set()  # live receipts
         self._clock = 0  # one tick per lock, growth and unlock
         self.epoch = 0  # one tick per node cut or dropped: older matches are void
@@ -82,7 +79,7 @@ class RadixTree:
                 break
         return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
 
-    def lock(self, match: Match, *, priority: int = 0, is_pin: bool = False) -> Lock:
+    def lock(self, match: Match, *, is_pin: bool = False) -> Lock:
         """Holds exactly the pages of ``match``, cutting the last node where the match ends.
 
         Without the cut, a short match into a long node would hold pages that nobody reads.
@@ -93,7 +90,7 @@ class RadixTree:
         node = match.node or self._roots.setdefault(match.namespace, Node(match.namespace))
         if match.num_node_pages < len(node.page_ids):
             node = self._split(node, match.num_node_pages)
-        lock = Lock(node, len(match.page_ids), priority, is_pin)
+        lock = Lock(node, len(match.page_ids), is_pin)
         self._locks.add(lock)
         self._clock += 1
         self.owned.use(node.namespace, self.num_evicted)
@@ -118,10 +115,9 @@ class RadixTree:
         page_ids: array[int],
         *,
         namespace: str | None = None,
-        priority: int = 0,
     ) -> array[int]:
         """`insert_below` the namespace's root; nothing stays held. O(len(tokens) + log n)."""
-        lock = self.lock(self.match(array("q"), namespace=namespace), priority=priority)
+        lock = self.lock(self.match(array("q"), namespace=namespace))
         try:
             return self.insert_below(lock, tokens, page_ids)
         finally:
@@ -148,10 +144,10 @@ class RadixTree:
     def evict(self, num_pages: int) -> array[int]:
         """Drops unlocked pages and returns their ids, exactly ``num_pages`` if there are so many.
 
-        Leaves go in the policy's order. While namespaces are beyond their quota, those of idle ones
-        go first, then their own until they keep to it. Of the last leaf only the tail that is
-        needed goes, for the front of a prefix is worth more than its end. O(log n) per leaf, O(1)
-        per page, O(namespaces beyond) for both.
+        Leaves go in the order of their last use. While namespaces are beyond their quota, those of
+        idle ones go first, then their own until they keep to it. Of the last leaf only the tail
+        that is needed goes, for the front of a prefix is worth more than its end. O(log n) per
+        leaf, O(1) per page, O(namespaces beyond) for both.
         """
         freed = array("q")
         while (missing := num_pages - len(freed)) > 0:
@@ -219,8 +215,8 @@ class RadixTree:
     def _append(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> None:
         node = lock.node
         if node.locks > 1 or node.children or node.parent is None:
-            lock.node = Node(node.namespace, node, tokens, page_ids, priority=lock.priority)
-            lock.node.locks, lock.node.num_hits, lock.node.last_used = 1, 1, self._clock
+            lock.node = Node(node.namespace, node, tokens, page_ids)
+            lock.node.locks, lock.node.last_used = 1, self._clock
             lock.node.link(self.page_size)
             self.num_nodes += 1
         else:  # held by this receipt alone: growing in place avoids one node per publish
@@ -253,8 +249,6 @@ class RadixTree:
         node.locks += 1
         node.pins += lock.is_pin
         self.counts.add(node)
-        node.priority = min(node.priority, lock.priority)
-        node.num_hits += 1
         node.last_used = self._clock
 
     def _let_go(self, node: Node, lock: Lock) -> None:

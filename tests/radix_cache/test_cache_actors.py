@@ -49,9 +49,8 @@ class Crowd:
     def __init__(self, seed: int, page_size: int) -> None:
         self.random = random.Random(seed)
         self.page_size = page_size
-        policy = self.random.choice(["lru", "lfu", "priority"])
         num_pages = self.random.randrange(12, 41) * 4 // max(page_size, 4)  # tight at 16 as well
-        self.cache = PrefixCache(num_pages, page_size, policy=policy)
+        self.cache = PrefixCache(num_pages, page_size)
         self.longest = min(self.cache.num_total_pages * page_size - MAX_DRAFT, 120)
         self.prompts = [self.draw(self.random.randrange(1, self.longest // 2)) for _ in range(4)]
         self.kv: Pool = {}
@@ -81,7 +80,6 @@ class Crowd:
             actor.tokens,
             namespace=actor.namespace,
             limit=limit,
-            priority=self.random.randrange(3),
         )
         assert actor.lease.num_cached_tokens == found
         actor.num_computed = found

@@ -48,11 +48,8 @@ class CacheMachine(RuleBasedStateMachine):
         tokens=TOKENS,
         namespace=NAMESPACES,
         limit=st.none() | st.integers(0, 14),
-        priority=st.integers(-1, 1),
     )
-    def acquire(
-        self, tokens: list[int], namespace: str | None, limit: int | None, priority: int
-    ) -> Borrower:
+    def acquire(self, tokens: list[int], namespace: str | None, limit: int | None) -> Borrower:
         bound = min(len(tokens) - 1, len(tokens) if limit is None else limit)
         shared = self.oracle.match(namespace, tokens[: max(bound, 0)])
         ids = array("q", tokens)
@@ -62,7 +59,7 @@ class CacheMachine(RuleBasedStateMachine):
             for upto in range(num_cached, num_cached + 60, 7)
             if limit is None
         }
-        lease = self.cache.acquire(ids, namespace=namespace, limit=limit, priority=priority)
+        lease = self.cache.acquire(ids, namespace=namespace, limit=limit)
         assert num_cached == lease.num_cached_tokens == len(shared) * self.oracle.page_size
         self.oracle.hit(shared)
         self.oracle.live.append(borrower := Borrower(lease, tokens, shared))
@@ -108,7 +105,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=4, max_size=14), namespace=NAMESPACES)
     def serve(self, tokens: list[int], namespace: str | None) -> None:
-        borrower = self.acquire(tokens, namespace, None, 0)
+        borrower = self.acquire(tokens, namespace, None)
         self.extend(borrower, 0, evict=True)
         self.release(borrower, 1.0, keep=True)
 

@@ -299,10 +299,7 @@ class Tenants:
         self.random = random.Random(seed)
         self.page_size = self.random.choice([1, 2, 4])
         quota = self.random.choice([0.1, 0.25, 0.6, 1.0])
-        policy = self.random.choice(["lru", "lfu", "priority"])
-        self.cache = PrefixCache(
-            self.random.randrange(8, 40), self.page_size, policy=policy, pin_quota=quota
-        )
+        self.cache = PrefixCache(self.random.randrange(8, 40), self.page_size, pin_quota=quota)
         self.leases: list[tuple[KVLease, array[int]]] = []
         self.now = 0.0
         self.most = 0

@@ -244,7 +244,7 @@ def test_a_namespace_not_known_to_be_beyond_its_quota_is_noticed() -> None:
 
 
 def test_the_first_of_a_namespace_is_found_however_often_leaves_were_refiled() -> None:
-    index: EvictionIndex[Node] = EvictionIndex("lru")
+    index: EvictionIndex[Node] = EvictionIndex()
     leaves = [Node(name, last_used=tick) for tick, name in enumerate("abab")]
     for leaf in leaves:
         index.add(leaf)
@@ -262,12 +262,11 @@ def test_the_first_of_a_namespace_is_found_however_often_leaves_were_refiled() -
     assert sum(len(ranks.heap) for ranks in index._ranks.values()) < 300, "it remembers everything"
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
-def test_every_policy_orders_within_a_namespace_beyond_its_quota(policy: str) -> None:
-    cache = PrefixCache(8, 1, policy=policy, cache_quota=0.5)
+def test_the_last_use_orders_within_a_namespace_beyond_its_quota() -> None:
+    cache = PrefixCache(8, 1, cache_quota=0.5)
     small = leave(cache, "small", 2)
     worn, rare = leave(cache, "hog", 3), leave(cache, "hog", 3)
-    lease = cache.acquire(array("q", [*worn, 0]), namespace="hog", priority=-1)
+    lease = cache.acquire(array("q", [*worn, 0]), namespace="hog")
     cache.release(lease, array("q", worn), 3)
     leave(cache, "new", 1)
     assert (kept(cache, "hog", worn), kept(cache, "hog", rare)) == (3, 2)

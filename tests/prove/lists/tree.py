@@ -143,18 +143,10 @@ MUTATIONS = (
     ),
     Mutation(
         "eviction-most-recent-first",
-        "lru",
-        '    """Least recently used first."""\n    return node.last_used',
-        '    """Least recently used first."""\n    return -node.last_used',
-        ("test_lru_gives_up_the_least_recently_used",),
+        "EvictionIndex.take",
+        "self._leaves.popitem(0)",
+        "self._leaves.popitem(-1)",
+        ("test_the_least_recently_used_leaf_goes_first",),
         "least recently used goes first",
-    ),
-    Mutation(
-        "eviction-important-first",
-        "priority",
-        "return -node.priority, node.last_used",
-        "return node.priority, node.last_used",
-        ("test_priority_gives_up_the_least_important_then_the_oldest",),
-        "the least important goes first",
     ),
 )
