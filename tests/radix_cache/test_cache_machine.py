@@ -5,6 +5,7 @@ Whatever the tree splits, grows, trims, counts or indexes must not show.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 
@@ -40,6 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(self, num_pages: int, page_size: int, quota: float, pin_quota: float) -> None:
         self.cache = PrefixCache(num_pages, page_size, cache_quota=quota, pin_quota=pin_quota)
+        self.cache.tree.owned.patience = math.inf  # the oracle does not know of idle namespaces
         most = None if quota == 1.0 else max(1, int(num_pages * quota))
         self.oracle = NaiveCache(page_size, set(range(num_pages)), most)
 
