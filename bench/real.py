@@ -3,8 +3,9 @@
 A cell is a kind of task (real_tasks.py), a number of requests at once and a temperature. In each
 cell the settings take turns on every group of prompts, in rotating order; each run has a
 ``cache_salt`` of its own, so that no setting profits from another's answers. Answers must be equal
-under all settings. The figure is tokens a second of the whole group, prompts being cached: decoding
-alone; the ratio is that of ``auto`` against the best fixed depth, ``off`` included.
+under all settings. The figure is tokens a second while that many requests run, a request that ends
+being followed by the next at once, prompts being cached: decoding alone, and not how long the
+slowest answer takes. The ratio is that of ``auto`` against the best fixed depth, ``off`` included.
 
 ``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
 replayed on it, so acceptance is that of the text.
@@ -39,6 +40,7 @@ from .report import Spread, command, machine, table, write_json
 
 SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
 RANDOM = "random-0.6b"
+LAPS = 2  # requests by seats, where there are several
 _NUMBERS = count()  # of runs: no two share a namespace
 
 
@@ -55,16 +57,16 @@ class Cell:
 class Figures:
     """What one setting took in a cell, all groups of prompts together."""
 
-    seconds: float = 0.0  # from submission to the last token, groups one after another
-    num_tokens: int = 0
+    seconds: float = 0.0  # in which all seats were taken, groups one after another
+    num_timed: int = 0  # tokens in these seconds
+    num_tokens: int = 0  # of all answers
     num_steps: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
     by_source: dict[str, int] = field(default_factory=dict)
 
-    def add(self, seconds: float, usages: Sequence[Usage]) -> None:
+    def add(self, usages: Sequence[Usage]) -> None:
         """A group of requests that ran together."""
-        self.seconds += seconds
         for usage in usages:
             self.num_tokens += usage.completion_tokens
             self.num_steps += usage.verify_steps
@@ -76,7 +78,7 @@ class Figures:
     @property
     def rate(self) -> float:
         """Tokens a second."""
-        return self.num_tokens / self.seconds
+        return self.num_timed / self.seconds
 
 
 class Bench:
@@ -93,9 +95,7 @@ class Bench:
     ) -> dict[str, list[Figures]]:
         """Of each setting, figures of every repeat. Raises SystemExit where answers differ."""
         found: dict[str, list[Figures]] = {setting: [] for setting in settings}
-        groups = [
-            asked[at : at + cell.concurrency] for at in range(0, len(asked), cell.concurrency)
-        ]
+        groups = [[prompt] for prompt in asked] if cell.concurrency == 1 else [asked]
         for repeat in range(repeats):
             for figures in found.values():
                 figures.append(Figures())
@@ -111,27 +111,41 @@ class Bench:
     async def group(
         self, cell: Cell, group: Sequence[Sequence[int]], setting: str, figures: Figures
     ) -> list[list[int]]:
-        """Answers to prompts that are asked at once."""
-        run = next(_NUMBERS)
+        """Answers to prompts; there are ``LAPS`` times as many as seats, or more."""
+        run, laps = next(_NUMBERS), 1
+        if cell.concurrency > 1:
+            laps = -(-LAPS * cell.concurrency // len(group))
+        asked = [(f"{run}.{lap}", prompt) for lap in range(laps) for prompt in group]
         # The prompts come first, alone: what is measured is decoding.
         prompts = [
-            self._request(f"{run}-prompt-{index}", prompt, cell, "off", seed=0, most=1)
-            for index, prompt in enumerate(group)
+            self._request(f"{salt}-prompt-{index}", prompt, cell, "off", seed=0, most=1)
+            for index, (salt, prompt) in enumerate(asked)
         ]
         requests = [
-            self._request(f"{run}-{index}", prompt, cell, setting, seed=index)
-            for index, prompt in enumerate(group)
+            self._request(f"{salt}-{index}", prompt, cell, setting, seed=index)
+            for index, (salt, prompt) in enumerate(asked)
         ]
         if isinstance(self._runner, ReplayRunner) and self._recorded is not None:
             self._runner.recorded = {
                 each.request_id: self._recorded[tuple(prompt)]
-                for each, prompt in zip(prompts + requests, [*group, *group], strict=True)
+                for each, (_, prompt) in zip(prompts + requests, [*asked, *asked], strict=True)
             }
         for each in prompts:
-            await self._serve(each)
-        began = time.perf_counter()
-        answers = await asyncio.gather(*map(self._serve, requests))
-        figures.add(time.perf_counter() - began, [each.usage for each in requests])
+            await self._serve(each, [])
+        answers: list[list[int]] = [[] for _ in requests]
+        waiting = iter(zip(requests, answers, strict=True))
+        began, timed = time.perf_counter(), list[tuple[float, int]]()
+
+        async def seat() -> None:
+            for request, answer in waiting:
+                await self._serve(request, answer)
+            timed.append((time.perf_counter() - began, sum(map(len, answers))))
+
+        await asyncio.gather(*(seat() for _ in range(cell.concurrency)))
+        seconds, num_tokens = timed[0]  # the first seat that nobody takes ends it
+        figures.seconds += seconds
+        figures.num_timed += num_tokens
+        figures.add([each.usage for each in requests])
         return answers
 
     def _request(
@@ -159,13 +173,12 @@ class Bench:
             namespace=name.partition("-")[0],
         )
 
-    async def _serve(self, request: Request) -> list[int]:
-        token_ids: list[int] = []
+    async def _serve(self, request: Request, answer: list[int]) -> None:
+        """The request's tokens, as they come, at the end of ``answer``."""
         async for delta in self._built.engine.submit(request):
             if delta.error is not None:
                 raise delta.error
-            token_ids += delta.token_ids
-        return token_ids
+            answer += delta.token_ids
 
 
 def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
@@ -250,7 +263,7 @@ async def _record(
     for kind in kinds:
         asked = await streams(built, kind, args.half, args.prompts)
         for temperature in args.temperatures:
-            cell = Cell(kind, len(asked), temperature)
+            cell = Cell(kind, 1, temperature)
             answers = await bench.group(cell, asked, "off", Figures())
             found[kind, temperature] = dict(zip(map(tuple, asked), answers, strict=True))
     await built.engine.close()

@@ -2,8 +2,9 @@
 
     python examples/agent_loop.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
 
-A model that is trained for tools chooses by itself ("auto"). The small built-in model is not, so
-each of its turns is told what to call: the call is then written under a grammar and always valid.
+A model that is trained for tools chooses by itself ("auto"). The two small ones that come with
+foretoken are not, so each of their turns is told what to call: the call is then written under a
+grammar and always valid.
 The conversation only grows, so each turn computes no more than its new tokens.
 """
 
@@ -18,6 +19,7 @@ from foretoken import Client
 
 URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
 FILES = {"todo.txt": "buy milk\ncall home", "notes.txt": "the cat is called Tau"}
+UNTRAINED = ("smollm2", "foretoken-builtin")  # in calling tools
 Choice = Literal["auto", "none"] | dict[str, Any]
 FREE: list[Choice] = ["auto"] * 8
 
@@ -65,7 +67,7 @@ def named(tool: str) -> Choice:
 
 def choices(model: str) -> Sequence[Choice]:
     """What each turn may do; the last one has to answer."""
-    if model == "foretoken-builtin":
+    if model in UNTRAINED:
         return [named("list_files"), named("read_file"), "none"]
     return [*FREE, "none"]
 

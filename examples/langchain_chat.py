@@ -13,6 +13,7 @@ from typing import Literal
 from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from openai import OpenAI
 from pydantic import BaseModel
 
 URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
@@ -33,10 +34,11 @@ def look_outside(window: Literal["north", "south"]) -> str:
 
 def main(url: str) -> None:
     """One of each."""
+    served = OpenAI(base_url=f"{url}/v1", api_key="none").models.list().data[0].id
     chat = ChatOpenAI(
         base_url=f"{url}/v1",
         api_key="none",
-        model="foretoken-builtin",
+        model=served,
         max_tokens=128,
         seed=7,
         stream_usage=True,

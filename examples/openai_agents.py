@@ -31,13 +31,14 @@ def look_outside(window: Literal["north", "south"]) -> str:
 
 
 async def main(url: str) -> None:
-    """Run it; the built-in model calls because it must, a trained one because it should."""
+    """Run it; a small model calls because it must, a trained one because it should."""
     set_tracing_disabled(True)  # traces would go to OpenAI
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+    served = (await client.models.list()).data[0].id
     agent = Agent(
         name="porter",
         instructions="Tell the guests about the weather.",
-        model=OpenAIResponsesModel("foretoken-builtin", openai_client=client),
+        model=OpenAIResponsesModel(served, openai_client=client),
         model_settings=ModelSettings(
             tool_choice="look_outside", parallel_tool_calls=False, max_tokens=256
         ),

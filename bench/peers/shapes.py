@@ -24,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ...api.gguf_tokenizer import load_gguf_tokenizer
 from ...api.models import BUILTIN, checked_smollm2
@@ -109,9 +110,12 @@ class SmolLM2(Shape):
         """Write ``target`` and the file that llama.cpp widens itself, unless they are there."""
         file, target = checked_smollm2(), self.folder / "target"
         if not (target / "config.json").is_file():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(file.parent), gguf_file=file.name, dtype=torch.bfloat16
-            )
+            build: Any = AutoModelForCausalLM
+            model = build.from_config(_smollm2(), dtype=torch.bfloat16)
+            load: Any = load_gguf_checkpoint
+            read = load(str(file), return_tensors=True, model_to_load=model)
+            model.load_state_dict(read["tensors"], strict=False)
+            model.tie_weights()
             load_gguf_tokenizer(file).save_pretrained(target)
             model.save_pretrained(target)
             shutil.copy(file, self.folder / "source.gguf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...core.request import Request
 from ..sources.grammar import GrammarSource
@@ -26,7 +27,11 @@ class CandidateGenerator:
     def generate(self, state: DraftState, most: int) -> list[Path]:
         """Paths of at most ``most`` tokens, the likeliest first; empty where nothing is guessed."""
         request = state.request
-        guesses = [guess for source in self._sources for guess in source.propose(request, most)]
+        guesses = [
+            _to_the_end(guess, request.stop_ids)
+            for source in self._sources
+            for guess in source.propose(request, most)
+        ]
         if request.sampling.constraint is not None:
             guesses = self._possible(request, guesses)
         state.guesses = guesses
@@ -51,3 +56,11 @@ class CandidateGenerator:
         own, trim = self._grammar.name, self._grammar.trim
         left = [guess if guess.source == own else trim(request, guess) for guess in guesses]
         return [guess for guess in left if guess is not None]
+
+
+def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
+    """The guess without what follows a token that ends the answer: nothing does."""
+    if stop_ids.isdisjoint(guess.token_ids):
+        return guess
+    end = next(at for at, token in enumerate(guess.token_ids) if token in stop_ids)
+    return replace(guess, token_ids=guess.token_ids[: end + 1])

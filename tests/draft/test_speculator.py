@@ -321,6 +321,13 @@ def test_limits_are_kept(depth) -> None:
     assert [bench.plan(request, limit=limit)[0].num_rows for limit in (0, 1, 5)] == [0, 1, 5]
 
 
+@pytest.mark.parametrize("depth", ["auto", 8])
+def test_nothing_is_drafted_beyond_a_token_that_ends_the_answer(depth) -> None:
+    bench = Bench(Says("a", [5, 6, 7, 8, 7, 9]), depth=depth)
+    (plan,) = bench.plan(bench.request(TEXT, stop_ids=frozenset({7, 40})))
+    assert list(plan.draft.token_ids) == [5, 6, 7]
+
+
 def test_the_budget_is_kept_by_fixed_depths_and_what_they_leave_is_for_the_rest() -> None:
     bench = Bench(Says("a", TEXT))
     fixed = [bench.request(TEXT[:8], depth=8) for _ in range(3)]
