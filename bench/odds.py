@@ -79,7 +79,7 @@ async def _answers(temperature: float, max_tokens: int) -> list[tuple[list[int],
     found = []
     for kind in KINDS:
         asked = await streams(built, kind, "tune", PER_HALF)
-        cell = Cell(kind, len(asked), temperature)
+        cell = Cell(kind, 1, temperature)
         said = await Bench(built, max_tokens, None).group(cell, asked, "off", Figures())
         found += [(prompt + one, len(prompt)) for prompt, one in zip(asked, said, strict=True)]
     await built.engine.close()
