@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .cuts import masses
 from .noise import gumbel_rows, purpose_seed, uniform, vocabulary_hashes
-from .sampling import SampleRow, argmax, is_cut, is_edited, scaled, survivors
+from .sampling import SampleRow, argmax, is_cut, scaled, survivors
 from .step import Draft
 from .verify import Choice, Place, Verified, VerifyRow, processed, sample, walk_drafts
 
@@ -77,7 +77,7 @@ def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, li
 
     One-hot at temperature 0. A row depends on itself alone, bit for bit.
     """
-    edited = any(map(is_edited, rows))
+    edited = any(row.is_edited for row in rows)
     values, errors = processed(logits.to(torch.float32), rows, edited)
     broken = torch.tensor([error is not None for error in errors]).to(values.device)
     weights = _weights(values.masked_fill(broken[:, None], 0.0), rows)

@@ -15,7 +15,6 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -45,6 +44,11 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
         """Output position of the token to draw, which is the number of output tokens before it."""
         return len(self.tokens) + len(self.tail) - self.sampling.prompt_len
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether `edit_rows` has anything to do for this row."""
+        return self.sampling.is_edited_at(self.position)
+
     def ending(self, length: int) -> tuple[int, ...]:
         """The last ``length`` tokens of the path, fewer where it is shorter."""
         recent = (*self.tokens[-length:], *self.tail) if length else ()
@@ -69,21 +73,6 @@ def out_of_vocabulary(sampling: RowSampling, vocab_size: int) -> str | None:
     return None
 
 
-def is_edited(row: SampleRow) -> bool:
-    """Whether `edit_rows` has anything to do for this row."""
-    params = row.sampling.params
-    return (
-        bool(params.logit_bias)
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or params.allowed_token_ids is not None
-        or bool(row.sampling.bad_words_ids)
-        or row.sampling.constraint is not None
-        or row.position < params.min_tokens
-    )
-
-
 def is_cut(row: SampleRow, vocab_size: int) -> bool:
     """Whether `survivors` has anything to do for this row."""
     params = row.sampling.params
@@ -99,7 +88,7 @@ def edit_rows(values: Tensor, rows: Sequence[SampleRow]) -> list[str | None]:
 
 
 def _edited(values: Tensor, row: SampleRow) -> str | None:
-    rules = _rules(row.sampling, values.shape[-1], values.device)
+    rules = row.sampling.form(_make_rules, values.shape[-1], values.device)
     if rules.error is None:
         try:
             _edit(values, row, rules)
@@ -155,17 +144,6 @@ class _Rules:
     allowed: Tensor | None
     stops: Tensor
     error: str | None
-
-
-# By request and no longer than it lives: it may hold a big matcher.
-_RULES: WeakKeyDictionary[RowSampling, dict[tuple[int, torch.device], _Rules]] = WeakKeyDictionary()
-
-
-def _rules(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Rules:
-    known, place = _RULES.setdefault(sampling, {}), (vocab_size, device)
-    if place not in known:
-        known[place] = _make_rules(sampling, vocab_size, device)
-    return known[place]
 
 
 def _make_rules(sampling: RowSampling, vocab_size: int, device: torch.device) -> _Rules:

@@ -11,25 +11,27 @@ times as long to make, and the garbage collector would look at each.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import TypeVar, cast, overload
 
 import msgspec
 
 from .constraint import Constraint
 from .params import SamplingParams
 
+Form = TypeVar("Form")
 LEAST_CHUNK = 16  # tokens of prompts that a step computes, at least: smaller chunks are not cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class RowSampling:
-    """What the sampler must know of one request, resolved once at admission.
+    """What the samplers of all backends must know of one request, resolved once at admission.
 
-    Equal to itself alone, so that what is derived from it can be cached by it, while it lives.
-    ``constraint`` belongs to the model thread; others fork it. ``reads_text``: it takes more than
-    the logits and the position of a token to choose it and to tell of it.
+    ``has_processors``: its logits are edited before the temperature, at any position; below
+    ``min_tokens`` they are in any case. ``reads_text``: it takes more than the logits and the
+    position of a token to choose it and to report on it. ``constraint`` belongs to the model
+    thread; others fork it. Equal to itself alone.
     """
 
     params: SamplingParams
@@ -38,21 +40,38 @@ class RowSampling:
     stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
+    has_processors: bool = field(init=False)
     reads_text: bool = field(init=False)
+    _forms: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Ask once, not in every step."""
+        """The only list of parameters that edit logits; a new one is added here."""
         params = self.params
-        reads_text = (
+        reads_history = (
             params.repetition_penalty != 1.0
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0
-            or params.logprobs is not None
-            or params.prompt_logprobs is not None
             or bool(self.bad_words_ids)
             or self.constraint is not None
         )
-        object.__setattr__(self, "reads_text", reads_text)
+        has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        object.__setattr__(self, "has_processors", reads_history or has_bias)
+        object.__setattr__(self, "reads_text", reads_history or wants_logprobs)
+
+    def is_edited_at(self, position: int) -> bool:
+        """Whether the logits that decide this output position are edited."""
+        return self.has_processors or position < self.params.min_tokens
+
+    def form(self, make: Callable[..., Form], *args: Hashable) -> Form:
+        """``make(self, *args)``, made once: the layout in which a backend reads this request.
+
+        Kept for as long as the request is. To be called in the model thread.
+        """
+        key = (make, *args)
+        if key not in self._forms:
+            self._forms[key] = make(self, *args)
+        return cast("Form", self._forms[key])
 
 
 class AheadTokens(Sequence[int]):

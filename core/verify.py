@@ -32,7 +32,6 @@ from .sampling import (
     argmax,
     edit_rows,
     is_cut,
-    is_edited,
     scaled,
     survivors,
 )
@@ -190,7 +189,7 @@ def _sample(logits: Tensor, places: Sequence[Place], tau: float) -> list[Choice]
 def _blocks(places: Sequence[Place], logits: Tensor) -> Iterator[tuple[list[int], bool, _Draw]]:
     """Indices of places that the same operations serve: (indices, whether edited, draw)."""
     vocab_size = logits.shape[-1]
-    kinds = [(is_edited(row), _kind(row, vocab_size)) for _, row in places]
+    kinds = [(row.is_edited, _kind(row, vocab_size)) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, most // vocab_size)
     by_kind = sorted(range(len(places)), key=kinds.__getitem__)

@@ -1,17 +1,12 @@
 /* Edits of a row before the temperature, in the order of core/sampling.py. */
 #include "sample.h"
 
-static int is_penalised(const ft_wishes *wishes) {
-    return wishes->repetition != 1.0f || wishes->frequency != 0.0f || wishes->presence != 0.0f;
-}
-
 static int is_early(const ft_wishes *wishes, const ft_path *path) {
     return ft_path_len(path) - wishes->prompt_len < wishes->min_tokens;
 }
 
 int ft_is_edited(const ft_wishes *wishes, const ft_path *path) {
-    return wishes->biased.count > 0 || is_penalised(wishes) || wishes->allowed.at ||
-           wishes->word_lens.count > 0 || path->mask || is_early(wishes, path);
+    return wishes->is_edited || is_early(wishes, path);
 }
 
 /* How often each token stands in the path from `start` on, in counts; what the vocabulary lacks is

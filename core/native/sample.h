@@ -28,6 +28,7 @@ typedef struct {
     double top_p;       /* 1: off */
     int64_t top_k;      /* 0: off */
     float floor;        /* of min-p, for logits over temperature whose best is 0; -inf: off */
+    int32_t is_edited;  /* at every position, whatever follows; below min_tokens in any case */
     float repetition;   /* 1: off */
     float frequency, presence;
     int64_t min_tokens;

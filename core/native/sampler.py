@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -54,6 +53,7 @@ class WishesStruct(ctypes.Structure):
         ("top_p", _F64),
         ("top_k", _I64),
         ("floor", _F32),
+        ("is_edited", ctypes.c_int32),
         ("repetition", _F32),
         ("frequency", _F32),
         ("presence", _F32),
@@ -68,7 +68,7 @@ class WishesStruct(ctypes.Structure):
 
 
 class _Wishes:
-    """One request's parameters as the kernel reads them. Lives as long as its `RowSampling`."""
+    """One request's parameters as the kernel reads them: a form of its `RowSampling`."""
 
     def __init__(self, sampling: RowSampling, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -97,6 +97,7 @@ class _Wishes:
 
     def _add_edits(self, sampling: RowSampling) -> None:
         params, struct = sampling.params, self._struct
+        struct.is_edited = sampling.has_processors
         struct.repetition = params.repetition_penalty
         struct.frequency, struct.presence = params.frequency_penalty, params.presence_penalty
         struct.min_tokens = params.min_tokens
@@ -129,8 +130,6 @@ class NativeSampler:
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
-        # By request and no longer than it lives: it may hold a big matcher.
-        self._wishes: WeakKeyDictionary[RowSampling, _Wishes] = WeakKeyDictionary()
 
     def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.verify.verify`."""
@@ -142,7 +141,7 @@ class NativeSampler:
             call = _Call(self._library, logits)
             for i in live:
                 row, depth = rows[i], len(runs[i])
-                wishes = self._wishes_of(row.sampling, call.vocab_size)
+                wishes = row.sampling.form(_Wishes, call.vocab_size)
                 call.add(wishes, row.tokens, row.draft, depth, starts[i] + depth)
             for i, (token_ids, errors[i]) in zip(live, call.run(), strict=True):
                 runs[i] += token_ids
@@ -160,15 +159,9 @@ class NativeSampler:
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         call = _Call(self._library, logits, tau)
         for i, row in enumerate(rows):
-            wishes = self._wishes_of(row.sampling, call.vocab_size)
+            wishes = row.sampling.form(_Wishes, call.vocab_size)
             call.add(wishes, row.tokens, row.tail, len(row.tail), i)
         return [Choice(ids[0] if ids else -1, error) for ids, error in call.run()]
-
-    def _wishes_of(self, sampling: RowSampling, vocab_size: int) -> _Wishes:
-        found = self._wishes.get(sampling)
-        if found is None or found.vocab_size != vocab_size:
-            found = self._wishes[sampling] = _Wishes(sampling, vocab_size)
-        return found
 
 
 def _goes_on(row: VerifyRow, run: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from foretoken.core.constraint import ConstraintFailed, Mask
 from foretoken.core.params import SamplingParams
 from foretoken.core.rejection import probabilities
-from foretoken.core.sampling import SampleRow, edit_rows, is_edited
+from foretoken.core.sampling import SampleRow, edit_rows
 from foretoken.core.step import Refusal, RowSampling
 from foretoken.core.verify import ALL_BANNED, VerifyRow, sample, verify
 
@@ -57,8 +57,8 @@ def left(row: SampleRow) -> list[int]:
 
 
 def test_a_row_with_a_constraint_is_edited_and_one_without_is_not() -> None:
-    assert is_edited(make_row(Table({})))
-    assert not is_edited(make_row(None))
+    assert make_row(Table({})).is_edited
+    assert not make_row(None).is_edited
 
 
 def test_the_mask_belongs_to_the_path_of_output_and_tail_without_the_prompt() -> None:

@@ -14,7 +14,6 @@ from foretoken.core.sampling import (
     best_ids,
     edit_rows,
     is_cut,
-    is_edited,
     out_of_vocabulary,
     scaled,
     survivors,
@@ -356,7 +355,7 @@ def test_temperature_comes_before_top_p() -> None:
 
 def test_only_rows_with_a_wish_count_as_edited_or_cut() -> None:
     plain = make_row(temperature=0.7, stop_ids=[1])
-    assert not is_edited(plain)
+    assert not plain.is_edited
     assert not is_cut(plain, 10)
     wishes: list[dict[str, Any]] = [
         {"logit_bias": {1: 1.0}},
@@ -367,8 +366,8 @@ def test_only_rows_with_a_wish_count_as_edited_or_cut() -> None:
         {"bad_words": [[1]]},
         {"min_tokens": 1},
     ]
-    assert all(is_edited(make_row(**wish)) for wish in wishes)
-    assert not is_edited(make_row([1], [2], min_tokens=1))
+    assert all(make_row(**wish).is_edited for wish in wishes)
+    assert not make_row([1], [2], min_tokens=1).is_edited
     assert all(
         is_cut(make_row(**wish), 10) for wish in [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}]
     )
@@ -396,3 +395,34 @@ def test_the_end_of_the_path_reaches_across_tail_and_tokens() -> None:
     assert [row.ending(n) for n in range(4)] == [(), (5,), (4, 5), (3, 4, 5)]
     assert row.ending(99) == (1, 2, 3, 4, 5)
     assert row.position == 3
+
+
+EDITS = {
+    "logit_bias": {1: 2.0},
+    "allowed_token_ids": [1, 2],
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+}
+READS_HISTORY = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_parameter_that_reads_the_text_is_one_that_edits(name: str) -> None:
+    sampling = make_row(**{name: EDITS[name]}).sampling
+    assert sampling.has_processors
+    assert sampling.reads_text == (name in READS_HISTORY)
+    assert make_row(logprobs=1).sampling.reads_text
+    assert not make_row(logprobs=1).sampling.has_processors
+
+
+def test_a_form_is_made_once_for_each_vocabulary_and_device() -> None:
+    sampling, made = make_row().sampling, list[tuple[int, str]]()
+
+    def make(_: RowSampling, vocab_size: int, device: str) -> int:
+        made.append((vocab_size, device))
+        return len(made)
+
+    found = [sampling.form(make, *key) for key in ((8, "cpu"), (9, "cpu"), (8, "x"), (8, "cpu"))]
+    assert found == [1, 2, 3, 1]
+    assert made == [(8, "cpu"), (9, "cpu"), (8, "x")]

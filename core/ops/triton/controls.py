@@ -1,7 +1,7 @@
 """Controls: all that the kernels of the sampler must know of some places, as arrays of numbers.
 
-What follows from a request alone is made once, and kept while its `RowSampling` lives; a place adds
-its position. So a plain batch costs a look-up for each place and some operations on whole arrays.
+What follows from a request alone is a form of its `RowSampling`, made once; a place adds its
+position. So a plain batch costs a look-up for each place and some operations on whole arrays.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from ...batch import Draws, IntArray
 from ...constraint import ConstraintFailed
 from ...noise import stream_keys
 from ...sampling import MIN_TEMPERATURE, SampleRow
-from ...step import Refusal, RowSampling
+from ...step import Refusal
 from ...verify import Place
 from .wishes import (
     CUT,
@@ -61,54 +60,43 @@ class Controls:
     refusals: dict[int, str]  # by place
 
 
-class ControlDesk:
-    """Writes `Controls`."""
+def write_controls(places: Sequence[Place], vocab_size: int, tau: float) -> Controls:
+    """What there is to say of ``places`` when the vocabulary has ``vocab_size`` tokens."""
+    columns, edited = _unedited(places, vocab_size, tau)
+    lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
+    return Controls(columns, _cuts(columns), lists, refusals)
 
-    def __init__(self) -> None:
-        # By request and no longer than it lives: it may hold a big matcher.
-        self._wishes: WeakKeyDictionary[RowSampling, Wishes] = WeakKeyDictionary()
 
-    def write(self, places: Sequence[Place], vocab_size: int, tau: float) -> Controls:
-        """What there is to say of ``places`` when the vocabulary has ``vocab_size`` tokens."""
-        columns, edited = self._unedited(places, vocab_size, tau)
-        lists, refusals = _edit_lists(edited, columns) if edited else (None, {})
-        return Controls(columns, _cuts(columns), lists, refusals)
+def write_plain_controls(draws: Draws, vocab_size: int) -> Controls | None:
+    """As `write_controls` of all that is to be drawn, in the order of the logits.
 
-    def write_plain(self, draws: Draws, vocab_size: int) -> Controls | None:
-        """As `write` of all that is to be drawn, in the order of the logits.
+    None where a row is edited or refused; its constraint was not asked then.
+    """
+    records, positions = list[bytes](), list[int]()
+    for row, count in zip(draws.rows, draws.counts, strict=True):
+        wishes, first = row.sampling.form(Wishes, vocab_size), row.position
+        if wishes.is_edited or first < wishes.min_tokens:
+            return None
+        records.append(wishes.record * count)
+        positions += range(first, first + count)
+    columns = _columns(records, positions, np.arange(len(positions)), draws.tau)
+    return Controls(columns, _cuts(columns), None, {})
 
-        None where a row is edited or refused; its constraint was not asked then.
-        """
-        records, positions = list[bytes](), list[int]()
-        for row, count in zip(draws.rows, draws.counts, strict=True):
-            wishes, first = self._wishes_of(row.sampling, vocab_size), row.position
-            if wishes.is_edited or first < wishes.min_tokens:
-                return None
-            records.append(wishes.record * count)
-            positions += range(first, first + count)
-        columns = _columns(records, positions, np.arange(len(positions)), draws.tau)
-        return Controls(columns, _cuts(columns), None, {})
 
-    def _unedited(
-        self, places: Sequence[Place], vocab_size: int, tau: float
-    ) -> tuple[NDArray[np.int64], list[_Edited]]:
-        """The numbers of all places, as if nobody was edited, and who is."""
-        records, positions, edited = [], [], []
-        for index, (_, row) in enumerate(places):
-            wishes = self._wishes_of(row.sampling, vocab_size)
-            position = row.position
-            records.append(wishes.record)
-            positions.append(position)
-            if wishes.is_edited or position < wishes.min_tokens:
-                edited.append((index, row, wishes))
-        rows = np.array([at for at, _ in places])
-        return _columns(records, positions, rows, tau), edited
-
-    def _wishes_of(self, sampling: RowSampling, vocab_size: int) -> Wishes:
-        found = self._wishes.get(sampling)
-        if found is None or found.vocab_size != vocab_size:
-            found = self._wishes[sampling] = Wishes(sampling, vocab_size)
-        return found
+def _unedited(
+    places: Sequence[Place], vocab_size: int, tau: float
+) -> tuple[NDArray[np.int64], list[_Edited]]:
+    """The numbers of all places, as if none was edited, and those that are."""
+    records, positions, edited = [], [], []
+    for index, (_, row) in enumerate(places):
+        wishes = row.sampling.form(Wishes, vocab_size)
+        position = row.position
+        records.append(wishes.record)
+        positions.append(position)
+        if wishes.is_edited or position < wishes.min_tokens:
+            edited.append((index, row, wishes))
+    rows = np.array([at for at, _ in places])
+    return _columns(records, positions, rows, tau), edited
 
 
 def _columns(

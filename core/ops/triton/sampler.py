@@ -25,7 +25,7 @@ from ...noise import vocabulary_hashes
 from ...sampling import SampleRow
 from ...verify import ALL_BANNED, NOT_FINITE, Choice, Place, Verified, VerifyRow, walk_drafts
 from . import choose
-from .controls import ControlDesk, Controls, EditLists
+from .controls import Controls, EditLists, write_controls, write_plain_controls
 from .packet import FLIGHTS, Field, Packet, Reply
 from .race import TILE, Race, SentEdits
 
@@ -47,7 +47,6 @@ class TritonSampler:
 
     def __init__(self, *, tile: int = TILE) -> None:
         self._tile = tile
-        self._desk = ControlDesk()
         self._post = _Post()
 
     def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
@@ -71,7 +70,7 @@ class TritonSampler:
     def plain_controls(self, draws: Draws, num_logits: int, vocab_size: int) -> Controls | None:
         """What `race` must know of tokens to be drawn; None where a row is edited."""
         _check(num_logits, sum(draws.counts))
-        return self._desk.write_plain(draws, vocab_size)
+        return write_plain_controls(draws, vocab_size)
 
     def race(self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor) -> Tensor:
         """Winners of places without edits, int64 [num_places], for a graph; see `Race`."""
@@ -87,7 +86,7 @@ class TritonSampler:
         step = max(1, BLOCK // vocab_size)
         winners, refusals = [], dict[int, str]()
         for start in range(0, len(places), step):
-            controls = self._desk.write(places[start : start + step], vocab_size, tau)
+            controls = write_controls(places[start : start + step], vocab_size, tau)
             refusals |= {start + index: why for index, why in controls.refusals.items()}
             winners.append(self._winners(logits, controls))
         return TritonDrawing(winners[0] if len(winners) == 1 else torch.cat(winners), refusals)

@@ -27,7 +27,8 @@ TOP_P = 7  # 1: off
 NUM_COLUMNS = 8
 
 GREEDY, RACE, CUT = 0, 1, 2  # kinds; min-p alone needs no CUT
-BIAS, REPEAT, PENALTY, BAN = STEPS = range(4)  # of the edits, in their order
+STEPS = range(4)  # of the edits, in their order: bias, repetition, penalties, bans
+_, REPEAT, _, BAN = STEPS
 
 Ints: TypeAlias = NDArray[np.int32]
 Edits: TypeAlias = tuple[Ints, NDArray[np.float32]]  # tokens, and by how much
@@ -40,7 +41,7 @@ _NOTHING: Edits = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 class Wishes:
-    """What follows from a request alone. Lives as long as its `RowSampling`.
+    """What follows from a request alone: a form of its `RowSampling`.
 
     ``record``: bytes of its columns, with the start of its noise in `KEY`.
     """
@@ -63,15 +64,7 @@ class Wishes:
         self.allowed: Ints | None = None  # bits
         if params.allowed_token_ids is not None and self.error is None:
             self.allowed = pack_bits(_members(params.allowed_token_ids, vocab_size))
-        self.is_edited = (
-            self.error is not None
-            or len(self._bias[0]) > 0
-            or self._repetition != 1.0
-            or self._output != (0.0, 0.0)
-            or self.allowed is not None
-            or bool(self._words)
-            or self.constraint is not None
-        )
+        self.is_edited = self.error is not None or sampling.has_processors
 
     def edits(self, row: SampleRow, allowed: NDArray[np.uint8] | None) -> tuple[Edits, ...]:
         """Single edits of a place, step by step; ``allowed`` is what its constraint allows."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from array import array
 from collections import Counter
 
 import numpy as np
 
-from foretoken.core.ops.triton.controls import ControlDesk
+from foretoken.core.ops.triton.controls import write_controls
 from foretoken.core.ops.triton.history import History
+from foretoken.core.ops.triton.wishes import Wishes
 from foretoken.core.sampling import SampleRow
 from sampling_rows import Countdown, row_of, sampling_of
 
@@ -46,7 +48,7 @@ def test_places_of_one_request_share_its_mask_and_others_have_their_own() -> Non
         row_of(logit_bias={1: 1.0}),
         row_of(),
     ]
-    controls = ControlDesk().write(list(enumerate(rows)), VOCAB, 1.0)
+    controls = write_controls(list(enumerate(rows)), VOCAB, 1.0)
     assert controls.edits is not None
     assert controls.edits.places.tolist() == [0, 1, 2, 3]
     assert controls.edits.mask_of.tolist() == [0, 1, 0, -1]
@@ -55,16 +57,18 @@ def test_places_of_one_request_share_its_mask_and_others_have_their_own() -> Non
 
 
 def test_min_tokens_edits_nothing_once_they_are_there() -> None:
-    desk, sampling = ControlDesk(), sampling_of(min_tokens=2, stop_ids=frozenset({7}))
+    sampling = sampling_of(min_tokens=2, stop_ids=frozenset({7}))
     for num_tokens, is_early in ((3, True), (4, False)):
         row = SampleRow(array("q", [1] * num_tokens), sampling)
-        assert (desk.write([(0, row)], VOCAB, 1.0).edits is not None) == is_early
+        assert (write_controls([(0, row)], VOCAB, 1.0).edits is not None) == is_early
 
 
 def test_what_is_known_of_a_request_goes_with_it() -> None:
-    desk, row = ControlDesk(), row_of()
-    desk.write([(0, row)], VOCAB, 1.0)
-    assert len(desk._wishes) == 1
-    del row
+    row = row_of()
+    write_controls([(0, row)], VOCAB, 1.0)
+    known = row.sampling.form(Wishes, VOCAB)
+    assert row.sampling.form(Wishes, VOCAB) is known
+    gone = weakref.ref(known)
+    del row, known
     gc.collect()
-    assert len(desk._wishes) == 0
+    assert gone() is None

@@ -26,7 +26,7 @@ from graphed import PAGE_SIZE, VOCAB, CountedGraph, Graphs, make_decoder, make_p
 from triton.runtime.interpreter import InterpretedFunction
 
 from foretoken.core.ops.triton import step, work_list
-from foretoken.core.ops.triton.controls import ControlDesk
+from foretoken.core.ops.triton.controls import write_controls, write_plain_controls
 from foretoken.core.ops.triton.packet import Packet
 from foretoken.core.ops.triton.pass_fields import fields, fill_controls, fill_idle
 from foretoken.core.ops.triton.race import Race
@@ -259,7 +259,7 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twi
 def test_nothing_is_chosen_where_there_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies there is neither read nor written: it would be outside the logits."""
     rows, logits = [row_of(1, top_k=3), row_of(2), row_of(3, top_p=0.5)], logits_of(3, 40)
-    controls = ControlDesk().write_plain(Draws(rows, [1, 1, 1]), 40)
+    controls = write_plain_controls(Draws(rows, [1, 1, 1]), 40)
     assert controls is not None
     columns = torch.from_numpy(controls.columns).to(logits.device)
     cuts, hashes = torch.tensor([0, -1, 2, -1]), vocabulary_hashes(40, logits.device)
@@ -282,10 +282,10 @@ def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
     to = Packet(fields(4, 1, 8, num_places=4), torch.device("cpu")).open()
     fill_idle(to)
     told = [(to["controls"].reshape(-1, NUM_COLUMNS)[:, ROW].tolist(), to["cuts"].tolist())]
-    desk, rows = ControlDesk(), [row_of(1), row_of(2, top_k=3), row_of(3, top_k=3)]
+    rows = [row_of(1), row_of(2, top_k=3), row_of(3, top_k=3)]
     for count in (3, 2, 0):
         draws = Draws(rows[:count], [1] * count)
-        fill_controls(to, desk.write_plain(draws, 40) if count else None)
+        fill_controls(to, write_plain_controls(draws, 40) if count else None)
         columns = to["controls"].reshape(-1, NUM_COLUMNS)
         told.append((columns[:, ROW].tolist(), to["cuts"].tolist()))
     nobody = [-1] * 4
@@ -300,13 +300,13 @@ def test_what_a_pass_left_in_a_packet_is_nobodys_in_the_next() -> None:
 def test_a_run_of_draws_is_told_as_its_places_would_be_one_by_one() -> None:
     """With a tail before the first, as a draft model's have."""
     first, second = row_of(1, top_k=3), replace(row_of(2, temperature=0.5, min_p=0.1), tail=[7, 8])
-    told = ControlDesk().write_plain(Draws([first, second], [1, 3], 0.7), 40)
+    told = write_plain_controls(Draws([first, second], [1, 3], 0.7), 40)
     tails = [(), (), (1,), (1, 2)]
     rows = [
         replace(row, tail=(*row.tail, *tail))
         for row, tail in zip([first, second, second, second], tails, strict=True)
     ]
-    expected = ControlDesk().write(list(enumerate(rows)), 40, 0.7)
+    expected = write_controls(list(enumerate(rows)), 40, 0.7)
     assert told is not None
     assert told.columns.tolist() == expected.columns.tolist()
     assert told.cuts.tolist() == expected.cuts.tolist() == [0]
@@ -315,7 +315,7 @@ def test_a_run_of_draws_is_told_as_its_places_would_be_one_by_one() -> None:
 @pytest.mark.parametrize("wish", [{"logit_bias": {3: 1.0}}, {"min_tokens": 99}])
 def test_nobody_behind_an_edited_row_is_looked_at_for_the_graph(wish: dict[str, Any]) -> None:
     rows: Any = iter([row_of(1), row_of(2, **wish), row_of(3)])
-    assert ControlDesk().write_plain(Draws(rows, [1, 1, 1]), 40) is None
+    assert write_plain_controls(Draws(rows, [1, 1, 1]), 40) is None
     assert [row.sampling.seed for row in rows] == [row_of(3).sampling.seed]
 
 

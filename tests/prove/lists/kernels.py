@@ -213,9 +213,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-sampler-keeps-another-vocabulary",
-        "NativeSampler._wishes_of",
-        "if found is None or found.vocab_size != vocab_size:",
-        "if found is None:",
+        "RowSampling.form",
+        "key = (make, *args)",
+        "key = make",
         ("test_sampler.py::test_what_is_known_of_a_request_is_known_of_one_width_of_logits",),
         "a draft model may have another width of logits",
     ),

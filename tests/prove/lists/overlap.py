@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "log-probabilities-read-no-text",
         "RowSampling.__post_init__",
-        "            or params.logprobs is not None\n",
-        "",
+        "wants_logprobs = params.logprobs is not None or",
+        "wants_logprobs =",
         ("test_nothing_is_planned_where_a_row_reads_the_text",),
         "what the host must see is computed step by step",
     ),

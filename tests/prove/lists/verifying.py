@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "graph-chooses-for-edited-rows",
-        "ControlDesk.write_plain",
+        "write_plain_controls",
         "if wishes.is_edited or first < wishes.min_tokens:",
         "if first < wishes.min_tokens:",
         ("test_beside_an_edited_row_all_are_chosen_behind_the_graph",),
@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     Mutation(
         "graph-forgets-the-draft-before-a-place",
-        "ControlDesk.write_plain",
+        "write_plain_controls",
         "positions += range(first, first + count)",
         "positions += [first] * count",
         ("test_drafts_and_branches_are_followed_by_what_the_graph_chose",),
