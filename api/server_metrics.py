@@ -11,8 +11,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from ..core.exposition import PREFIX, Histograms, counters, gauge
-from ..core.lag import LoopLag
 from ..core.metrics import SECONDS
+from .lag import LoopLag
 from .visits import Visit
 
 REASONS = {  # of a refusal, by the code of its error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Literal
@@ -137,11 +137,6 @@ class Request:
     def num_output(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_len
-
-    @property
-    def output_ids(self) -> Sequence[int]:
-        """The answer so far."""
-        return self.tokens[self.prompt_len :]
 
     @property
     def order(self) -> tuple[float, int]:

@@ -61,12 +61,6 @@ class Gauge:
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that tensors took since the last `release`; 0 where nobody counts."""
-        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else 0
 
     def seconds(self, call: Callable[[], object], *, repeats: int) -> list[float]:
         """Seconds of each of some calls on the device, asked for one behind the other."""

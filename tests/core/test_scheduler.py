@@ -135,7 +135,7 @@ def test_a_second_turn_computes_only_its_new_tokens() -> None:
     driver.add(first := make_request("a", prompt, max_tokens=5))
     driver.run()
     driver.runner.num_computed = 0
-    driver.add(second := make_request("b", [*prompt, *first.output_ids, 3, 4], max_tokens=1))
+    driver.add(second := make_request("b", [*first.tokens, 3, 4], max_tokens=1))
     driver.run()
     assert second.usage.cached_tokens == 24  # the last served token's KV was never computed
     assert driver.runner.num_computed == 3
