@@ -51,7 +51,13 @@ static void begin_task(const attend_task *task, attend_space *space) {
             for (int64_t d = 0; d < task->dim; d += FT_WIDTH)
                 v_store_n(wide + d, v_get(query, d, task->dim - d, 1), task->dim - d);
         space->queries[i] = widens ? (const void *)wide : query;
+#if defined(FT_AMX)
+        if (uses_amx(task)) pack_pairs(task, space, i, query);
+#endif
     }
+#if defined(FT_AMX)
+    if (uses_amx(task)) set_shapes(num_queries);
+#endif
     memset(space->sums, 0, (size_t)(num_queries * task->padded) * 4);
 }
 
@@ -86,7 +92,7 @@ static void attend_block(const attend_task *task, attend_space *space, const ft_
         load_value_bytes(task, space, rows, next_rows, step->count);
     else
         load_values(task, space, rows, next_rows, step->count);
-    gather_all(task, space, first, stop, ft_ceil_div(step->count, 16) * 16);
+    gather_all(task, space, first, stop, filled_keys(task, step->count));
 }
 
 static void attend_one(const attend_task *task, attend_space *space) {
@@ -134,6 +140,9 @@ static void attend_piece(void *context, int64_t begin, int64_t end) {
         attend_task task = find_task(job, index);
         attend_one(&task, space);
     }
+#if defined(FT_AMX)
+    AMX_RELEASE();
+#endif
 #if defined(__x86_64__)
     _mm_setcsr(before);
 #endif

@@ -2,13 +2,23 @@
 #ifndef FT_ATTENTION_BLOCK_H
 #define FT_ATTENTION_BLOCK_H
 
+#include "amx.h"
 #include "attention_plan.h"
 #include "vector.h"
+
+#if defined(FT_DOT_BF16) || defined(FT_AMX)
+#define FT_PAIRS 1 /* bf16 is kept in pairs, for instructions that multiply these */
+#endif
 
 enum {
     SUBS = KEYS / 16, /* sixteens of a block */
     TILE = 4,         /* queries that share the loads of a block */
     MAX_DIM = 256,    /* of a head */
+#if defined(FT_AMX)
+    ROOM = QUERIES + AMX_ROWS, /* for a last tile of queries that goes beyond them */
+#else
+    ROOM = QUERIES,
+#endif
 };
 #define HIDDEN (-1e30f) /* finite: a block in which all is hidden must not yield NaN */
 
@@ -37,10 +47,10 @@ typedef struct {
 typedef struct {
     _Alignas(64) uint32_t keys[KEYS * MAX_DIM];   /* [SUBS][words of a head][16] */
     _Alignas(64) uint32_t values[KEYS * MAX_DIM]; /* [KEYS][padded], or pairs of keys, [KEYS / 2] */
-    _Alignas(64) float scores[QUERIES][KEYS];     /* then weights */
-    _Alignas(64) bf16 weights[QUERIES][KEYS];     /* rounded, where sums of products are of bf16 */
+    _Alignas(64) float scores[ROOM][KEYS];        /* then weights */
+    _Alignas(64) bf16 weights[ROOM][KEYS];        /* rounded, where sums of products are of bf16 */
     _Alignas(64) float sums[QUERIES * MAX_DIM];   /* [queries][padded] weighted values */
-    _Alignas(64) float wide[QUERIES * MAX_DIM];   /* [queries][dim] queries widened to fp32 */
+    _Alignas(64) float wide[ROOM * MAX_DIM];      /* [queries][dim] queries widened to fp32 */
     float top[QUERIES], total[QUERIES], keep[QUERIES];
     /* Of int8 keys and values alone. */
     _Alignas(64) float key_scales[KEYS], value_scales[KEYS];
@@ -57,7 +67,7 @@ typedef struct {
 static const float zeros[MAX_DIM];
 
 static int uses_dot(const ft_heads *heads) {
-#if defined(FT_DOT_BF16)
+#if defined(FT_PAIRS)
     return heads->dtype == FT_BFLOAT16;
 #else
     (void)heads;
@@ -66,6 +76,36 @@ static int uses_dot(const ft_heads *heads) {
 }
 
 static int64_t item_size(const ft_heads *heads) { return heads->dtype == FT_BFLOAT16 ? 2 : 4; }
+
+/* Whether keys and values are kept as bytes with scales. */
+static int is_int8(const attend_task *task) { return task->job->kv->scales_at != 0; }
+
+/* Whether the matrix unit computes the task. */
+static int uses_amx(const attend_task *task) {
+#if defined(FT_AMX)
+    return is_int8(task) || uses_dot(task->job->heads);
+#else
+    (void)task;
+    return 0;
+#endif
+}
+
+/* Words of a turned key. */
+static int64_t key_words(const attend_task *task) {
+    if (is_int8(task)) return ft_ceil_div(task->dim, 4);
+    return uses_dot(task->job->heads) ? task->dim / 2 : task->dim;
+}
+
+/* These, and behind them zeros up to whole tiles of the matrix unit. */
+static int64_t key_stride(const attend_task *task) {
+    return uses_amx(task) ? ft_ceil_div(key_words(task), 16) * 16 : key_words(task);
+}
+
+/* Keys of a block whose values are read: those there are, and zeros up to a whole sixteen or tile. */
+static int64_t filled_keys(const attend_task *task, int64_t count) {
+    int64_t unit = !uses_amx(task) ? 16 : is_int8(task) ? 64 : 32;
+    return ft_ceil_div(count, unit) * unit;
+}
 
 /* Bytes of a key or value in the pages. */
 static int64_t vector_bytes(const attend_task *task) {
@@ -165,30 +205,33 @@ static void load_keys(const attend_task *task, attend_space *space, const char *
                       int64_t count) {
     const ft_heads *heads = task->job->heads;
     int widens = heads->dtype == FT_BFLOAT16 && !uses_dot(heads);
-    int64_t words = uses_dot(heads) ? task->dim / 2 : task->dim;
+    int64_t words = key_words(task), stride = key_stride(task);
     for (int64_t i = 0; i < count; i += 16) {
-        uint32_t *out = space->keys + i * words;
+        uint32_t *out = space->keys + i * stride;
         for (int64_t j = i; j < ft_min(i + 16, count); j++)
             fetch_soon(rows[j] + value_offset(task), task->dim * item_size(heads));
         if (widens)
             turn_wide(rows + i, task->dim, out);
         else
             turn_words(rows + i, words, out);
+        memset(out + words * 16, 0, (size_t)(stride - words) * 16 * 4);
     }
 }
 
-#if defined(FT_DOT_BF16)
+#if defined(FT_PAIRS)
 /* Two rows of bf16 as pairs, padded with zeros. */
 FT_INLINE void pair_rows(const bf16 *first, const bf16 *second, int64_t dim, uint32_t *out) {
+    int64_t d = 0;
+#if defined(FT_AVX512)
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    int64_t d = 0;
     for (; d + 32 <= dim; d += 32) {
         __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
         _mm512_store_si512(out + d, _mm512_permutex2var_epi16(a, low, b));
         _mm512_store_si512(out + d + 16, _mm512_permutex2var_epi16(a, high, b));
     }
+#endif
     for (; d < dim; d++) out[d] = (uint32_t)first[d] | (uint32_t)second[d] << 16;
     for (; d % 16; d++) out[d] = 0;
 }
@@ -204,8 +247,8 @@ static const char *value_row(const attend_task *task, const char *const *rows, i
 static void load_values(const attend_task *task, attend_space *space, const char *const *rows,
                         const char *const *next, int64_t count) {
     int64_t bytes = task->dim * item_size(task->job->heads);
-    int64_t dim = task->dim, padded = task->padded, stop = ft_ceil_div(count, 16) * 16;
-#if defined(FT_DOT_BF16)
+    int64_t dim = task->dim, padded = task->padded, stop = filled_keys(task, count);
+#if defined(FT_PAIRS)
     if (uses_dot(task->job->heads)) {
         for (int64_t i = 0; i < stop; i += 2) {
             fetch_soon(next[i], bytes);

@@ -16,11 +16,6 @@ enum { PARTS = 16 / FT_LANES }; /* vectors of sixteen sums */
 #define QUERY_TOP 32639.0f      /* 256 * 127 + 127 */
 #define WEIGHT_TOP 65535.0f
 
-static int is_int8(const attend_task *task) { return task->job->kv->scales_at != 0; }
-
-/* Words of a turned key, of four dimensions each. */
-static int64_t key_words(const attend_task *task) { return ft_ceil_div(task->dim, 4); }
-
 /* -- a block of keys and values --------------------------------------------------------------- */
 
 /* Scales of a step's keys and values, zeros behind them; `taint` is NaN if a value's is. */
@@ -49,14 +44,14 @@ static void load_scales(const attend_task *task, attend_space *space, const ft_a
 /* The block's keys, turned: four dimensions of sixteen keys side by side. */
 static void load_key_bytes(const attend_task *task, attend_space *space, const char **rows,
                            int64_t count) {
-    int64_t words = key_words(task), whole = task->dim / 4;
+    int64_t words = key_words(task), stride = key_stride(task), whole = task->dim / 4;
     for (int64_t i = 0; i < count; i += 16) {
-        uint32_t *out = space->keys + i * words;
+        uint32_t *out = space->keys + i * stride;
         for (int64_t j = i; j < ft_min(i + 16, count); j++)
             fetch_soon(rows[j] + value_offset(task), task->dim);
         turn_words(rows + i, whole, out);
+        memset(out + whole * 16, 0, (size_t)(stride - whole) * 16 * 4);
         if (whole == words) continue;
-        memset(out + whole * 16, 0, 16 * 4);
         for (int j = 0; j < 16; j++)
             memcpy(out + whole * 16 + j, rows[i + j] + whole * 4, (size_t)(task->dim % 4));
     }
@@ -87,7 +82,7 @@ FT_INLINE void quad_rows(const char *const *rows, int64_t dim, uint32_t *out) {
 /* The block's values, in quads of keys. `next` are the keys that follow. */
 static void load_value_bytes(const attend_task *task, attend_space *space, const char *const *rows,
                              const char *const *next, int64_t count) {
-    for (int64_t i = 0; i < ft_ceil_div(count, 16) * 16; i += 4) {
+    for (int64_t i = 0; i < filled_keys(task, count); i += 4) {
         const char *quad[4];
         for (int j = 0; j < 4; j++) {
             fetch_soon(next[i + j], task->dim);

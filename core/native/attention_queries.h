@@ -7,6 +7,7 @@
 #ifndef FT_ATTENTION_QUERIES_H
 #define FT_ATTENTION_QUERIES_H
 
+#include "attention_amx.h"
 #include "attention_int8.h"
 
 /* -- scores ----------------------------------------------------------------------------------- */
@@ -30,7 +31,10 @@ FT_INLINE void score_wide(attend_space *space, int64_t first, int count, int64_t
             v_store(space->scores[first + r] + sub * 16, sums[r][sub]);
 }
 
-#if defined(FT_DOT_BF16)
+#if defined(FT_DOT_BF16) && !defined(FT_AMX)
+#define FT_DOT_TILES 1 /* tiles of TILE queries by that instruction; the matrix unit has others */
+#endif
+#if defined(FT_DOT_TILES)
 FT_INLINE __m512bh pairs_at(const uint32_t *p) { return (__m512bh)_mm512_load_si512(p); }
 FT_INLINE __m512bh pair_of(const void *pairs, int64_t at) {
     return (__m512bh)_mm512_set1_epi32(((const int *)pairs)[at]);
@@ -62,7 +66,7 @@ FT_INLINE void score_tile(const attend_task *task, attend_space *space, int64_t 
             score_bytes(space, first, count, key_words(task), sub);
         return;
     }
-#if defined(FT_DOT_BF16)
+#if defined(FT_DOT_TILES)
     if (uses_dot(task->job->heads)) {
         score_pairs(space, first, count, task->dim / 2);
         return;
@@ -92,7 +96,7 @@ FT_INLINE void round_weights(bf16 *out, const ft_vec *weights) {
         _mm512_store_si512(out + sub * 16, (__m512i)both);
     }
 #else
-    (void)out, (void)weights;
+    for (int sub = 0; sub < SUBS; sub++) v_store_bf16(out + sub * 16, weights[sub]);
 #endif
 }
 
@@ -117,7 +121,7 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
     }
     if (is_int8(task))
         pack_weights(space, query, at);
-    else
+    else if (uses_dot(task->job->heads))
         round_weights(space->weights[query], at);
     float keep = top == before ? 1.0f : exp_one(before - top);
     space->top[query] = top;
@@ -159,7 +163,7 @@ FT_INLINE void gather_wide(attend_space *space, int64_t first, int count, int64_
             v_store(space->sums + (first + r) * padded + d + v * 16, sums[r][v]);
 }
 
-#if defined(FT_DOT_BF16)
+#if defined(FT_DOT_TILES)
 FT_INLINE void gather_pairs(attend_space *space, int64_t first, int count, int64_t padded,
                             int64_t d, int vecs, int64_t stop) {
     __m512 sums[TILE][4];
@@ -186,7 +190,7 @@ FT_INLINE void gather_pairs(attend_space *space, int64_t first, int count, int64
 
 FT_INLINE void gather_part(const attend_task *task, attend_space *space, int64_t first, int count,
                            int64_t d, int vecs, int64_t stop) {
-#if defined(FT_DOT_BF16)
+#if defined(FT_DOT_TILES)
     if (uses_dot(task->job->heads)) {
         gather_pairs(space, first, count, task->padded, d, vecs, stop);
         return;
@@ -221,11 +225,23 @@ FT_INLINE void gather_tile(const attend_task *task, attend_space *space, int64_t
     }
 
 static void score_all(const attend_task *task, attend_space *space, int64_t first, int64_t stop) {
+#if defined(FT_AMX)
+    if (uses_amx(task)) {
+        score_all_amx(task, space, first, stop);
+        return;
+    }
+#endif
     FT_TILES(first, stop, score_tile(task, space, at, SIZE));
 }
 
 static void gather_all(const attend_task *task, attend_space *space, int64_t first, int64_t stop,
                        int64_t keys) {
+#if defined(FT_AMX)
+    if (uses_amx(task)) {
+        gather_all_amx(task, space, first, stop, keys);
+        return;
+    }
+#endif
     FT_TILES(first, stop, gather_tile(task, space, at, SIZE, keys));
 }
 

@@ -57,6 +57,7 @@ int ft_num_threads(void);
  * the same slot. NULL when there is no memory. Who uses which slot: */
 enum {
     FT_SCRATCH_LINEAR,
+    FT_SCRATCH_AMX,
     FT_SCRATCH_ATTENTION,
     FT_SCRATCH_ATTENTION_PLAN,
     FT_SCRATCH_STEP,

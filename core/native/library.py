@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .build import NativeBuildError, Variant, build, fastest_variant
+from .build import NativeBuildError, Variant, build, engine_variants
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,21 @@ class NativeLibrary:
 def native_library(variant: Variant | None = None) -> NativeLibrary | None:
     """The kernels, built on first use; None (and one log line) where they cannot be had.
 
-    Without a ``variant`` the fastest that the CPU can run, though never "scalar".
+    Without a ``variant`` the fastest that the machine can run and compile, though never "scalar".
     """
     try:
-        return _load(variant or fastest_variant())
-    except (NativeBuildError, OSError) as error:
+        candidates = (variant,) if variant else engine_variants()
+    except NativeBuildError as error:
         _say_why(str(error))
         return None
+    for candidate in candidates:
+        try:
+            return _load(candidate)
+        except (NativeBuildError, OSError) as error:  # an old compiler may know less than the CPU
+            reason = str(error)
+            logger.info("the kernels' variant %s cannot be built: %s", candidate, reason)
+    _say_why(reason)
+    return None
 
 
 @cache

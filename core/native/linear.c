@@ -9,7 +9,7 @@
  */
 #include "linear_job.h"
 
-enum { PANEL = 2 * FT_LANES, STEP_BYTES = PANEL * 4, NEAR = 6144 };
+enum { STEP_BYTES = PANEL * 4, NEAR = 6144 };
 
 #if defined(FT_AVX512)
 enum { MAX_TILE = 12 }; /* rows; 24 sums, two weights and a broadcast in 32 registers */
@@ -37,22 +37,24 @@ static void store_tail(const ft_linear_job *job, int64_t at, int64_t count, vf v
     }
 }
 
-/* Bias, rounding, and the place in y of sums [count][PANEL]. Its own function rather than a part of
- * every tile: there are four dozen of them. */
-static __attribute__((noinline)) void finish(const ft_linear_job *job, const tile_t *tile,
-                                             const float *sums, int64_t count) {
-    const int64_t stride = job->weight->out_features;
-    for (int64_t column = tile->column; column < tile->column + PANEL; column += FT_LANES) {
-        const int64_t left = stride - column;
-        const float *from = sums + (column - tile->column);
-        for (int64_t r = 0; r < count; r++, from += PANEL) {
-            const int64_t at = (tile->row + r) * stride + column;
-            vf value = vf_load(from);
-            if (job->weight->bias) value = vf_add(value, vf_load(job->weight->bias + column));
-            if (left < FT_LANES) store_tail(job, at, ft_max(left, 0), value);
-            else if (job->y_dtype == FT_BFLOAT16) vf_store_bf16((bf16 *)job->y + at, value);
-            else vf_store((float *)job->y + at, value);
-        }
+/* Half a panel, of which perhaps some outputs do not exist. */
+FT_INLINE void finish_half(const ft_linear_job *job, int64_t row, int64_t column,
+                           const float *sums) {
+    const int64_t at = row * job->weight->out_features + column;
+    const int64_t left = job->weight->out_features - column;
+    vf value = vf_load(sums);
+    if (job->weight->bias) value = vf_add(value, vf_load(job->weight->bias + column));
+    if (left < FT_LANES) store_tail(job, at, ft_max(left, 0), value);
+    else if (job->y_dtype == FT_BFLOAT16) vf_store_bf16((bf16 *)job->y + at, value);
+    else vf_store((float *)job->y + at, value);
+}
+
+/* Not inlined into every tile: there are four dozen of them. */
+__attribute__((noinline)) void ft_finish_rows(const ft_linear_job *job, int64_t row,
+                                              int64_t column, const float *sums, int64_t count) {
+    for (int64_t r = 0; r < count; r++, sums += PANEL) {
+        finish_half(job, row + r, column, sums);
+        finish_half(job, row + r, column + FT_LANES, sums + FT_LANES);
     }
 }
 
@@ -64,7 +66,7 @@ FT_INLINE void finish_sums(const ft_linear_job *job, const tile_t *tile, vf sum[
         vf_store(out[r], sum[r][0]);
         vf_store(out[r] + FT_LANES, sum[r][1]);
     }
-    finish(job, tile, out[0], count);
+    ft_finish_rows(job, tile->row, tile->column, out[0], count);
 }
 
 /* ---- tiles; `count` is a constant wherever they are inlined ---- */
@@ -162,7 +164,7 @@ FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int
         vf_store(out[r], vf_mul(vf_from_vi(sum[r][0]), vf_mul(left_scale, x_scale)));
         vf_store(out[r] + FT_LANES, vf_mul(vf_from_vi(sum[r][1]), vf_mul(right_scale, x_scale)));
     }
-    finish(job, tile, out[0], count);
+    ft_finish_rows(job, tile->row, tile->column, out[0], count);
 }
 
 /* Bytes of a group of 32 columns of a panel, by kind: values, then scales, then minima. */
@@ -344,6 +346,9 @@ int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_
     job.x_steps = words_of_row(weight);
     job.groups = ft_is_grouped(weight) ? job.steps : 1;
     job.panel_bytes = job.steps * step_bytes[weight->kind];
+#if defined(FT_AMX)
+    if (ft_amx_suits(weight, rows)) return ft_amx_linear(&job, x, x_dtype);
+#endif
     if (ft_prepare_rows(&job, x, x_dtype) != 0) return -1;
     const int64_t panels = ft_ceil_div(weight->out_features, PANEL);
     /* Pieces large enough to stream, small enough that a slow core holds nobody up. */

@@ -1,9 +1,13 @@
-/* What linear.c computes in one call, and the rows that linear_rows.c prepares for it. */
+/* What linear.c or linear_amx.c computes in one call, the rows that linear_rows.c prepares for it,
+ * and what becomes of its sums. */
 #ifndef FT_LINEAR_JOB_H
 #define FT_LINEAR_JOB_H
 
+#include "amx.h"
 #include "linear.h"
 #include "simd.h"
+
+enum { PANEL = 2 * FT_LANES }; /* outputs that lie side by side */
 
 typedef struct {
     const ft_linear_weight *weight;
@@ -24,5 +28,18 @@ typedef struct {
 /* Quantise and interleave x for the job's tiles, on the pool; sets x, x_scale and x_offset. Returns
  * -1 when there is no memory. The rows lie in this thread's scratch memory. */
 int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype);
+
+/* Bias, rounding, and the place in y of sums [count][PANEL], whose first is that of (row, column). */
+void ft_finish_rows(const ft_linear_job *job, int64_t row, int64_t column, const float *sums,
+                    int64_t count);
+
+#if defined(FT_AMX)
+/* Whether the matrix unit computes this weight with so many rows. */
+int ft_amx_suits(const ft_linear_weight *weight, int64_t rows);
+
+/* What ft_linear does, through the unit. The job's weight, rows, steps, x_steps, groups, panel_bytes
+ * and y are set. Returns -1 when there is no memory. */
+int ft_amx_linear(ft_linear_job *job, const void *x, int x_dtype);
+#endif
 
 #endif

@@ -1,7 +1,13 @@
 /* The limits of the machine, for `selftest` and the benchmarks: read bandwidth and matrix rate. */
+#include "amx.h"
 #include "simd.h"
 
 enum { PIECE = 1 << 20 };
+#if defined(FT_AMX_EMULATED)
+enum { ROUND = 1 };
+#else
+enum { ROUND = 1000 };
+#endif
 
 static void read_pieces(void *context, int64_t begin, int64_t end) {
     const char *p = (const char *)context + begin * PIECE, *stop = p + (end - begin) * PIECE;
@@ -24,13 +30,39 @@ FT_EXPORT void ft_read(const void *data, int64_t bytes) {
     ft_parallel(read_pieces, (void *)(uintptr_t)data, bytes / PIECE, 8);
 }
 
+#if defined(FT_AMX)
+
+/* 12 products of two tiles: four sums, so that none waits for itself. */
+enum { PRODUCT_OPERATIONS = 2 * AMX_ROWS * AMX_COLUMNS * AMX_ROW_BYTES / 2 };
+
+static void multiply(void *context, int64_t begin, int64_t end) {
+    const uint8_t rows[8] = {AMX_ROWS, AMX_ROWS, AMX_ROWS, AMX_ROWS,
+                             AMX_ROWS, AMX_ROWS, AMX_ROWS, AMX_ROWS};
+    ft_amx_configure(rows);
+    for (int64_t round = begin * ROUND; round < end * ROUND; round++) {
+#pragma GCC unroll 3
+        for (int i = 0; i < 3; i++) {
+            AMX_DOT_BF16(0, 4, 6);
+            AMX_DOT_BF16(1, 4, 7);
+            AMX_DOT_BF16(2, 5, 6);
+            AMX_DOT_BF16(3, 5, 7);
+        }
+    }
+    AMX_RELEASE();
+    (void)context;
+}
+
+#else
+
+enum { PRODUCT_OPERATIONS = 4 * FT_LANES };
+
 static void multiply(void *context, int64_t begin, int64_t end) {
     enum { CHAINS = 12 };
     const vi ones = vi_set1(0x3f803f80), pair = vi_set1(0);
     vf sums[CHAINS];
 #pragma GCC unroll 12
     for (int i = 0; i < CHAINS; i++) sums[i] = vf_set1((float)(begin + i));
-    for (int64_t round = begin * 1000; round < end * 1000; round++) {
+    for (int64_t round = begin * ROUND; round < end * ROUND; round++) {
 #pragma GCC unroll 12
         for (int i = 0; i < CHAINS; i++) sums[i] = vf_dot_bf16(sums[i], ones, pair);
     }
@@ -43,9 +75,12 @@ static void multiply(void *context, int64_t begin, int64_t end) {
     (void)context;
 }
 
-/* `rounds` thousand times 12 bf16 dot products of a vector, from registers, on the pool. Returns
- * the number of floating point operations; the caller takes the time. */
+#endif
+
+/* `rounds` times ROUND times 12 bf16 dot products of a vector, or of two tiles where there is a
+ * matrix unit, from registers, on the pool. Returns the number of floating point operations; the
+ * caller takes the time. */
 FT_EXPORT double ft_multiply(int64_t rounds) {
     ft_parallel(multiply, NULL, rounds, 1);
-    return (double)rounds * 1000 * 12 * FT_LANES * 4;
+    return (double)rounds * ROUND * 12 * PRODUCT_OPERATIONS;
 }

@@ -54,9 +54,11 @@ def choose_products(
 ) -> Products:
     """The faster kind by ``measure`` (seconds of one call), bfloat16 unless float32 clearly wins.
 
-    Without an instruction for pairs nothing is measured: both kinds are the same bits there, and
-    float32 widens each activation once instead of once per weight.
+    Only AVX-512 is measured. A matrix unit is always faster. Without any instruction for pairs both
+    kinds are the same bits, and float32 widens each activation once instead of once per weight.
     """
+    if library.variant in ("amx", "amx-emulated"):
+        return "bfloat16"
     if library.variant != "avx512":
         return "float32"
     measure = measure or products_seconds

@@ -1,7 +1,7 @@
 /* Vectors of FT_LANES floats or 32-bit integers, one set of names for every variant.
  *
  * avx512 (with bf16 and VNNI): 16 lanes; avx2: 8; scalar: 4, in the compiler's generic vectors,
- * which become SSE2 or NEON. Results may differ between variants, never within one.
+ * which become SSE2 or NEON (or FT_SCALAR_LANES, for tests that need the panels of avx512). Results may differ between variants, never within one.
  *
  * Pairs and quads: a 32-bit lane of weights or activations holds 2 bf16 or 4 bytes that are
  * neighbours along K; a dot product adds the products of a lane to that lane of the sum.
@@ -46,6 +46,7 @@ FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
 }
 FT_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 FT_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
+FT_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 4)); }
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
@@ -103,6 +104,7 @@ FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
 }
 FT_INLINE vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 FT_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+FT_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm256_srli_epi16(a, 4)); }
 FT_INLINE vf vf_even_bf16(vi pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
@@ -131,12 +133,17 @@ FT_INLINE void vf_store_int8(int8_t *p, vf x) {
 
 #else
 #include <math.h>
-enum { FT_LANES = 4 };
-typedef float vf __attribute__((vector_size(16)));
-typedef int32_t vi __attribute__((vector_size(16)));
-typedef uint32_t vu __attribute__((vector_size(16)));
+#ifndef FT_SCALAR_LANES
+#define FT_SCALAR_LANES 4
+#endif
+enum { FT_LANES = FT_SCALAR_LANES };
+typedef float vf __attribute__((vector_size(4 * FT_SCALAR_LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * FT_SCALAR_LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * FT_SCALAR_LANES)));
 
-FT_INLINE vf vf_set1(float x) { return (vf){x, x, x, x}; }
+#define FT_FOR_LANES(i) for (int i = 0; i < FT_LANES; i++)
+
+FT_INLINE vf vf_set1(float x) { return x - (vf){0}; }
 FT_INLINE vf vf_load(const float *p) {
     vf x;
     memcpy(&x, p, sizeof x);
@@ -153,10 +160,13 @@ FT_INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 FT_INLINE vf vf_fma(vf a, vf b, vf sum) { return sum + a * b; }
 FT_INLINE vf vf_from_vi(vi a) { return __builtin_convertvector(a, vf); }
 FT_INLINE vf vf_round(vf a) {
-    return (vf){nearbyintf(a[0]), nearbyintf(a[1]), nearbyintf(a[2]), nearbyintf(a[3])};
+    FT_FOR_LANES(i) a[i] = nearbyintf(a[i]);
+    return a;
 }
 FT_INLINE vf vf_load_bf16(const bf16 *p) {
-    return (vf){ft_from_bf16(p[0]), ft_from_bf16(p[1]), ft_from_bf16(p[2]), ft_from_bf16(p[3])};
+    vf x;
+    FT_FOR_LANES(i) x[i] = ft_from_bf16(p[i]);
+    return x;
 }
 FT_INLINE float ft_from_fp16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
@@ -168,17 +178,18 @@ FT_INLINE float ft_from_fp16(uint16_t half) {
     return value;
 }
 FT_INLINE vf vf_load_fp16(const uint16_t *p) {
-    return (vf){ft_from_fp16(p[0]), ft_from_fp16(p[1]), ft_from_fp16(p[2]), ft_from_fp16(p[3])};
+    vf x;
+    FT_FOR_LANES(i) x[i] = ft_from_fp16(p[i]);
+    return x;
 }
-FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
-    for (int i = 0; i < 4; i++) p[i] = ft_to_bf16(x[i]);
-}
-FT_INLINE vi vi_set1(int32_t x) { return (vi){x, x, x, x}; }
+FT_INLINE void vf_store_bf16(bf16 *p, vf x) { FT_FOR_LANES(i) p[i] = ft_to_bf16(x[i]); }
+FT_INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
 FT_INLINE vi vi_load(const void *p) {
     vi x;
     memcpy(&x, p, sizeof x);
     return x;
 }
+FT_INLINE vi vi_add(vi a, vi b) { return a + b; }
 FT_INLINE vi vi_low_nibbles(vi a) { return a & 0x0f0f0f0f; }
 FT_INLINE vi vi_high_nibbles(vi a) { return (a >> 4) & 0x0f0f0f0f; }
 FT_INLINE vf vf_even_bf16(vi pairs) { return (vf)((vu)pairs << 16); }
@@ -194,9 +205,7 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) {
     return sum;
 }
 FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) { return vi_dot_u8s8(sum, w, x); }
-FT_INLINE void vf_store_int8(int8_t *p, vf x) {
-    for (int i = 0; i < 4; i++) p[i] = (int8_t)lrintf(x[i]);
-}
+FT_INLINE void vf_store_int8(int8_t *p, vf x) { FT_FOR_LANES(i) p[i] = (int8_t)lrintf(x[i]); }
 #endif
 
 FT_INLINE vf vf_zero(void) { return vf_set1(0.0f); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.native import native_library
+from foretoken.core.native.build import SETTING as VARIANT
 
 LENGTH = 600  # three blocks of keys
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,11 +27,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(tmp_path_factory.mktemp("exact"), request.param, **WIDE)
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "native" and native_library() is None:
-        pytest.skip("no native kernels on this machine")
-    return request.param
+@pytest.fixture(scope="module", params=["torch", "native", "amx-emulated"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The last is the native kernels' whole path on an emulated matrix unit."""
+    if request.param == "torch":
+        yield "torch"
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "amx-emulated":
+            patch.setenv(VARIANT, request.param)
+        if native_library() is None:
+            pytest.skip("no native kernels on this machine")
+        yield "native"
 
 
 @pytest.fixture(scope="module", params=DTYPES)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from native_variants import every_variant
 from torch import Tensor
 from turns import Turns
 
 from foretoken.core.batch import Segment, build_batch
 from foretoken.core.kv_pool import KvDtype, KVPool, from_scaled
-from foretoken.core.native import native_library, variants
+from foretoken.core.native import native_library
 from foretoken.core.ops import HeadLayout, HeadNorm, Ops, TorchOps
 from foretoken.core.ops.native_ops import NativeOps
 
@@ -29,7 +30,7 @@ SHAPES = [  # (query heads, KV heads, head_dim): odd sizes, many heads in a grou
 ]
 
 
-@pytest.fixture(params=variants())
+@pytest.fixture(params=every_variant())
 def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
     torch.manual_seed(0)
     library = native_library(request.param)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_variants import every_variant
 
-from foretoken.core.native import limits, native_library, variants
+from foretoken.core.native import limits, native_library
 from foretoken.core.native.memory import HugeArena
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", every_variant())
 def test_limits_are_positive_and_count_all_the_work(variant, monkeypatch):
     library = native_library(variant)
     if library is None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_variants import every_variant
 from torch import Tensor
 
-from foretoken.core.native import native_library, variants
+from foretoken.core.native import native_library
 from foretoken.core.native.library import NativeLibrary
 from foretoken.core.native.linear import NativeLinear, linear, pack_linear
 from foretoken.core.quantize import (
@@ -30,7 +31,7 @@ KINDS: list[tuple[Quantize, torch.dtype, float]] = [  # and the relative error t
 SHAPES = [(64, 128), (37, 51), (1, 32), (130, 33), (700, 96)]
 
 
-@pytest.fixture(scope="module", params=variants())
+@pytest.fixture(scope="module", params=every_variant())
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
     found = native_library(request.param)
     if found is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from native_variants import every_variant
 from torch import Tensor
 from turns import Turns
 
@@ -16,7 +17,7 @@ from foretoken.core.batch import Segment, build_batch
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.kv_pool import KVPool
 from foretoken.core.model import load_decoder
-from foretoken.core.native import native_library, variants
+from foretoken.core.native import native_library
 from foretoken.core.native.plan import NativePlan
 from foretoken.core.ops import HeadLayout, HeadNorm, Ops, TorchOps, choose_ops
 from foretoken.core.ops.native_ops import NativeOps
@@ -36,7 +37,7 @@ SHAPES = [  # (query heads, KV heads, head_dim): odd sizes, many heads in a grou
 ]
 
 
-@pytest.fixture(params=variants())
+@pytest.fixture(params=every_variant())
 def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
     torch.manual_seed(0)
     library = native_library(request.param)

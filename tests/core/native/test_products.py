@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from native_variants import every_variant
 from torch import Tensor
 
-from foretoken.core.native import native_library, products, variants
+from foretoken.core.native import native_library, products
 from foretoken.core.native.library import NativeLibrary
 from foretoken.core.native.linear import NativeLinear, Products, linear, pack_linear
 from foretoken.core.native.products import SETTING, bfloat16_products, choose_products
@@ -19,7 +20,7 @@ from foretoken.core.ops.native_ops import NativeOps
 SHAPES = [(64, 128), (37, 51), (1, 32), (130, 33)]
 
 
-@pytest.fixture(params=variants())
+@pytest.fixture(params=every_variant())
 def library(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
     found = native_library(request.param)
     if found is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from native_variants import every_variant
 from torch import Tensor
 from turns import Turns
 
@@ -15,7 +16,7 @@ from checkpoints import ModelDriver, make_checkpoint, void_item
 from foretoken.core.batch import Segment, build_batch
 from foretoken.core.kv_pool import KvDtype, KVPool
 from foretoken.core.model import load_decoder
-from foretoken.core.native import native_library, variants
+from foretoken.core.native import native_library
 from foretoken.core.native.plan import NativePlan
 from foretoken.core.ops import HeadLayout, Ops, TorchOps
 from foretoken.core.ops.native_ops import NativeOps
@@ -31,7 +32,7 @@ CLOSE = {
 }
 
 
-@pytest.fixture(params=variants())
+@pytest.fixture(params=every_variant())
 def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
     torch.manual_seed(0)
     library = native_library(request.param)

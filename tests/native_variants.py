@@ -1,0 +1,11 @@
+"""The variants of the native kernels that tests can run here."""
+
+from __future__ import annotations
+
+from foretoken.core.native import Variant, variants
+from foretoken.core.native.build import can_run
+
+
+def every_variant() -> tuple[Variant, ...]:
+    """Those of this machine, and the emulated matrix unit wherever it can be compiled."""
+    return (*variants(), "amx-emulated") if can_run("amx-emulated") else variants()
