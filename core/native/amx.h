@@ -68,17 +68,17 @@ void ft_emulated_dot_bytes(int c, int a, int b, int a_signed, int b_signed);
 #include <immintrin.h>
 
 /* Tile numbers are part of the instructions, hence macros. Bytes of A and B are signed (S) or not
- * (U), in this order. */
-#define AMX_CONFIGURE(shapes) _tile_loadconfig(shapes)
+ * (U), in this order. Shapes are set and tiles loaded by lines of our own: gcc's do not say what
+ * memory they read (of the shapes eight bytes, of a tile none), so that what was written there just
+ * before may be left out or come too late. */
+#define AMX_CONFIGURE(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(*(shapes)) : "memory")
+#define AMX_LOAD(tile, from, stride)                                       \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile                    \
+                     :                                                     \
+                     : "r"((const void *)(from)), "r"((int64_t)(stride))   \
+                     : "memory")
 #define AMX_RELEASE() _tile_release()
 #define AMX_ZERO(tile) _tile_zero(tile)
-/* Not the compiler's own macro: gcc's does not say that it reads memory, so what was written there
- * just before may be left out or come too late. */
-#define AMX_LOAD(tile, from, stride)                        \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile     \
-                     :                                      \
-                     : "r"((const void *)(from)), "r"((int64_t)(stride)) \
-                     : "memory")
 #define AMX_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define AMX_DOT_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 #define AMX_DOT_SS(c, a, b) _tile_dpbssd(c, a, b)

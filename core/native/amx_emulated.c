@@ -70,7 +70,9 @@ static void check_shapes(const tile *c, const tile *a, const tile *b) {
 
 /* Under the unit's own rules of rounding. Not inlined: compilers move arithmetic past the
  * instruction that sets these rules. */
-static __attribute__((noinline, noclone)) void add_products(tile *c, const tile *a, const tile *b) {
+static void add_products(tile *c, const tile *a, const tile *b) __attribute__((noinline, noclone));
+
+static void add_products(tile *c, const tile *a, const tile *b) {
     float even_b[AMX_ROWS][AMX_COLUMNS], odd_b[AMX_ROWS][AMX_COLUMNS];
     for (int k = 0; k < b->rows; k++)
         for (int n = 0; n < AMX_COLUMNS; n++) {

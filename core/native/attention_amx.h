@@ -91,7 +91,7 @@ FT_INLINE void gather_pairs_amx(const attend_space *space, int64_t at, int64_t p
 }
 
 /* What a block adds to the sums of queries [at, stop), at most sixteen. */
-static void add_products(attend_space *space, int64_t at, int64_t stop, int64_t padded, int64_t d,
+static void add_to_sums(attend_space *space, int64_t at, int64_t stop, int64_t padded, int64_t d,
                          int vecs, const float *products) {
     for (int64_t query = at; query < stop; query++, products += 64) {
         float *sums = space->sums + query * padded + d;
@@ -110,7 +110,7 @@ static void gather_pairs_of(attend_space *space, int64_t at, int64_t stop, int64
         else if (vecs == 3) gather_pairs_amx(space, at, padded, d, 3, keys, products);
         else if (vecs == 2) gather_pairs_amx(space, at, padded, d, 2, keys, products);
         else gather_pairs_amx(space, at, padded, d, 1, keys, products);
-        add_products(space, at, stop, padded, d, vecs, products);
+        add_to_sums(space, at, stop, padded, d, vecs, products);
     }
 }
 

@@ -1,6 +1,8 @@
 """The kernels on the matrix unit, emulated: its arithmetic, the edges of its tiles, who may use it.
 
-The emulation (amx_emulated.c) runs here; the true unit is only compiled unless the machine has one.
+Two emulations run here, on machines without the unit. amx_emulated.c stands in for its instructions
+in the sources. amx_trap.c computes the instructions themselves, as the compiler made them, where
+this CPU refuses each one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -458,3 +461,53 @@ def test_the_library_for_the_unit_is_whole_and_others_have_none_of_it():
     assert not hasattr(unit, "ft_emulated_zero")
     assert not hasattr(plain, "ft_amx_linear")
     assert NativeLibrary("amx", unit).lanes == 16  # all functions are there; this one needs no tile
+
+
+TRAPPED = """
+import ctypes, sys, torch
+sys.path[:0] = sys.argv[4:]
+from test_amx import HEADS, SHAPES, Rows, draw
+from foretoken.core.native.library import NativeLibrary
+from foretoken.core.native.linear import linear, pack_linear
+
+trap = ctypes.CDLL(sys.argv[1])
+trap.trap_install()
+trap.trap_count.restype = ctypes.c_long
+unit, emulated = (NativeLibrary("amx", ctypes.CDLL(path)) for path in sys.argv[2:4])
+for threads in (1, 3):
+    unit.set_threads(threads)
+    for shape in SHAPES[1:]:
+        for quantize in ("none", "int8"):
+            packed = pack_linear(unit, draw(*shape).bfloat16(), draw(shape[0]), quantize)
+            for rows in (1, 8, 16, 17, 33, 40):
+                x = draw(rows, shape[1]).bfloat16()
+                outs = [linear(each, x, packed, torch.float32) for each in (unit, emulated)]
+                assert torch.equal(*outs), (shape, quantize, rows)
+unit.set_threads(1)
+for shape in HEADS:
+    for kv_dtype in ("auto", "int8"):
+        rows = Rows(shape, kv_dtype, 40)
+        outs = [rows.run(each, [1, 7, 32]) for each in (unit, emulated)]
+        assert torch.equal(*outs), (shape, kv_dtype)
+print(trap.trap_count())
+"""
+
+
+def test_what_the_compiler_made_for_the_true_unit_computes_the_same_bits(tmp_path):
+    if not can_run("avx512"):
+        pytest.skip("the code around the unit needs AVX-512")
+    folder, trap = Path(__file__).parent, tmp_path / "trap.so"
+    sources = [folder / "amx_trap.c", *(p for p in building._sources() if p.stem == "amx_emulated")]
+    flags = [*building._FLAGS, "-march=x86-64-v3", "-DFT_AMX_EMULATED"]
+    headers = f"-I{Path(building.__file__).parent}"
+    command = [*building._find_compiler(), *flags, headers, *map(str, sources)]
+    subprocess.run([*command, "-o", str(trap), "-lm"], check=True)
+    try:
+        libraries = [str(build("amx")), str(build("amx-emulated"))]
+    except NativeBuildError as error:
+        pytest.skip(str(error))
+    paths = [str(folder), str(folder.parents[1])]
+    command = [sys.executable, "-c", TRAPPED, str(trap), *libraries, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert can_run("amx") or int(done.stdout) > 1000  # instructions that this CPU refused

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+from typing import get_args
 
 import pytest
 
 from foretoken.core.native import build as building
 from foretoken.core.native import library as loading
-from foretoken.core.native.build import NativeBuildError, build, variants
+from foretoken.core.native.build import NativeBuildError, Variant, build, variants
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -96,10 +97,13 @@ def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, c
 
 
 @needs_compiler
-def test_the_sources_are_free_of_warnings():
+@pytest.mark.parametrize("variant", get_args(Variant))
+def test_the_sources_are_free_of_warnings(variant):
+    """Those of the matrix unit, too, which this machine may not have."""
     sources = [str(p) for p in building._sources() if p.suffix == ".c"]
-    for variant in variants():
-        flags = [*building._FLAGS, *building._VARIANT_FLAGS[variant], *building._WARNINGS]
-        command = ["cc", *flags, "-Wextra", "-Werror", "-fsyntax-only", *sources]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:2000]
+    flags = [*building._FLAGS, *building.variant_flags(variant), *building._WARNINGS]
+    command = ["cc", *flags, "-Wextra", "-Werror", "-fsyntax-only", *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unrecognized" in done.stderr or "bad value" in done.stderr:
+        pytest.skip("this compiler does not know the variant")
+    assert done.returncode == 0, done.stderr[:2000]
