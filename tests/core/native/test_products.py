@@ -70,11 +70,11 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(library, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_without_an_instruction_for_pairs_both_kinds_are_the_same_bits(library, shape):
-    if library.variant == "avx512":
+    if library.variant not in ("avx2", "scalar"):
         pytest.skip("its instruction for pairs adds in another order")
     x = rows(13, shape[1])
-    results = [linear(library, x, make(library, shape, kind)) for kind in ("bfloat16", "float32")]
-    assert torch.equal(*results)
+    packed = [make(library, shape, kind) for kind in ("bfloat16", "float32")]
+    assert torch.equal(*(linear(library, x, each, torch.float32) for each in packed))
 
 
 def test_what_is_not_finite_stays_in_its_own_row(library):
