@@ -52,7 +52,7 @@ def choose_products(
     library: NativeLibrary,
     measure: Callable[[NativeLibrary, Products], float] | None = None,
 ) -> Products:
-    """The faster kind by ``measure`` (seconds of one call), bfloat16 unless float32 clearly wins.
+    """The faster kind by the best of a few ``measure`` (seconds); float32 must win clearly.
 
     Only AVX-512 is measured. A matrix unit is always faster. Without any instruction for pairs both
     kinds are the same bits, and float32 widens each activation once instead of once per weight.
@@ -62,7 +62,9 @@ def choose_products(
     if library.variant != "avx512":
         return "float32"
     measure = measure or products_seconds
-    narrow, wide = (measure(library, kind) for kind in _KINDS)
+    # In turns: what else runs on the machine for a while must not meet one kind alone.
+    rounds = [[measure(library, kind) for kind in _KINDS] for _ in range(_ROUNDS)]
+    narrow, wide = (min(seconds) for seconds in zip(*rounds, strict=True))
     chosen: Products = "float32" if wide * _MARGIN < narrow else "bfloat16"
     logger.info(
         "bfloat16 weights are multiplied as %s: %d rows take %.0f us as bfloat16, %.0f as float32",
@@ -79,4 +81,4 @@ def products_seconds(library: NativeLibrary, products: Products) -> float:
     weight = torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16)
     packed = pack_linear(library, weight, None, products=products)
     x = torch.ones(_ROWS, _SIZE, dtype=torch.bfloat16)
-    return best_seconds(lambda: linear(library, x, packed), repeats=_ROUNDS)
+    return best_seconds(lambda: linear(library, x, packed), repeats=2)

@@ -109,6 +109,15 @@ def test_the_clearly_faster_kind_is_chosen_and_logged(bfloat16, float32, chosen,
     assert f"{bfloat16 * 1e6:.0f} us as bfloat16, {float32 * 1e6:.0f} as float32" in caplog.text
 
 
+def test_a_disturbance_during_some_rounds_changes_no_choice():
+    disturbed = {
+        "bfloat16": iter([900, 900, 50, 900, 900]),
+        "float32": iter([100, 900, 900, 100, 100]),
+    }
+    found = choose_products(WithPairs(), lambda _, kind: next(disturbed[kind]) * 1e-6)
+    assert found == "bfloat16"
+
+
 def test_nothing_is_measured_where_there_is_no_instruction_for_pairs():
     library = WithPairs()
     library.variant = "avx2"
