@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..radix_cache import KVLease, PrefixCache
 from .request import Request
 from .speculation import NOTHING, DraftPlan
-from .step import Branch, Draft, PlanRow
+from .step import Branch, PlanRow
 
 
 def fit_pages(
@@ -39,8 +39,7 @@ def fit_pages(
 
 
 def _cut(plan: DraftPlan, room: int) -> DraftPlan:
-    draft = Draft(plan.draft.token_ids[:room], plan.draft.sources[:room])
-    return DraftPlan(draft, min(plan.max_draft, room))
+    return DraftPlan(plan.draft.first(room), min(plan.max_draft, room))
 
 
 def _own_pages(

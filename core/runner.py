@@ -145,7 +145,8 @@ class ModelRunner:
         return drafts
 
     def _sound(self, draft: Draft, max_draft: int) -> Draft:
-        """The draft up to its first token that the model does not have."""
+        """The chain to be verified: the trunk up to its first token that the model lacks."""
+        draft = draft.trunk()
         if not draft.token_ids or isinstance(draft, SampledDraft):
             return draft
         vocab_size = self.decoder.config.vocab_size

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import TypeVar, cast, overload
 
 import msgspec
@@ -112,16 +113,48 @@ class AheadTokens(Sequence[int]):
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
-    """Tokens guessed to follow a request's ``tokens``, and the source of each."""
+    """A tree of tokens guessed to follow a request's ``tokens``, and the source of each.
+
+    ``parents[i]`` is the node that node ``i`` follows: an earlier one, or -1 for the last of
+    ``tokens``. Nodes come depth first, the best child first, and siblings differ: so a prefix of
+    the nodes is a tree, too. A draft without ``parents`` is a chain: each token follows the one
+    before it.
+    """
 
     token_ids: Sequence[int] = ()
     sources: Sequence[str] = ()  # [len(token_ids)]
     backlog: int = 0  # tokens whose KV the model that guesses still lacks
+    parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
 
     @classmethod
     def of(cls, token_ids: Sequence[int], source: str) -> Draft:
         """A draft whose tokens all come from one source."""
         return cls(token_ids, (source,) * len(token_ids))
+
+    def first(self, count: int) -> Draft:
+        """The tree of its first ``count`` nodes."""
+        if count >= len(self.token_ids):
+            return self
+        parts = (part[: max(0, count)] for part in (self.token_ids, self.sources, self.parents))
+        token_ids, sources, parents = parts
+        return msgspec.structs.replace(self, token_ids=token_ids, sources=sources, parents=parents)
+
+    def trunk(self) -> Draft:
+        """The chain of its best path: from the first node on, as far as each follows the last."""
+        if not self.parents:
+            return self
+        follows = map(int.__eq__, self.parents, count(-1))
+        return msgspec.structs.replace(self.first(sum(takewhile(bool, follows))), parents=())
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first level down to ``node``, which is the last of them."""
+        if not self.parents:
+            return list(range(node + 1))
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
 
 
 NO_DRAFT = Draft()

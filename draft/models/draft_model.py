@@ -116,7 +116,7 @@ class LmProposer:
         sources = (SOURCE,) * len(chain.token_ids)
         if not chain.drawn_from:
             return Draft(chain.token_ids, sources, backlog)
-        return SampledDraft(chain.token_ids, sources, backlog, torch.stack(chain.drawn_from))
+        return SampledDraft(chain.token_ids, sources, backlog, probs=torch.stack(chain.drawn_from))
 
     # -- cursor ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from fixed_depth import FixedDepth
+from msgspec.structs import replace
 
 from fake_model import Driver
 from foretoken.core.admission import SchedulerLimits
@@ -108,6 +109,8 @@ def test_kv_that_is_not_finite_reaches_nobody(decoder: Decoder) -> None:
         Draft.of([1.5, 2.0], "x"),  # type: ignore[list-item]
         Draft.of(["a"], "x"),  # type: ignore[list-item]
         Draft([1, 2], ()),
+        replace(Draft.of([1, 2, 3], "x"), parents=(-1, 0, -1)),
+        replace(Draft.of([1, 2, 3], "x"), parents=(9,)),
         None,
         [],
     ],
