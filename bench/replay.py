@@ -7,12 +7,9 @@ wins. So acceptance is that of the recorded text, not of the model's own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
-
-from ..core.runner import ModelRunner
-from ..core.step import Draft, PlanRow, RowOutput
+from ..core.runner import ModelRunner, Work
+from ..core.verify import Verified
 
 WINNING = 1e4  # a logit above all others
 
@@ -28,17 +25,11 @@ class ReplayRunner(ModelRunner):
         """The same model, pool and proposer."""
         return cls(runner.decoder, runner.pool, runner.proposer)
 
-    def _verify(
-        self,
-        rows: Sequence[PlanRow],
-        paths: Sequence[Sequence[Draft]],
-        logits: torch.Tensor,
-        *rest: Any,  # noqa: ANN401 - passed on
-    ) -> list[RowOutput]:
+    def _verify(self, work: Work) -> list[list[Verified]]:
         at = 0
         indices: list[int] = []
         token_ids: list[int] = []
-        for row, drafts in zip(rows, paths, strict=True):
+        for row, drafts in zip(work.plan.rows, work.paths, strict=True):
             if not row.samples:
                 continue
             answer = self.recorded[row.request_id]
@@ -48,5 +39,5 @@ class ReplayRunner(ModelRunner):
                 indices += range(at, at + len(wanted))
                 token_ids += wanted
                 at += len(draft.token_ids) + 1
-        logits[indices, token_ids] = WINNING
-        return super()._verify(rows, paths, logits, *rest)
+        work.output.logits[indices, token_ids] = WINNING
+        return super()._verify(work)

@@ -9,30 +9,21 @@ turns out to have ended has one row too many in the step that follows, and that 
 from __future__ import annotations
 
 from array import array
-from typing import cast
 
 from msgspec.structs import replace
 
 from .drafting import make_row
 from .request import Request
 from .scheduler import Scheduler
-from .step import AheadTokens, PlanRow, StepPlan
-
-
-def is_steady(plan: StepPlan) -> bool:
-    """Whether every row decodes one token, without a draft, by its logits and position alone."""
-    return plan.is_plain and all(
-        row.stop - row.start == 1 and row.samples and not row.sampling.reads_text
-        for row in plan.rows
-    )
+from .step import PlanRow, StepPlan
 
 
 def plan_ahead(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:
     """The step behind ``plan``, which is under way; None where its outcome decides that.
 
-    It lends nothing that changes while it is carried out, for requests may end meanwhile.
+    Its page tables are copies, for requests may end while it is carried out.
     """
-    staying = _staying(scheduler, plan) if is_steady(plan) else []
+    staying = _staying(scheduler, plan) if plan.is_steady else []
     requests = [request for _, request in staying]
     if not staying or not scheduler.speculator.is_silent(requests, ahead=1):
         return None
@@ -60,14 +51,14 @@ def _staying(scheduler: Scheduler, plan: StepPlan) -> list[tuple[PlanRow, Reques
 
 
 def _next_row(row: PlanRow, request: Request, page_ids: array[int]) -> PlanRow:
-    tokens = AheadTokens(request.tokens, row.stop + 1)
     return PlanRow(
         request_id=row.request_id,
-        tokens=cast("array[int]", tokens),  # no more is asked of those who do not read the text
+        tokens=request.tokens,
         start=row.stop,
         stop=row.stop + 1,
         page_ids=page_ids,
         sampling=row.sampling,
+        is_ahead=True,
     )
 
 

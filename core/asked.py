@@ -22,19 +22,21 @@ class Asked:
     """What logits decide: every path of the rows that sample, one after another."""
 
     rows: list[VerifyRow]
+    num_ahead: list[int]  # of each row: tokens that the device alone knows
     probs: list[Tensor | None]  # what each draft was drawn from, where it matters
     places: list[int]  # the rows of logits that decide, among all that were wanted
 
     @classmethod
     def of(cls, rows: Sequence[PlanRow], paths: Paths) -> Asked:
         """Those of a step, whose logits lie as its segments do."""
-        asked = cls([], [], [])
+        asked = cls([], [], [], [])
         at = 0
         for row, drafts in zip(rows, paths, strict=True):
             for index, draft in enumerate(drafts):
                 at += num_logits(row, draft) if index == 0 else len(draft.token_ids) + 1
                 if row.samples:
                     asked.rows.append(VerifyRow(row.tokens, draft.token_ids, row.sampling))
+                    asked.num_ahead.append(int(row.is_ahead))
                     asked.probs.append(draft.probs if isinstance(draft, SampledDraft) else None)
                     asked.places.extend(range(at - len(draft.token_ids) - 1, at))
         return asked
@@ -50,8 +52,17 @@ class Asked:
         """
         if len(self.places) != num_logits:
             return None
-        rows = [SampleRow(row.tokens, row.sampling) for row in self.rows]
+        pairs = zip(self.rows, self.num_ahead, strict=True)
+        rows = [SampleRow(row.tokens, row.sampling, num_ahead=ahead) for row, ahead in pairs]
         return Draws(rows, [len(row.draft) + 1 for row in self.rows])
+
+    def sample_rows(self) -> list[SampleRow]:
+        """What each of the decisive rows decides."""
+        return [
+            SampleRow(row.tokens, row.sampling, row.draft[:depth], ahead)
+            for row, ahead in zip(self.rows, self.num_ahead, strict=True)
+            for depth in range(len(row.draft) + 1)
+        ]
 
 
 def num_logits(row: PlanRow, draft: Draft) -> int:

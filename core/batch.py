@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -78,11 +78,12 @@ class Wanted(NamedTuple):
     ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
     along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
     stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
-    layers before the final norm.
+    layers before the final norm. ``announce`` is called just before the kernels begin.
     """
 
     draws: Draws | None = None
     taps: Taps = ()
+    announce: Callable[[], None] | None = None
 
 
 NOTHING_MORE = Wanted()

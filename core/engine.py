@@ -17,7 +17,7 @@ from collections.abc import Callable
 from .audit import Auditor, Verdict
 from .dump import Report, make_report, write_report
 from .errors import EngineDead, InvalidRequest, QueueFull
-from .flight import StepRunner
+from .launch import StepRunner
 from .mail import Mail
 from .metrics import EngineMetrics
 from .model_thread import ModelThread, StepThread
@@ -25,7 +25,7 @@ from .pages import describe_cache
 from .report import SpeculationLog
 from .request import Request
 from .scheduler import Scheduler
-from .shadow import Announcer, Shadow
+from .shadow import Shadow
 from .step import StepOutput, StepPlan
 from .stepper import Stepper
 from .stream import TokenStream
@@ -323,9 +323,3 @@ class Engine:
         self._mail.end(last)
         self._auditor.close(last)
         self._watchdog.close()
-        if isinstance(self.runner, Announcer):
-            self.runner.announce(_tell_nobody)  # a model may outlive its engine
-
-
-def _tell_nobody() -> None:
-    """In place of an engine that ended."""

@@ -1,6 +1,7 @@
 """The protocol of what guesses with a model of its own.
 
-A proposer runs in the model thread, just before the target's forward pass. What it proposes can
+A proposer runs in the model thread: it proposes just before the target's forward pass, and observes
+what came of each step, also of those in which it was not asked. What it proposes can
 never change the output (see verify.py), only how many tokens a step yields, so it may fail,
 guess wildly or return nothing. What guesses from token ids alone is a source of the `Speculator`
 on the event loop's side (see speculation.py).
@@ -12,17 +13,45 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from .step import Draft, PlanRow
+import msgspec
+
+from .batch import ForwardOutput, RaggedBatch, Taps
+from .step import Draft, PlanRow, RowOutput
 
 DraftRow = PlanRow
 """A row as a proposer sees it: it may propose at most ``max_draft`` tokens after ``tokens``."""
 
 
+class VerifiedRow(msgspec.Struct, frozen=True, gc=False):
+    """What came of one plan row.
+
+    ``batch_rows[i]`` is the row of the batch that holds position ``row.start + i``: the pending
+    tokens, then the accepted draft tokens. There is none where the row failed.
+    """
+
+    row: PlanRow
+    batch_rows: Sequence[int]
+    output: RowOutput
+
+
 class Proposer(Protocol):
     """Guesses the next tokens of a batch of requests."""
 
+    @property
+    def taps(self) -> Taps:
+        """Boundaries of the target's residual stream that `observe` is to find; fixed."""
+
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft]:
         """One draft for each row, in order; each at most ``row.max_draft`` tokens long."""
+
+    def observe(
+        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
+    ) -> None:
+        """Every step, plain ones and prefill included, behind verification.
+
+        ``verified`` [num_rows of the plan]. All is lent for the call. Of a step behind which
+        another was launched already, ``output.hidden`` and ``output.logits`` are void.
+        """
 
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
         """Drop what is known of requests that left and of pages that were handed out anew."""

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, takewhile
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
 from .asked import Asked, Paths, num_logits, prompt_logprobs
-from .batch import RaggedBatch, Segment, Wanted
+from .batch import Ahead, ForwardOutput, RaggedBatch, Segment, Wanted
 from .kv_pool import KVPool
-from .launch import Launched
-from .launched import LaunchedStep, check_steady
+from .launch import Announce, Pending, be_silent, launch_behind
 from .model.decoder import Decoder
-from .ops.device import make_stopwatch
-from .proposer import Proposer
+from .ops.device import Stopwatch, make_stopwatch
+from .proposer import Proposer, VerifiedRow
 from .rejection import SampledDraft, verify_by_rejection
 from .sampler import DeviceSampler, Drawing
 from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
@@ -27,6 +30,54 @@ from .verify import NOT_FINITE, Choice, Place, Verified, walk_drafts
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 20
 NO_GUESS = (NO_DRAFT,)  # the paths of a row that drafts nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A step between its launch and its end.
+
+    What the host may still write or read while the device works is its own: the tokens on their
+    way to the host, and the clocks. The rest the device uses in the order in which it was asked.
+    """
+
+    plan: StepPlan
+    paths: Paths
+    asked: Asked
+    batch: RaggedBatch
+    output: ForwardOutput
+    tokens: Drawing | None  # what the device was asked to choose; None: the sampler is asked later
+    clocks: tuple[Stopwatch, Stopwatch]  # of the drafts and of the forward pass
+    seconds: float  # that the launch took
+
+
+class PendingStep:
+    """`Pending` of a `ModelRunner`."""
+
+    def __init__(self, work: Work, finish: Callable[[Work], StepOutput]) -> None:
+        self.plan, self.tokens = work.plan, work.tokens
+        self._finish: Callable[[], StepOutput] | None = partial(finish, work)
+        self._output = StepOutput(rows=())
+
+    def finish(self) -> StepOutput:
+        """Wait for its tokens, and not for what was launched since. Raises the device's errors."""
+        if self._finish is not None:
+            self._output = self._finish()
+            self._finish = None  # the work is let go of
+        return self._output
+
+    def lend(self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int) -> Ahead:
+        """Tokens that the next step takes on the device.
+
+        ``batch_rows``: by request the row of that step's batch, of ``num_rows``, that its token
+        goes to. Raises ValueError where more than the next tokens of these requests is decided.
+        """
+        if self.tokens is None or not self.plan.is_steady:
+            raise ValueError("the step before decides more than a token for each row")
+        sources = np.full(num_rows, -1, np.int32)
+        for index, row in enumerate(self.plan.rows):
+            if row.request_id in batch_rows:
+                sources[batch_rows[row.request_id]] = index
+        return Ahead(self.tokens.words, sources, vocab_size)
 
 
 class ModelRunner:
@@ -46,62 +97,67 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self.proposer = proposer
-        self._drafting, self._computing = (make_stopwatch(decoder.device) for _ in range(2))
-        self._num_failures = 0  # of the proposer, in a row
+        self._num_failures = Counter[str]()  # of each of the proposer's methods, in a row
         self.rejection = rejection  # verify by rejection sampling, for comparison only
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
-    @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepOutput:
-        """Compute one ragged batch. Raises what the forward pass raises: then no row is valid."""
-        began = time.perf_counter()
-        self._drafting.start()
-        paths = self._paths(plan)
-        self._drafting.stop()
-        self._computing.start()
-        self._open_branches(plan.rows)
-        batch, asked = self._batch(plan.rows, paths), Asked.of(plan.rows, paths)
-        may_choose = self._on_device and self.launches
-        draws = asked.draws(batch.num_logits) if may_choose else None
-        output = self.decoder.forward(batch, self.pool, Wanted(draws))
-        self._computing.stop()
-        rows = self._verify(plan.rows, paths, output.logits, asked, output.tokens)
-        for index in _unsound_chunks(plan.rows, batch, output.hidden):
-            rows[index] = RowOutput(request_id=plan.rows[index].request_id, error=NOT_FINITE)
-        times = self._times(time.perf_counter() - began)
-        return StepOutput(rows=rows, times=times, num_rows=int(batch.lens.sum()))
-
-    def announce(self, to: Callable[[], None]) -> None:
-        """Call ``to`` before drafts are made and before the target's pass; see `Announcer`."""
-        self.decoder.on_pass = to
-
     @property
     def launches(self) -> bool:
-        """Whether `launch` may be called: where the device computes behind the host's back."""
+        """Whether the device computes behind the host's back, tokens included."""
         return self._on_device and not self.rejection
 
+    def step(self, plan: StepPlan) -> StepOutput:
+        """Launch one step and wait for it."""
+        return self.launch(plan).finish()
+
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> LaunchedStep:
-        """Ask for a steady step without waiting; see `Launcher.launch`."""
-        check_steady(plan)
-        assert after is None or isinstance(after, LaunchedStep)
-        self._propose(plan)  # a steady plan: it only learns what to forget
-        return LaunchedStep(plan.rows, self.decoder, self.pool, after)
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Pending:
+        """Ask for drafts and a forward pass; see `StepRunner.launch`."""
+        if after is not None and not self.launches:
+            return launch_behind(partial(self.launch, announce=announce), plan, after.finish())
+        began = time.perf_counter()
+        drafting, computing = clocks = self._clocks()
+        drafting.start()
+        paths = self._paths(plan, announce)
+        drafting.stop()
+        computing.start()
+        self._open_branches(plan.rows)
+        asked = Asked.of(plan.rows, paths)
+        batch = self._batch(plan.rows, paths, after)
+        output = self._forward(batch, asked, announce)
+        computing.stop()
+        tokens = self._begin(output, asked)
+        seconds = time.perf_counter() - began
+        work = Work(plan, paths, asked, batch, output, tokens, clocks, seconds)
+        return PendingStep(work, self._finish)
 
-    def _times(self, whole: float) -> dict[str, float]:
-        """Of a step that took ``whole`` seconds; on a GPU, drafts and forward pass by its clock.
+    @torch.inference_mode()
+    def _finish(self, work: Work) -> StepOutput:
+        """What the rows yield."""
+        began, rows = time.perf_counter(), work.plan.rows
+        verified = self._verify(work)
+        best = [_furthest(outcomes) for outcomes in verified]
+        self._adopt(rows, verified, best)
+        prompts = prompt_logprobs(rows, work.paths, work.output.logits)
+        outputs = [
+            _output(*each) for each in zip(rows, work.paths, verified, best, prompts, strict=True)
+        ]
+        for index in _unsound_chunks(work):
+            outputs[index] = RowOutput(request_id=rows[index].request_id, error=NOT_FINITE)
+        self._observe(work, best, outputs)
+        times = _times(work.clocks, work.seconds + time.perf_counter() - began)
+        return StepOutput(rows=outputs, times=times, num_rows=int(work.batch.lens.sum()))
 
-        Deciding is the rest: there the host prepares it while the pass still runs.
-        """
-        draft, forward = self._drafting.seconds(), self._computing.seconds()
-        verify = max(0.0, whole - draft - forward)
-        return {"draft": draft, "forward": forward, "verify": verify}
+    def _clocks(self) -> tuple[Stopwatch, Stopwatch]:
+        return make_stopwatch(self.decoder.device), make_stopwatch(self.decoder.device)
 
     # -- drafts ---------------------------------------------------------------------------------
 
-    def _paths(self, plan: StepPlan) -> list[Sequence[Draft]]:
+    def _paths(self, plan: StepPlan, announce: Announce) -> list[Sequence[Draft]]:
         """What to verify for each row: the draft on its own pages, then its branches."""
-        proposed = self._propose(plan)
+        proposed = self._propose(plan, announce)
         if plan.is_plain:
             return [NO_GUESS] * len(plan.rows)
         return [
@@ -116,7 +172,7 @@ class ModelRunner:
         """A draft that came with the plan, as far as it is sound."""
         return self._sound(draft, len(draft.token_ids))
 
-    def _propose(self, plan: StepPlan) -> dict[int, Draft]:
+    def _propose(self, plan: StepPlan, announce: Announce) -> dict[int, Draft]:
         """The proposer's drafts by row. One that fails costs its drafts, never the step."""
         if self.proposer is None:
             return {}
@@ -128,21 +184,37 @@ class ModelRunner:
             wanted = [index for index, row in enumerate(plan.rows) if row.max_draft > 0]
             if not wanted:
                 return {}
-            self.decoder.on_pass()  # tokens must not wait for all passes of the draft model
+            announce()  # tokens must not wait for all passes of the draft model
             proposed = self.proposer.propose([plan.rows[index] for index in wanted])
             drafts = {
                 index: self._sound(draft, plan.rows[index].max_draft)
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception:
-            logger.exception("the proposer failed; this step goes on without drafts")
-            self._num_failures += 1
-            if self._num_failures >= MAX_FAILURES:
-                logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
-                self.proposer = None
+            self._failed("propose")
             return {}
-        self._num_failures = 0
+        self._num_failures["propose"] = 0
         return drafts
+
+    def _observe(self, work: Work, best: Sequence[int], outputs: Sequence[RowOutput]) -> None:
+        """Report the step to the proposer. One that fails costs its drafts, never the step."""
+        if self.proposer is None:
+            return
+        try:
+            verified = _verified_rows(work, best, outputs)
+            self.proposer.observe(work.batch, work.output, verified)
+        except Exception:
+            self._failed("observe")
+        else:
+            self._num_failures["observe"] = 0
+
+    def _failed(self, what: str) -> None:
+        """To be called while the failure is handled."""
+        logger.exception("the proposer failed to %s; the step goes on without it", what)
+        self._num_failures[what] += 1
+        if self._num_failures[what] >= MAX_FAILURES:
+            logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
+            self.proposer = None
 
     def _sound(self, draft: Draft, max_draft: int) -> Draft:
         """The chain to be verified: the trunk up to its first token that the model lacks."""
@@ -164,86 +236,131 @@ class ModelRunner:
                 targets.append(branch.page_ids[shared])
         self.pool.copy_pages(sources, targets)
 
-    def _adopt(self, rows: Sequence[PlanRow], verified: Sequence[Sequence[Verified]]) -> None:
+    def _adopt(
+        self,
+        rows: Sequence[PlanRow],
+        verified: Sequence[Sequence[Verified]],
+        best: Sequence[int],
+    ) -> None:
         """Where a branch won, its KV moves to the row's own pages."""
         sources, targets = array("q"), array("q")
-        for row, outcomes in zip(rows, verified, strict=True):
-            best = _furthest(outcomes) if row.branches else 0
-            if best:
-                last = row.stop + outcomes[best].num_accepted - 1
+        for row, outcomes, index in zip(rows, verified, best, strict=True):
+            if index > 0:
+                last = row.stop + outcomes[index].num_accepted - 1
                 page_size = self.pool.page_size
                 pages = slice((row.stop - 1) // page_size, last // page_size + 1)
-                sources += row.branches[best - 1].page_ids[pages]
+                sources += row.branches[index - 1].page_ids[pages]
                 targets += row.page_ids[pages]
         self.pool.copy_pages(sources, targets)
 
     # -- forward and verify ---------------------------------------------------------------------
 
-    def _batch(self, rows: Sequence[PlanRow], paths: Paths) -> RaggedBatch:
+    def _batch(self, rows: Sequence[PlanRow], paths: Paths, after: Pending | None) -> RaggedBatch:
         """Each row's pending tokens and its draft, then its branches, one segment after another."""
-        segments = []
+        segments: list[Segment] = []
+        num_rows, unknown = 0, dict[str, int]()  # by request, the row of the batch
         for row, (draft, *others) in zip(rows, paths, strict=True):
-            tokens = row.tokens[row.start : row.stop]
+            tokens = row.tokens[row.start : row.stop - row.is_ahead]
+            if row.is_ahead:
+                unknown[row.request_id] = num_rows
+                tokens.append(0)
             tokens.extend(draft.token_ids)
             segments.append(Segment(tokens, row.start, row.page_ids, num_logits(row, draft)))
+            num_rows += len(tokens)
             for branch, other in zip(row.branches, others, strict=True):
                 tokens = row.tokens[row.stop - 1 : row.stop] + array("q", other.token_ids)
                 segments.append(Segment(tokens, row.stop - 1, branch.page_ids, len(tokens)))
-        return self.decoder.batch(segments, page_size=self.pool.page_size)
+                num_rows += len(tokens)
+        ahead = self._ahead(rows, unknown, num_rows, after) if unknown else None
+        return self.decoder.batch(segments, page_size=self.pool.page_size, ahead=ahead)
 
-    def _verify(
+    def _forward(self, batch: RaggedBatch, asked: Asked, announce: Announce) -> ForwardOutput:
+        draws = asked.draws(batch.num_logits) if self._chooses else None
+        taps = () if self.proposer is None else self.proposer.taps
+        output = self.decoder.forward(batch, self.pool, Wanted(draws, taps, announce))
+        if output.taps is not None and self._chooses:  # the next pass may come before `_observe`
+            output = output._replace(taps=output.taps.clone())
+        return output
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether the device is asked for the tokens before anybody waits for the pass."""
+        return self._on_device and self.launches
+
+    def _ahead(
         self,
         rows: Sequence[PlanRow],
-        paths: Paths,
-        logits: torch.Tensor,
-        asked: Asked,
-        drawing: Drawing | None,
-    ) -> list[RowOutput]:
-        """What the rows yield. Where the pass chose, changed ``logits`` change no token."""
-        prompts = prompt_logprobs(rows, paths, logits)
-        found = iter(self._verified(asked.decisive(logits), asked, drawing))
-        verified = [
+        unknown: Mapping[str, int],
+        num_rows: int,
+        after: Pending | None,
+    ) -> Ahead:
+        """Tokens that the device takes from the step ``after``, for the rows that are ahead."""
+        if not isinstance(after, PendingStep):
+            raise ValueError("the step that chooses these rows' tokens is not under way")
+        if any(row.is_ahead and row.sampling.reads_text for row in rows):
+            raise ValueError("a row that reads the text cannot be ahead of it")
+        return after.lend(unknown, num_rows, self.decoder.config.vocab_size)
+
+    def _begin(self, output: ForwardOutput, asked: Asked) -> Drawing | None:
+        """What the device chooses: along with the pass, or behind it."""
+        if output.tokens is not None or not (asked.rows and self._chooses):
+            return output.tokens
+        sampler = self.decoder.sampler
+        assert isinstance(sampler, DeviceSampler)
+        return sampler.begin(asked.decisive(output.logits), asked.sample_rows())
+
+    def _verify(self, work: Work) -> list[list[Verified]]:
+        """Each row's paths, none where it does not sample."""
+        found = iter(self._verified(work.asked.decisive(work.output.logits), work))
+        return [
             [next(found) for _ in drafts if row.samples]
-            for row, drafts in zip(rows, paths, strict=True)
+            for row, drafts in zip(work.plan.rows, work.paths, strict=True)
         ]
-        self._adopt(rows, verified)
-        return [self._output(*each) for each in zip(rows, paths, verified, prompts, strict=True)]
 
-    def _verified(
-        self, logits: torch.Tensor, asked: Asked, drawing: Drawing | None
-    ) -> Sequence[Verified]:
-        """Each path's outcome; where the pass has chosen, by its tokens."""
+    def _verified(self, logits: torch.Tensor, work: Work) -> Sequence[Verified]:
+        """Each path's outcome, by the tokens that the device chose or by ``logits``."""
+        rows, tokens = work.asked.rows, work.tokens
         if self.rejection:
-            return verify_by_rejection(logits, asked.rows, asked.probs)
-        if drawing is None:
-            return self.decoder.sampler.verify(logits, asked.rows)
-        return walk_drafts(logits, asked.rows, lambda places: _chosen(drawing, places))
+            return verify_by_rejection(logits, rows, work.asked.probs)
+        if tokens is None:
+            return self.decoder.sampler.verify(logits, rows)
+        return walk_drafts(logits, rows, lambda places: _chosen(tokens, places))
 
-    @staticmethod
-    def _output(
-        row: PlanRow,
-        drafts: Sequence[Draft],
-        verified: Sequence[Verified],
-        prompt: Sequence[TokenLogprob],
-    ) -> RowOutput:
-        """The path that got furthest is what the row yields."""
-        if not verified:
-            return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
-        best = _furthest(verified)
-        draft, outcome = drafts[best], verified[best]
-        others = [path for index, path in enumerate(drafts) if index != best]
-        return RowOutput(
-            request_id=row.request_id,
-            token_ids=outcome.token_ids,
-            num_proposed=sum(len(path.token_ids) for path in drafts),
-            num_accepted=outcome.num_accepted,
-            sources=tuple(source for path in (draft, *others) for source in path.sources),
-            draft_len=len(draft.token_ids),
-            backlog=drafts[0].backlog,
-            logprobs=outcome.logprobs,
-            prompt_logprobs=prompt,
-            error=outcome.error,
-        )
+
+def _output(
+    row: PlanRow,
+    drafts: Sequence[Draft],
+    verified: Sequence[Verified],
+    best: int,
+    prompt: Sequence[TokenLogprob],
+) -> RowOutput:
+    """The path that got furthest is what the row yields."""
+    if not verified:
+        return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
+    draft, outcome = drafts[best], verified[best]
+    others = [path for index, path in enumerate(drafts) if index != best]
+    return RowOutput(
+        request_id=row.request_id,
+        token_ids=outcome.token_ids,
+        num_proposed=sum(len(path.token_ids) for path in drafts),
+        num_accepted=outcome.num_accepted,
+        sources=tuple(source for path in (draft, *others) for source in path.sources),
+        draft_len=len(draft.token_ids),
+        backlog=drafts[0].backlog,
+        logprobs=outcome.logprobs,
+        prompt_logprobs=prompt,
+        error=outcome.error,
+    )
+
+
+def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
+    """Of a step that took the host ``whole`` seconds; deciding is the rest of it.
+
+    On a GPU drafts and forward pass are timed by its clock, and the host prepares deciding while
+    the pass still runs.
+    """
+    draft, forward = (clock.seconds() for clock in clocks)
+    return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
 
 
 def _chosen(drawing: Drawing, places: Sequence[Place]) -> list[Choice]:
@@ -252,21 +369,45 @@ def _chosen(drawing: Drawing, places: Sequence[Place]) -> list[Choice]:
     return [choices[at] for at, _ in places]
 
 
-def _unsound_chunks(rows: Sequence[PlanRow], batch: RaggedBatch, hidden: torch.Tensor) -> list[int]:
-    """Prefill chunks with a row of ``hidden`` [num_rows, hidden] that is not finite.
+def _firsts(work: Work) -> list[int]:
+    """The first row of each plan row's own segment in the batch."""
+    segments = accumulate((1 + len(row.branches) for row in work.plan.rows), initial=0)
+    firsts: list[int] = work.batch.first_rows[list(segments)[:-1]].tolist()
+    return firsts
+
+
+def _unsound_chunks(work: Work) -> list[int]:
+    """Prefill chunks with a hidden state that is not finite.
 
     The last row of a prompt alone decides a token and is checked by the verifier, but the KV of
     all of them is about to be published: it must reach nobody.
     """
+    rows = work.plan.rows
     chunks = [i for i, row in enumerate(rows) if row.stop - row.start > 1 or not row.samples]
     if not chunks:
         return []
-    finite = torch.isfinite(hidden).all(dim=-1).cpu().numpy()  # one read for all of them
-    firsts = accumulate((1 + len(row.branches) for row in rows), initial=0)  # segment of each row
-    first_rows = batch.first_rows[list(firsts)[:-1]]
-    spans = [(int(first_rows[i]), rows[i].stop - rows[i].start) for i in chunks]
+    finite = torch.isfinite(work.output.hidden).all(dim=-1).cpu().numpy()  # one read for all
+    firsts = _firsts(work)
+    spans = [(firsts[i], rows[i].stop - rows[i].start) for i in chunks]
     sound = [bool(finite[first : first + count].all()) for first, count in spans]
     return [index for index, is_sound in zip(chunks, sound, strict=True) if not is_sound]
+
+
+def _verified_rows(
+    work: Work, best: Sequence[int], outputs: Sequence[RowOutput]
+) -> list[VerifiedRow]:
+    """Which rows of the batch hold what was committed."""
+    found = []
+    rows = zip(work.plan.rows, work.paths, _firsts(work), best, outputs, strict=True)
+    for row, drafts, first, index, output in rows:
+        behind = first + row.stop - row.start  # the first row of the draft
+        kept = list(range(first, behind))
+        if index > 0:  # the branch's own segment, behind its copy of the last token
+            lens = [len(draft.token_ids) for draft in drafts]
+            behind += lens[0] + sum(1 + length for length in lens[1:index]) + 1
+        kept += range(behind, behind + output.num_accepted)
+        found.append(VerifiedRow(row, [] if output.error else kept, output))
+    return found
 
 
 def _furthest(verified: Sequence[Verified]) -> int:

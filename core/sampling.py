@@ -33,16 +33,18 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """Whose token a row of logits decides: the one after ``tokens`` (prompt, output) and ``tail``.
 
     ``tail`` holds the draft tokens on this row's path, so that ``tokens`` is lent, never copied.
+    ``num_ahead``: tokens between the two that the device alone knows.
     """
 
     tokens: array[int]
     sampling: RowSampling
     tail: Sequence[int] = ()
+    num_ahead: int = 0
 
     @property
     def position(self) -> int:
         """Output position of the token to draw, which is the number of output tokens before it."""
-        return len(self.tokens) + len(self.tail) - self.sampling.prompt_len
+        return len(self.tokens) + self.num_ahead + len(self.tail) - self.sampling.prompt_len
 
     @property
     def is_edited(self) -> bool:

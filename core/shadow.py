@@ -11,15 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
-
-
-@runtime_checkable
-class Announcer(Protocol):
-    """A runner that says when its thread needs Python's lock no more, for a while."""
-
-    def announce(self, to: Callable[[], None]) -> None:
-        """Call ``to`` once or more in each step, in the model thread, before its kernels."""
 
 
 class Shadow:

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from typing import TypeVar, cast, overload
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -73,43 +73,6 @@ class RowSampling:
         if key not in self._forms:
             self._forms[key] = make(self, *args)
         return cast("Form", self._forms[key])
-
-
-class AheadTokens(Sequence[int]):
-    """A request's tokens up to the one that a step under way is still choosing, that one included.
-
-    In a plan made ahead it stands for ``PlanRow.tokens``. Its length is known at once, ``last``
-    when that step is over. ``known`` may grow meanwhile: what is behind is not looked at.
-    """
-
-    __slots__ = ("_known", "_length", "last")
-
-    def __init__(self, known: array[int], length: int) -> None:
-        self._known, self._length = known, length
-        self.last: int | None = None
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> array[int]: ...
-    def __getitem__(self, at: int | slice) -> int | array[int]:
-        """As an array of them gives it. Raises LookupError for the last while it is not chosen."""
-        numbers = range(self._length)[at]
-        if isinstance(numbers, range):
-            return array("q", map(self.__getitem__, numbers))
-        return self._known[numbers] if numbers < self._length - 1 else self._chosen()
-
-    def buffer_info(self) -> tuple[int, int]:
-        """Address and length, as of an array: there is nothing to read at address 0."""
-        return 0, self._length
-
-    def _chosen(self) -> int:
-        if self.last is None:
-            raise LookupError("the token is not chosen yet")
-        return self.last
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
@@ -175,7 +138,9 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
-    to ``stop`` and the longest of its drafts.
+    to ``stop`` and the longest of its drafts. A row that ``is_ahead`` has one pending token, at
+    ``stop - 1``, which the step under way is choosing: ``tokens`` holds those before it, and may
+    grow meanwhile.
     """
 
     request_id: str
@@ -187,11 +152,12 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     draft: Draft = NO_DRAFT  # what is guessed already, or:
     max_draft: int = 0  # how many tokens the proposer may guess
     branches: Sequence[Branch] = ()  # only where a single token is pending
+    is_ahead: bool = False
 
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the last token, so that its last row yields a new one."""
-        return self.stop == len(self.tokens)
+        return self.is_ahead or self.stop == len(self.tokens)
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -206,6 +172,14 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def num_tokens(self) -> int:
         """Tokens to compute in this step, drafts not counted."""
         return sum(row.stop - row.start for row in self.rows)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether every row decodes one token, without a draft, by its logits and position."""
+        return self.is_plain and all(
+            row.stop - row.start == 1 and row.samples and not row.sampling.reads_text
+            for row in self.rows
+        )
 
 
 def num_chunk_tokens(rows: Iterable[PlanRow]) -> int:

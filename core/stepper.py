@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .ahead import is_steady, plan_ahead, replan
+from .ahead import plan_ahead, replan
 from .dump import StepLog
 from .errors import ForetokenError
-from .flight import Flight, Grounded, StepRunner
-from .launch import Launcher
+from .flight import Flight
+from .launch import Grounded, StepRunner
 from .metrics import EngineMetrics
 from .model_thread import Job, StepThread
 from .recovery import Retrial, drafts, forget_frames, is_out_of_memory, may_have_lost_gpu
 from .scheduler import Event, Scheduler
-from .shadow import Announcer, Shadow
+from .shadow import Shadow
 from .step import StepOutput, StepPlan
 from .watchdog import StepHung, Watchdog
 
@@ -51,8 +51,6 @@ class Stepper:
         self._thread, self._watchdog = thread, watchdog
         self._tell, self._clock = tell, clock
         self._shadow = shadow
-        self._runner: StepRunner | None = None  # that computed last
-        self._is_told = False  # by it
         self._overlap = overlap
         self._ahead: Flight | None = None  # of a plan made ahead
         self._ended = 0.0  # when the last run did, on the clock
@@ -91,13 +89,9 @@ class Stepper:
         return output
 
     def _start(self, plan: StepPlan, runner: StepRunner, after: Flight | None = None) -> Flight:
-        if runner is not self._runner:
-            self._runner, self._is_told = runner, isinstance(runner, Announcer)
-            if isinstance(runner, Announcer):
-                runner.announce(self._shadow.enter)
-        may_launch = self._overlap and isinstance(runner, Launcher) and runner.launches
-        launches = may_launch and is_steady(plan)
-        flight = Flight(plan, runner, self._clock(), after=after, launches=launches)
+        splits = self._overlap and runner.launches
+        announce = self._shadow.enter
+        flight = Flight(plan, runner, self._clock(), announce, after=after, splits=splits)
         flight.start(self._thread)
         return flight
 
@@ -142,7 +136,7 @@ class Stepper:
         self._watchdog.watch(job)
         try:
             try:  # at a step made ahead the thread is already
-                self._shadow.begin(is_told=self._is_told and not flight.is_ahead)
+                self._shadow.begin(is_told=not flight.is_ahead)
             finally:
                 output = await self._outcome(job, flight.plan)  # requests must not change under it
         except BaseException:

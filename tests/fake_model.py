@@ -10,10 +10,12 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fixed_depth import FixedDepth
 
 from foretoken.core.admission import SchedulerLimits
+from foretoken.core.launch import Announce, Finished, Pending, be_silent, launch_behind
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import OnToken, Request
 from foretoken.core.scheduler import Scheduler
@@ -62,6 +64,8 @@ def sometimes(row: PlanRow, rng: random.Random) -> list[int]:
 class FakeRunner:
     """Runs plans, and fails loudly when a page does not hold what its path says."""
 
+    launches = False
+
     def __init__(self, page_size: int, drafter: Drafter = no_draft, seed: int = 0) -> None:
         self.page_size = page_size
         self.num_computed = 0
@@ -69,6 +73,16 @@ class FakeRunner:
         self._drafter = drafter
         self._rng = random.Random(seed)
         self._kv: dict[tuple[int, int], int] = {}
+
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Pending:
+        """Compute it at once."""
+        if after is not None:
+            run = partial(FakeRunner.launch, self, announce=announce)
+            return launch_behind(run, plan, after.finish())
+        announce()
+        return Finished(self.step(plan))
 
     def step(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from foretoken.core.flight import Flight
+from foretoken.core.launch import Announce, Finished, Pending, be_silent, launch_behind
 from foretoken.core.model_thread import Job
 from foretoken.core.params import SamplingParams
-from foretoken.core.step import AheadTokens, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 
 PROMPT = array("q", [7, 8, 9])
 SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=3)
@@ -24,11 +25,12 @@ def plan_of(names: str, num_ahead: int = 0) -> StepPlan:
     rows = [
         PlanRow(
             request_id=name,
-            tokens=AheadTokens(PROMPT, stop) if num_ahead else PROMPT,  # type: ignore[arg-type]
+            tokens=PROMPT + array("q", [0] * (num_ahead - 1)) if num_ahead else PROMPT,
             start=stop - 1,
             stop=stop,
             page_ids=array("q", [0]),
             sampling=SAMPLING,
+            is_ahead=num_ahead > 0,
         )
         for name in names
     ]
@@ -52,6 +54,15 @@ class Recorder:
     def __init__(self, *outcomes: StepOutput | BaseException) -> None:
         self._outcomes = deque(outcomes)
         self.seen: list[dict[str, int]] = []
+
+    launches = False
+
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Pending:
+        if after is not None:
+            return launch_behind(self.launch, plan, after.finish())
+        return Finished(self.step(plan))
 
     def step(self, plan: StepPlan) -> StepOutput:
         self.seen.append({row.request_id: row.tokens[row.start] for row in plan.rows})
@@ -85,10 +96,9 @@ class Device:
         self.launched: list[Launch] = []
         self._outcomes, self._refuses = outcomes, refuses or {}
 
-    def step(self, plan: StepPlan) -> StepOutput:
-        raise AssertionError("it launches")
-
-    def launch(self, plan: StepPlan, after: Launch | None = None) -> Launch:
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Launch:
         number = len(self.befores)
         self.calls.append(f"launch {number}")
         self.befores.append(after)
@@ -119,12 +129,13 @@ class Hand:
     def close(self) -> None: ...
 
 
-def chain(runner: Any, *names: str, launches: bool = False) -> list[Flight]:
+def chain(runner: Any, *names: str, splits: bool = False) -> list[Flight]:
     """One step behind the other."""
     flights: list[Flight] = []
     for number, each in enumerate(names):
         after = flights[-1] if flights else None
-        flights.append(Flight(plan_of(each, number), runner, 0.0, after=after, launches=launches))
+        plan = plan_of(each, number)
+        flights.append(Flight(plan, runner, 0.0, be_silent, after=after, splits=splits))
     return flights
 
 

@@ -98,6 +98,10 @@ class RandomDrafts:
     def _guess(self, most: int) -> list[int]:
         return [self._rng.randrange(-2, 260) for _ in range(self._rng.randrange(most + 1))]
 
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
+
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
 
 
@@ -112,6 +116,10 @@ class Perfect:
 
     def _rest(self, row: DraftRow) -> list[int]:
         return self._targets[row.request_id][len(row.tokens) - row.sampling.prompt_len :]
+
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
 
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
 

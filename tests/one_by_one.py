@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fake_model import Drafter, FakeRunner, no_draft
-from foretoken.core.flight import Grounded
-from foretoken.core.launch import Launched
+from foretoken.core.launch import Announce, Finished, Grounded, Pending, be_silent
 from foretoken.core.model_thread import Job
-from foretoken.core.step import AheadTokens, PlanRow, StepOutput, StepPlan
+from foretoken.core.step import StepOutput, StepPlan
 
 Seconds = Callable[[str], float | None]
 
@@ -75,14 +74,21 @@ class Ahead(FakeRunner):
     ) -> None:
         super().__init__(4, drafter)
         self.fault = fault
-        self.num_ahead = 0
+        self.ahead: list[StepPlan] = []
 
-    def step(self, plan: StepPlan) -> StepOutput:
+    @property
+    def num_ahead(self) -> int:
+        return len(self.ahead)
+
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Pending:
         failure = self.fault(plan)
         if failure is not None:
             raise failure
-        self.num_ahead += any(isinstance(row.tokens, AheadTokens) for row in plan.rows)
-        return super().step(plan)
+        if any(row.is_ahead for row in plan.rows):
+            self.ahead.append(plan)
+        return super().launch(plan, after, announce)
 
 
 class Launching(Ahead):
@@ -104,15 +110,15 @@ class Launching(Ahead):
         self.calls: list[str] = []
         self._is_late = is_late
 
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> Told:
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Told:
         self.calls.append("launch")
-        if isinstance(after, Told):
-            if isinstance(after.outcome, Exception):
-                return Told(after.outcome, self.calls)
-            for row in plan.rows:
-                after.tell(row)
+        if isinstance(after, Told) and isinstance(after.outcome, Exception):
+            return Told(after.outcome, self.calls)
+        before = None if after is None else Finished(after.outcome)  # type: ignore[attr-defined]
         try:
-            return Told(self.step(plan), self.calls)
+            return Told(super().launch(plan, before, announce).finish(), self.calls)
         except RuntimeError as failure:
             if not self._is_late:
                 raise
@@ -130,9 +136,3 @@ class Told:
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
-
-    def tell(self, row: PlanRow) -> None:
-        assert isinstance(self.outcome, StepOutput)
-        assert isinstance(row.tokens, AheadTokens)
-        (out,) = (out for out in self.outcome.rows if out.request_id == row.request_id)
-        row.tokens.last = out.token_ids[-1]

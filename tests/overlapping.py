@@ -15,7 +15,7 @@ from foretoken.core.engine import Engine
 from foretoken.core.errors import ForetokenError
 from foretoken.core.request import Delta, FinishReason, OnToken, Request
 from foretoken.core.speculation import NO_SPECULATION
-from foretoken.core.step import AheadTokens, StepPlan
+from foretoken.core.step import StepPlan
 from foretoken.core.stream import TokenStream
 from foretoken.core.watchdog import Supervision
 
@@ -104,4 +104,4 @@ def stop_at(count: int, seen: list[int] | None = None) -> OnToken:
 
 
 def is_ahead(plan: StepPlan) -> bool:
-    return any(isinstance(row.tokens, AheadTokens) for row in plan.rows)
+    return any(row.is_ahead for row in plan.rows)

@@ -27,8 +27,9 @@ from foretoken.api import build as builder
 from foretoken.api.cli import main
 from foretoken.api.tokenizer import Tokenizer
 from foretoken.core.asked import num_logits
-from foretoken.core.runner import ModelRunner
-from foretoken.core.step import Draft, PlanRow, RowOutput, RowSampling
+from foretoken.core.runner import ModelRunner, Work
+from foretoken.core.step import Draft, PlanRow, RowSampling
+from foretoken.core.verify import Verified
 
 WINNING = 1e4  # a logit above all others, per byte of the token
 UNMARKED = "OK."
@@ -141,21 +142,15 @@ class ScriptedRunner(ModelRunner):
         vars(steered).update(vars(runner), tokens=tokens, scripts={})
         return steered
 
-    def _verify(
-        self,
-        rows: Sequence[PlanRow],
-        paths: Sequence[Sequence[Draft]],
-        logits: torch.Tensor,
-        *rest: Any,
-    ) -> list[RowOutput]:
-        at = 0
-        for row, drafts in zip(rows, paths, strict=True):
+    def _verify(self, work: Work) -> list[list[Verified]]:
+        at, logits = 0, work.output.logits
+        for row, drafts in zip(work.plan.rows, work.paths, strict=True):
             for index, draft in enumerate(drafts):
                 num_draft = len(draft.token_ids)
                 at += num_draft + 1 if index else num_logits(row, draft)
                 if row.samples:
                     self._steer(row, draft, logits[at - num_draft - 1 : at])
-        return super()._verify(rows, paths, logits, *rest)
+        return super()._verify(work)
 
     def _steer(self, row: PlanRow, draft: Draft, logits: torch.Tensor) -> None:
         """``logits`` [len(draft) + 1, vocab]: after the row's tokens and after each drafted one."""

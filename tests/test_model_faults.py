@@ -43,14 +43,14 @@ class Poisoned(ModelRunner):
     launches = False  # a pass that chooses, too, would choose by sound logits
     value = float("nan")
 
-    def _verify(self, rows, paths, logits, *rest):
+    def _verify(self, work):
         at = 0
-        for row, drafts in zip(rows, paths, strict=True):
+        for row, drafts in zip(work.plan.rows, work.paths, strict=True):
             count = sum(len(draft.token_ids) + 1 for draft in drafts) if row.samples else 0
             if row.request_id == BAD and len(row.tokens) > row.sampling.prompt_len:
-                logits[at : at + count] = self.value
+                work.output.logits[at : at + count] = self.value
             at += count
-        return super()._verify(rows, paths, logits, *rest)
+        return super()._verify(work)
 
 
 class PoisonedDown(Poisoned):
@@ -65,6 +65,10 @@ class Drafter:
 
     def propose(self, rows):
         return self.drafts(rows)
+
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
 
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
 
@@ -171,12 +175,12 @@ def test_a_failed_step_changes_no_answer_of_a_pair(pair, solo) -> None:
     class Unsteady(ModelRunner):
         num_steps = 0
 
-        def _verify(self, *args):
-            rows = super()._verify(*args)
+        def _finish(self, work):
+            output = super()._finish(work)
             type(self).num_steps += 1
             if type(self).num_steps % 3 == 0:
                 raise RuntimeError("the step failed when all was done")
-            return rows
+            return output
 
     proposer = LmProposer(draft, draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE))
     engine = real_engine(pair, proposer, Unsteady)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from typing import cast
 
 from msgspec.structs import replace
 
-from ...core.step import AheadTokens, PlanRow, StepOutput, StepPlan
+from ...core.step import PlanRow, StepOutput, StepPlan
 from ..report import Spread
 from .bed import PAGE_SIZE, Bed
 from .stage import Stage
@@ -110,5 +109,4 @@ class Chain:
 
 def _row(row: PlanRow, text: array[int], num_ahead: int) -> PlanRow:
     stop = len(text) + num_ahead
-    tokens = cast("array[int]", AheadTokens(text, stop)) if num_ahead else text
-    return replace(row, tokens=tokens, start=stop - 1, stop=stop)
+    return replace(row, tokens=text, start=stop - 1, stop=stop, is_ahead=num_ahead > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ class Decoder:
         self.device = weights.embedding.device
         self.heads = head_layout(config)
         self._fused = ops.fuse(weights)
-        self.on_pass: Callable[[], None] = lambda: None  # called before the kernels of each pass
         self._rope = RopeTable(config.rope, config.head_dim, self.device)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
@@ -96,7 +95,8 @@ class Decoder:
         """
         self._check(wanted.taps)
         plan = self.ops.plan(batch, pool, self.heads, self._rope)
-        self.on_pass()
+        if wanted.announce is not None:
+            wanted.announce()
         if self._fused is None:
             found = run_layers(self.ops, self.weights, batch.token_ids, plan, wanted.taps)
         else:

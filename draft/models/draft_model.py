@@ -21,10 +21,10 @@ from itertools import takewhile
 
 import torch
 
-from ...core.batch import Draws, ForwardOutput, Segment, Wanted
+from ...core.batch import Draws, ForwardOutput, RaggedBatch, Segment, Taps, Wanted
 from ...core.kv_pool import KVPool
 from ...core.model.decoder import Decoder
-from ...core.proposer import DraftRow
+from ...core.proposer import DraftRow, VerifiedRow
 from ...core.rejection import SampledDraft, draw
 from ...core.sampler import DeviceSampler
 from ...core.sampling import SampleRow
@@ -60,6 +60,8 @@ class LmProposer:
     ``window``: tokens of missing KV that one step may catch up over the whole batch. ``tau``: a
     fixed sharpening, else it is tuned.
     """
+
+    taps: Taps = ()
 
     def __init__(
         self,
@@ -97,6 +99,11 @@ class LmProposer:
                 kept = takewhile(lambda page_id: page_id not in fresh, track.chain.page_ids)
                 track.chain.page_ids = tuple(kept)
         self._tuner.forget(request_ids)
+
+    def observe(
+        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
+    ) -> None:
+        """Nothing is learnt here: what came of a draft is seen in the tokens of the next row."""
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
         """Catch up within the window, then draft one token at a time for rows that are whole."""

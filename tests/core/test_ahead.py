@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,11 @@ import pytest
 from fixed_depth import FixedDepth
 
 from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
-from foretoken.core.ahead import is_steady, plan_ahead, replan
+from foretoken.core.ahead import plan_ahead, replan
+from foretoken.core.launch import Finished, launch_behind
 from foretoken.core.request import Request
 from foretoken.core.speculation import NO_SPECULATION, NoSpeculation
-from foretoken.core.step import AheadTokens, StepPlan
+from foretoken.core.step import PlanRow, StepPlan
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [2, 1], "c": [3, 3, 3]}
 NOW = 100.0
@@ -57,25 +57,34 @@ def test_each_row_goes_on_by_one_token_where_the_step_under_way_will_stop() -> N
     assert ahead is not None
     assert spans(plan) == {"a": (5, 6), "b": (2, 3)}
     assert spans(ahead) == {"a": (6, 7), "b": (3, 4)}
-    assert [len(row.tokens) for row in ahead.rows] == [7, 4]
+    assert all(row.is_ahead and row.samples for row in ahead.rows)
     assert ahead.is_plain
-    assert is_steady(ahead)
+    assert ahead.is_steady
 
 
-def test_the_tokens_are_those_of_the_request_and_the_one_that_is_told_later() -> None:
+def test_the_tokens_are_those_of_the_request_and_the_one_that_is_chosen_meanwhile() -> None:
     scene = Scene("a")
     plan = scene.begin()
-    (row,) = scene.ahead(plan).rows  # type: ignore[union-attr]
-    assert isinstance(row.tokens, AheadTokens)
-    assert row.tokens[:6] == array("q", [*PROMPTS["a"], *answer(PROMPTS["a"], 1)])
-    with pytest.raises(LookupError, match="not chosen yet"):
-        row.tokens[row.start : row.stop]
-    with pytest.raises(IndexError):
-        row.tokens[7]
-    scene.end(plan)
-    row.tokens.last = answer(PROMPTS["a"], 2)[-1]
-    assert list(row.tokens) == [*PROMPTS["a"], *answer(PROMPTS["a"], 2)]
-    assert row.tokens[-1:] == row.tokens[row.start : row.stop] == array("q", [row.tokens[-1]])
+    (row,) = (ahead := scene.ahead(plan)).rows  # type: ignore[union-attr]
+    assert list(row.tokens[: row.stop - 1]) == [*PROMPTS["a"], *answer(PROMPTS["a"], 1)]
+    output = scene.runner.step(plan)
+
+    def known() -> PlanRow:
+        rows: list[PlanRow] = []
+
+        def launch(plan: StepPlan) -> Finished:
+            rows.extend(plan.rows)
+            return Finished(output)
+
+        launch_behind(launch, ahead, output)
+        return rows[0]
+
+    found = [known()]
+    scene._note(scene.scheduler.commit(plan, output, NOW))
+    found.append(known())  # the request has one more token now
+    for each in found:
+        assert list(each.tokens) == [*PROMPTS["a"], *answer(PROMPTS["a"], 2)]
+        assert (each.samples, each.is_ahead, each.stop) == (True, False, row.stop)
 
 
 def test_the_page_table_reaches_the_new_token_and_is_nobodys_but_the_plans() -> None:
@@ -126,8 +135,6 @@ def test_a_plan_made_ahead_may_be_followed_by_another() -> None:
         ahead = scene.ahead(plan)
         scene.end(plan)
         assert ahead is not None
-        for row in ahead.rows:
-            row.tokens.last = scene.scheduler.running[row.request_id].tokens[-1]  # type: ignore[attr-defined]
         plan = ahead
     assert scene.served == {name: answer(PROMPTS[name], 5) for name in "ab"}
 
@@ -355,8 +362,6 @@ def test_the_rows_of_those_who_ended_meanwhile_are_nobodys_outcome() -> None:
     ahead = scene.ahead(plan)
     assert ahead is not None
     scene.end(plan)
-    for row in ahead.rows:
-        row.tokens.last = scene.scheduler.running[row.request_id].tokens[-1]  # type: ignore[attr-defined]
     scene.abort("a")
     scene.end(ahead)
     assert scene.served == {"a": answer(PROMPTS["a"], 2), "b": answer(PROMPTS["b"], 3)}

@@ -10,7 +10,7 @@ import weakref
 import pytest
 from flying import FAILED, Hand, Recorder, chain, run, tokens_of, yields
 
-from foretoken.core.flight import Grounded
+from foretoken.core.launch import Grounded
 from foretoken.core.model_thread import ModelThread
 from foretoken.core.step import StepOutput, StepPlan
 

@@ -14,7 +14,6 @@ from overlapping import (
     Reader,
     both,
     come_to_rest,
-    is_ahead,
     make_engine,
     read_all,
     run,
@@ -88,7 +87,7 @@ def test_between_drafts_steps_overlap_while_all_are_silent(runner_type, max_runn
     told = served(True, runner, max_running=max_running, speculator=EveryNinth(3))
     plain = served(False, Ahead(), max_running=max_running)
     assert [each[:3] for each in told] == [each[:3] for each in plain]
-    ahead = [plan for plan in runner.plans if is_ahead(plan)]
+    ahead = runner.ahead
     drafted = [plan for plan in runner.plans if any(row.max_draft for row in plan.rows)]
     assert ahead
     assert drafted

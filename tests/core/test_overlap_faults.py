@@ -12,7 +12,7 @@ from overlapping import PROMPTS, Reader, both, come_to_rest, is_ahead, make_engi
 
 from fake_model import answer
 from foretoken.core.errors import EngineDead, ForetokenError
-from foretoken.core.launch import Launched
+from foretoken.core.launch import Announce, Pending, be_silent
 from foretoken.core.step import RowOutput, StepOutput, StepPlan
 
 FAILED = RuntimeError("the forward pass failed")
@@ -100,7 +100,7 @@ def test_nothing_is_run_again_before_what_followed_a_failure_is_over() -> None:
         await read_all(reader)
         assert reader.tokens == answer(PROMPTS[0], 8)
         order = "".join(call[0] for call in runner.calls)
-        assert order.startswith("llflflflf" + "f" + "lf"), "failed, its follower, and again"
+        assert order.startswith("lf" + "llflflflf" + "f" + "lf"), "failed, its follower, and again"
         await come_to_rest(engine)
 
     run(scenario)
@@ -189,13 +189,15 @@ class OutOfMemory(Launching):
         self.held: list[weakref.ref[Hoarder]] = []
         self.num_held = 0
 
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> Told:
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Told:
         self.num_held = sum(each() is not None for each in self.held)
         if isinstance(after, Told) and isinstance(after.outcome, Exception):
             hoarder = Hoarder()
             self.held.append(weakref.ref(hoarder))
             raise MemoryError
-        return super().launch(plan, after)
+        return super().launch(plan, after, announce)
 
 
 def test_what_a_launch_that_nobody_looks_at_held_is_free_when_steps_are_run_again() -> None:

@@ -45,6 +45,10 @@ class Fixed:
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
         return self._drafts if isinstance(self._drafts, list) else [self._drafts] * len(rows)  # type: ignore[list-item]
 
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
+
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from fake_model import FakeRunner, make_request, make_scheduler
 from foretoken.core.engine import Engine
-from foretoken.core.shadow import Announcer, Shadow
+from foretoken.core.launch import Announce, Pending, be_silent
+from foretoken.core.shadow import Shadow
 from foretoken.core.step import StepOutput, StepPlan
 
 
@@ -150,19 +151,22 @@ class Announcing(FakeRunner):
         super().__init__(page_size=4)
         self._loop = asyncio.get_running_loop()
         self.is_second = asyncio.Event()  # the second step is under way
-        self._tell: Callable[[], None] = lambda: None
+        self._announce: Announce = be_silent
         self.may_begin, self.may_end = threading.Event(), threading.Event()
         self.num_steps = 0
 
-    def announce(self, to: Callable[[], None]) -> None:
-        self._tell = to
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Pending:
+        self._announce = announce
+        return super().launch(plan, after)
 
     def step(self, plan: StepPlan) -> StepOutput:
         self.num_steps += 1
         if self.num_steps > 1:  # the first has nobody to tell of anything
             self._loop.call_soon_threadsafe(self.is_second.set)
             assert self.may_begin.wait(30)
-        self._tell()
+        self._announce()
         if self.num_steps > 1:
             assert self.may_end.wait(30)
         return super().step(plan)
@@ -174,7 +178,6 @@ def test_tokens_are_told_while_the_next_ones_are_computed(num_requests) -> None:
 
     async def scenario() -> None:
         runner = Announcing()
-        assert isinstance(runner, Announcer)
         engine = Engine(make_scheduler(max_batch_tokens=64), runner)
         await engine.start()
         streams = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from foretoken.core.request import Request, RequestStatus
 from foretoken.core.scheduler import Scheduler
-from foretoken.core.step import AheadTokens, PlanRow, StepOutput, StepPlan
+from foretoken.core.step import PlanRow, StepOutput, StepPlan
 
 
 class CheckedScheduler(Scheduler):
@@ -32,8 +32,7 @@ class CheckedScheduler(Scheduler):
     def _owner(self, row: PlanRow) -> Request | None:
         """Whose row it is; only of a plan made ahead they may be gone."""
         request = self.running.get(row.request_id)
-        is_ahead = isinstance(row.tokens, AheadTokens)
-        assert request is not None or is_ahead, "a request ended while it was in a step"
+        assert request is not None or row.is_ahead, "a request ended while it was in a step"
         assert request is None or row.stop <= len(request.tokens), "a row goes too far"
         return request
 

@@ -55,6 +55,10 @@ class FakeProposer:
             return self._rng.choice([[], drafts[1:], drafts * 2])
         return drafts
 
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
+
     def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
         for page_id in fresh_pages:
             for slot in range(self._page_size):

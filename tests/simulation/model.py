@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
@@ -22,10 +22,17 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.batch import ForwardOutput, Segment, Wanted
-from foretoken.core.launch import Launched
+from foretoken.core.launch import (
+    Announce,
+    Finished,
+    Grounded,
+    Pending,
+    be_silent,
+    launch_behind,
+)
 from foretoken.core.proposer import Proposer
 from foretoken.core.runner import ModelRunner
-from foretoken.core.step import AheadTokens, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.core.verify import NOT_FINITE, Verified, VerifyRow
 
 VOCAB_SIZE = 6
@@ -118,16 +125,16 @@ class HashDecoder:
         self.sampler = self
         self.rows: Sequence[PlanRow] = ()  # of the step under way
         self.broken: set[str] = set()  # requests whose rows come out as not a number
-        self.on_pass: Callable[[], None] = lambda: None
         self._chains = Chains()
         self._violation = violation
 
-    def batch(self, segments: Sequence[Segment], *, page_size: int) -> Laid:
+    def batch(self, segments: Sequence[Segment], *, page_size: int, ahead: None = None) -> Laid:
         return Laid(segments)
 
     def forward(self, batch: Laid, pool: Pages, wanted: Wanted) -> ForwardOutput:
         """Hidden states [num_rows, 1], not a number where a row is broken; writes all KV."""
-        self.on_pass()
+        assert wanted.announce is not None
+        wanted.announce()
         owners = [row for row in self.rows for _ in range(1 + len(row.branches))]
         written: set[int] = set()
         for row, segment in zip(owners, batch.segments, strict=True):
@@ -206,14 +213,6 @@ class SimulatedLaunch:
             raise self.outcome
         return self.outcome
 
-    def tell(self, row: PlanRow) -> bool:
-        """Give a row of the next step the token that it goes on from, if there is one."""
-        assert isinstance(self.outcome, StepOutput)
-        assert isinstance(row.tokens, AheadTokens)
-        out = next(out for out in self.outcome.rows if out.request_id == row.request_id)
-        row.tokens.last = out.token_ids[-1] if out.token_ids else None
-        return bool(out.token_ids)
-
 
 class SimulatedRunner(ModelRunner):
     """The real runner over pages of hashes; faults come from ``before`` and ``after`` each step.
@@ -235,38 +234,45 @@ class SimulatedRunner(ModelRunner):
         super().__init__(decoder, pool, proposer)  # type: ignore[arg-type]
         self._before, self._after, self._part_seconds = before, after, seconds
         self._fails_late = fails_late
+        self.num_ahead = 0  # steps whose plan was made while the one before ran
 
     @property
     def launches(self) -> bool:
         """With ``fails_late``, as on a GPU: some failures are told when a step is waited for."""
         return self._fails_late is not None
 
-    def launch(self, plan: StepPlan, after: Launched | None = None) -> SimulatedLaunch:
+    def launch(
+        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+    ) -> Pending:
         """Compute it at once: a device keeps the order, whenever it comes to it.
 
         What it makes of a row without a token, or behind a step that failed, nobody reads.
         """
-        assert self._fails_late is not None
-        assert after is None or isinstance(after, SimulatedLaunch)
-        if after is not None and isinstance(after.outcome, Exception):
+        if self._fails_late is None:
+            return self._behind(plan, after, announce)
+        if isinstance(after, SimulatedLaunch) and isinstance(after.outcome, Exception):
             return after
-        rows = [row for row in plan.rows if after is None or after.tell(row)]
-        void = [RowOutput(request_id=row.request_id) for row in plan.rows]
         try:
-            output = self.step(replace(plan, rows=rows)) if rows else StepOutput(rows=())
+            return SimulatedLaunch(self._behind(plan, after, announce).finish())
+        except Grounded:
+            rows = [RowOutput(request_id=row.request_id) for row in plan.rows]
+            return SimulatedLaunch(StepOutput(rows=rows))
         except RuntimeError as failure:
             if self._fails_late.random() < 0.5:
                 raise
             return SimulatedLaunch(failure)
-        found = {out.request_id: out for out in output.rows}
-        return SimulatedLaunch(
-            replace(output, rows=[found.get(out.request_id, out) for out in void])
-        )
 
-    def step(self, plan: StepPlan) -> StepOutput:
+    def _behind(self, plan: StepPlan, after: Pending | None, announce: Announce) -> Pending:
+        if after is None:
+            return Finished(self._computed(plan, announce))
+        self.num_ahead += 1
+        known = partial(self._behind, after=None, announce=announce)
+        return launch_behind(known, plan, after.finish())
+
+    def _computed(self, plan: StepPlan, announce: Announce) -> StepOutput:
         self.decoder.rows = plan.rows
         self._before(plan)
-        output = super().step(plan)
+        output = super().launch(plan, announce=announce).finish()
         self._after(plan)
         times = {name: self._part_seconds() for name in ("draft", "forward", "verify")}
         return replace(output, times=times)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from foretoken.core.errors import EngineDead
 from foretoken.core.flight import Flight
 from foretoken.core.model_thread import Job
-from foretoken.core.step import AheadTokens, StepPlan
+from foretoken.core.step import StepPlan
 
 from .loop import SimulatedLoop
 
@@ -89,7 +89,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def _lent(work: Callable[[], Any]) -> list[Any]:
     """A copy of the arrays that a plan lends to the thread; of one made ahead, the page tables."""
     return [
-        (None if isinstance(row.tokens, AheadTokens) else row.tokens[:], row.page_ids[:])
+        (None if row.is_ahead else row.tokens[:], row.page_ids[:])
         for plan in _plans(work)
         for row in plan.rows
     ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from foretoken.core.admission import SchedulerLimits
 from foretoken.core.engine import Engine
 from foretoken.core.errors import EngineDead
-from foretoken.core.step import AheadTokens, StepPlan
+from foretoken.core.step import StepPlan
 from foretoken.core.stream import TokenStream
 from foretoken.radix_cache import PrefixCache
 
@@ -111,7 +111,6 @@ class World:
         self.told: list[Told] = []
         self.closed_at: float | None = None
         self.num_steps = 0  # tried
-        self.num_ahead = 0
         self.trace = 0  # equal for equal runs
         self._failed = asyncio.Event()
         self.engine = self._make_engine()
@@ -178,7 +177,6 @@ class World:
     def _before(self, plan: StepPlan) -> None:
         """In the model thread: whatever depends on the plan is part of the trace."""
         self.num_steps += 1
-        self.num_ahead += any(isinstance(row.tokens, AheadTokens) for row in plan.rows)
         self._note(self.loop.time(), *((row.request_id, row.start, row.stop) for row in plan.rows))
         if self.num_steps > MAX_STEPS:
             self.violation("requests get on for ever and never end")
@@ -290,7 +288,7 @@ class World:
         return Findings(
             num_requests=len(self.told),
             num_steps=self.num_steps,
-            num_ahead=self.num_ahead,
+            num_ahead=self.runner.num_ahead,
             num_preemptions=self.scheduler.num_preemptions,
             num_accepted=sum(told.request.usage.accepted_tokens for told in self.told),
             seconds=self.loop.time(),

@@ -13,7 +13,7 @@ import torch
 from checkpoints import make_reference, save
 from foretoken.api.build import build
 from foretoken.core.config import EngineConfig
-from foretoken.core.launch import Launched
+from foretoken.core.launch import Announce, Pending, be_silent
 from foretoken.core.params import SamplingParams
 from foretoken.core.request import OnToken, Request
 from foretoken.core.runner import ModelRunner
@@ -53,9 +53,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     made: list[bool] = []
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, plan: StepPlan, after: Launched | None = None) -> Any:
+    def noted(
+        runner: ModelRunner,
+        plan: StepPlan,
+        after: Pending | None = None,
+        announce: Announce = be_silent,
+    ) -> Pending:
         made.append(after is not None)
-        return launch(runner, plan, after)
+        return launch(runner, plan, after, announce)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
     return made

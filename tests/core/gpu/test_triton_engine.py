@@ -18,7 +18,7 @@ from fake_model import Driver
 from foretoken.api.build import build
 from foretoken.core.admission import SchedulerLimits
 from foretoken.core.config import EngineConfig
-from foretoken.core.launch import Launched
+from foretoken.core.launch import Announce, Pending, be_silent
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.params import SamplingParams
 from foretoken.core.proposer import Proposer
@@ -186,9 +186,14 @@ def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
     launched: list[int] = []
     launch = ModelRunner.launch
 
-    def counted(runner: ModelRunner, plan: StepPlan, after: Launched | None = None) -> Launched:
+    def counted(
+        runner: ModelRunner,
+        plan: StepPlan,
+        after: Pending | None = None,
+        announce: Announce = be_silent,
+    ) -> Pending:
         launched.append(len(plan.rows))
-        return launch(runner, plan, after)  # type: ignore[arg-type]
+        return launch(runner, plan, after, announce)
 
     monkeypatch.setattr(ModelRunner, "launch", counted)
     params = [

@@ -12,11 +12,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.launch import Launcher
+from foretoken.core.launch import StepRunner
 from foretoken.core.params import SamplingParams
 from foretoken.core.runner import ModelRunner
 from foretoken.core.sampler import TorchSampler
-from foretoken.core.step import AheadTokens, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.step import Draft, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
 from foretoken.core.verify import NOT_FINITE
 
 pytest.importorskip("triton")
@@ -83,16 +83,16 @@ class Lab:
 
     def _row(self, name: str, num_ahead: int) -> PlanRow:
         first = EVERYBODY.index(name) * PAGES_EACH
-        tokens: Any = self.tokens[name]
-        if num_ahead:
-            tokens = AheadTokens(tokens, len(tokens) + num_ahead)
+        tokens = self.tokens[name]
+        stop = len(tokens) + num_ahead
         return PlanRow(
             request_id=name,
             tokens=tokens,
-            start=len(tokens) - 1,
-            stop=len(tokens),
+            start=stop - 1,
+            stop=stop,
             page_ids=array("q", range(first, first + PAGES_EACH)),
             sampling=self.sampling[name],
+            is_ahead=num_ahead > 0,
         )
 
     def take(self, output: StepOutput) -> Sequence[RowOutput]:
@@ -109,7 +109,7 @@ class Lab:
 
     def launch(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
         """Each asked for before the one ahead of it is read, and nothing waited for but that."""
-        launcher: Launcher = self.runner
+        launcher: StepRunner = self.runner
         found, stream = [], self.stream
         under_way = launcher.launch(self.plan(rounds[0]))
         for names in rounds[1:]:
@@ -226,30 +226,53 @@ def test_a_row_that_the_host_knows_may_stand_beside_rows_that_it_does_not(lab: L
 
 
 @only_eager
-def test_the_proposer_forgets_what_a_launched_step_says(lab: Lab) -> None:
+def test_the_proposer_forgets_what_a_launched_step_says_and_observes_it(lab: Lab) -> None:
     told: list[object] = []
-    proposer: Any = SimpleNamespace(forget=lambda *what: told.append(what))
+    seen: list[object] = []
+    proposer: Any = SimpleNamespace(
+        taps=(), forget=lambda *what: told.append(what), observe=lambda *what: seen.append(what)
+    )
     runner = ModelRunner(lab.decoder, lab.pool, proposer)
     plan = replace(lab.plan(["greedy"]), departed=["gone"], fresh_pages=array("q", [3]))
     runner.launch(plan).finish()
     assert told == [(["gone"], array("q", [3]))]
+    assert len(seen) == 1
 
 
 @only_eager
-def test_what_is_not_steady_is_refused(lab: Lab) -> None:
-    steady = lab.plan(["greedy"])
-    row = steady.rows[0]
-    sampling = RowSampling(params=SamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
-    for plan, why in (
-        (replace(steady, is_plain=False), "drafts"),
-        (replace(steady, rows=[replace(row, start=0)]), "greedy has more than one token"),
-        (replace(steady, rows=[replace(row, start=1, stop=2)]), "greedy has more than one token"),
-        (replace(steady, rows=[replace(row, sampling=sampling)]), "its tokens must be known"),
+def test_a_launch_that_cannot_follow_the_one_before_is_refused(lab: Lab) -> None:
+    steady, behind = lab.plan(["greedy"]), lab.plan(["greedy"], num_ahead=1)
+    (row,) = steady.rows
+    reads = RowSampling(params=SamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
+    for plan in (
+        replace(steady, is_plain=False),
+        replace(steady, rows=[replace(row, start=0)]),
+        replace(steady, rows=[replace(row, start=1, stop=2)]),
+        replace(steady, rows=[replace(row, sampling=reads)]),
     ):
-        with pytest.raises(ValueError, match=why):
-            lab.runner.launch(plan)
-    with pytest.raises(LookupError, match="not chosen yet"):
-        lab.runner.launch(lab.plan(["greedy"], num_ahead=1))
+        with pytest.raises(ValueError, match="decides more than a token for each row"):
+            lab.runner.launch(behind, lab.runner.launch(plan))
+    with pytest.raises(ValueError, match="is not under way"):
+        lab.runner.launch(behind)
+    reading = replace(behind, rows=[replace(behind.rows[0], sampling=reads)])
+    with pytest.raises(ValueError, match="reads the text"):
+        lab.runner.launch(reading, lab.runner.launch(steady))
+
+
+@only_eager
+def test_a_row_that_is_ahead_may_have_a_draft(lab: Lab) -> None:
+    """The draft of a token that nobody knows: its last token comes from the device, too."""
+    said = [list(rows[0].token_ids) for rows in lab.step((["greedy"],) * 3)]
+    (first,), (second,), (third,) = said
+    lab.restart()
+    with lab.is_slow():
+        under_way = lab.runner.launch(lab.plan(["greedy"]))
+        (row,) = lab.plan(["greedy"], num_ahead=1).rows
+        row = replace(row, draft=Draft.of([second, (third + 1) % VOCAB], "a"))
+        following = lab.runner.launch(StepPlan(rows=[row], fresh_pages=array("q")), under_way)
+        assert list(under_way.finish().rows[0].token_ids) == [first]
+        (found,) = following.finish().rows
+    assert (list(found.token_ids), found.num_accepted) == ([second, third], 1)
 
 
 @only_eager
