@@ -48,8 +48,8 @@ MUTATIONS = (
     Mutation(
         "sampling-position-without-the-tail",
         "SampleRow.position",
-        "len(self.tokens) + len(self.tail) - self.sampling.prompt_len",
-        "len(self.tokens) - self.sampling.prompt_len",
+        "+ self.num_ahead + len(self.tail) - self",
+        "+ self.num_ahead - self",
         ("test_streams_equal_plain_decoding",),
         "law 4: the position counts drafted tokens",
     ),

@@ -64,7 +64,7 @@ MUTATIONS = (
     Mutation(
         "drafting-keeps-a-draft-without-pages",
         "_cut",
-        "return DraftPlan(draft, min(plan.max_draft, room))",
+        "return DraftPlan(plan.draft.first(room), min(plan.max_draft, room))",
         "return plan",
         ("test_a_draft_is_cut_to_the_free_pages",),
         "a draft is cut to the pages that are free",
