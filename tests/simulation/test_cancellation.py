@@ -25,7 +25,7 @@ BYSTANDERS = (Ask(prompt=(1, 2, 3, 4), max_tokens=9), Ask(prompt=(5, 5), max_tok
 def make_world(loop: SimulatedLoop, speculator: str = "fixed") -> World:
     shape = Shape(
         num_pages=16, page_size=2, max_batch_tokens=5, max_running=2, max_queued=9,
-        max_model_len=1000, max_slowdown=2.0, policy="lru", speculator=speculator, depth=3,
+        max_model_len=1000, max_slowdown=2.0, speculator=speculator, depth=3,
     )  # fmt: skip
     return World(loop, 0, shape=shape, faults=Faults(random.Random(0), frozenset()))
 

@@ -46,7 +46,6 @@ class Shape:
     max_queued: int
     max_model_len: int
     max_slowdown: float
-    policy: str
     pin_quota: float = 0.25
     cache_quota: float = 1.0
     aging_seconds: float = 10.0
@@ -66,7 +65,6 @@ class Shape:
             max_queued=rng.choice([1, 4, 50]),
             max_model_len=rng.choice([20, 60, 1000]),
             max_slowdown=rng.choice([1.0, 2.0, float("inf")]),
-            policy=rng.choice(["lru", "lfu", "priority"]),
             pin_quota=rng.choice([0.0, 0.25, 0.5]),
             cache_quota=rng.choice([0.1, 0.5, 1.0]),
             aging_seconds=rng.choice([0.05, 10.0]),
@@ -123,7 +121,6 @@ class World:
         cache = PrefixCache(
             shape.num_pages,
             shape.page_size,
-            policy=shape.policy,
             pin_quota=shape.pin_quota,
             cache_quota=shape.cache_quota,
         )
