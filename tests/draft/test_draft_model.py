@@ -164,7 +164,7 @@ class Doubting:
 
     def __init__(self, proposer: LmProposer, draft: Decoder) -> None:
         self._proposer, self._draft = proposer, draft
-        self.forget = proposer.forget
+        self.forget, self.observe, self.taps = proposer.forget, proposer.observe, proposer.taps
         self.num_compared = self.num_calls = 0
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
