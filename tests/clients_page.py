@@ -36,9 +36,9 @@ COLUMNS = "| client | version | features | pass |\n|---|---|---|---|\n"
 SERVED = {
     'f"{URL}/v1"': '"http://127.0.0.1:8000/v1"',
     "`${URL}/v1`": '"http://127.0.0.1:8000/v1"',
-    'f"hosted_vllm/{MODEL}"': '"hosted_vllm/foretoken-builtin"',
+    'f"hosted_vllm/{MODEL}"': '"hosted_vllm/smollm2"',
     r"\bURL\b": '"http://127.0.0.1:8000"',
-    r"\bMODEL\b": '"foretoken-builtin"',
+    r"\bMODEL\b": '"smollm2"',
     r"\bKEY\b": f'"{KEY}"',
 }
 

@@ -396,7 +396,7 @@ def test_a_failed_request_is_an_error(server: Observed, monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server.llm.engine.runner, "step", fail)
+    monkeypatch.setattr(server.llm.engine.runner, "launch", fail)
     assert server.complete().status_code == 500
     found = by_name(server.spans())
     engine = found[f"text_completion {MODEL}"]
