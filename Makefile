@@ -62,7 +62,7 @@ soak: $(VENV)/.serve
 	$(BIN)/foretoken bench soak --minutes $(MINUTES) $(ARGS)
 
 train-builtin: $(VENV)/.serve
-	$(BIN)/python -m foretoken.draft.builtin.train $(ARGS)
+	$(BIN)/python -m foretoken.draft.training.train $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules build *.egg-info

@@ -15,8 +15,8 @@ from .core.errors import (
     PromptTooLong,
     QueueFull,
 )
-from .core.params import SamplingParams
-from .core.request import Usage
+from .core.interface.request import Usage
+from .core.interface.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .api.client import AsyncClient, Client

@@ -9,12 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from ..core.caching import DEFAULT_CACHE
+from ..core.engine.inbox import TokenStream
 from ..core.errors import ForetokenError
-from ..core.params import SamplingParams
-from ..core.request import Delta, FinishReason, Request, Usage
-from ..core.step import TokenLogprob
-from ..core.stream import TokenStream
+from ..core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import TokenLogprob
 from .matcher import Grammar
 from .results import Choice, Completion, TextDelta, total_usage
 from .text import AnswerText

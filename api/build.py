@@ -13,20 +13,20 @@ from typing import TypeAlias
 
 import torch
 
-from ..core.admission import SchedulerLimits
 from ..core.config import EngineConfig, Sizes
-from ..core.engine import Engine
-from ..core.kv_pool import KVPool
-from ..core.memory import keep_freed_memory
+from ..core.engine.engine import Engine
+from ..core.engine.watchdog import Supervision
+from ..core.execution.model_runner import ModelRunner
+from ..core.execution.warm_up import warm_up
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
-from ..core.ops import Ops
+from ..core.ops.base import Ops
 from ..core.ops.device import choose_device
-from ..core.ops.native_ops import NativeOps
-from ..core.runner import ModelRunner
-from ..core.scheduler import Scheduler
-from ..core.warm_up import warm_up
-from ..core.watchdog import Supervision
+from ..core.ops.host_memory import keep_freed_memory
+from ..core.ops.kv_pool import KVPool
+from ..core.ops.native.native_ops import NativeOps
+from ..core.scheduling.admission import SchedulerLimits
+from ..core.scheduling.scheduler import Scheduler
 from ..draft.control.cost_model import CostModel
 from ..draft.models.draft_model import LmProposer
 from ..radix_cache import PrefixCache
@@ -66,8 +66,13 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     pair = (drafts[0], draft_pools[0]) if drafts else None
     _say_what_computes(decoders, pool)
     by_rejection = config.verify == "rejection"
-    tau = 1.0 if source.draft is not None else None  # measured for the built-in pair; else tuned
-    proposer = LmProposer(*pair, independent=by_rejection, tau=tau) if pair is not None else None
+    # measured for the built-in pair; else tuned
+    temperature_scale = 1.0 if source.draft is not None else None
+    proposer = (
+        LmProposer(*pair, independent=by_rejection, temperature_scale=temperature_scale)
+        if pair is not None
+        else None
+    )
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.launches)
     speculator, costs = make_speculator(config, spec, target.config.vocab_size, overlaps=overlaps)

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..core.errors import InvalidRequest
-from ..core.params import SamplingParams
-from ..core.request import Usage
-from ..core.step import TokenLogprob
+from ..core.interface.request import Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import TokenLogprob
 from .errors import JsonResponse
 from .forms import read_cache, read_choice, read_tools
 from .plain import plain_messages

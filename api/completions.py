@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..core.errors import InvalidRequest
-from ..core.params import SamplingParams
-from ..core.request import Usage
+from ..core.interface.request import Usage
+from ..core.interface.sampling_params import SamplingParams
 from .answer import Answer
 from .errors import JsonResponse
 from .forms import read_cache

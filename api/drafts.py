@@ -10,9 +10,9 @@ from typing import Literal
 
 from ..core.config import EngineConfig
 from ..core.errors import InvalidRequest, ModelLoadError
-from ..core.kv_pool import KVPool
+from ..core.interface.speculator import NO_SPECULATION, Speculator
 from ..core.model.decoder import Decoder
-from ..core.speculation import NO_SPECULATION, Speculator
+from ..core.ops.kv_pool import KVPool
 from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
 from ..draft.control.cost_model import CostModel

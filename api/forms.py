@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ..core.caching import CacheOptions, Pin
 from ..core.errors import InvalidRequest
+from ..core.interface.request import CacheOptions, Pin
 from .talk import Tool, ToolChoice
 
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt

@@ -17,7 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..core.errors import EngineDead, InvalidRequest, QueueFull
-from ..core.params import FORMS, SamplingParams
+from ..core.interface.sampling_params import FORMS, SamplingParams
 from .grammar_text import guidance_text, source_text
 from .matcher import Grammar, Vocabulary, error_text
 from .tokenizer import Tokenizer

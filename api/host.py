@@ -10,12 +10,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..core.caching import DEFAULT_CACHE, CacheOptions
 from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
-from ..core.memory import keep_freed_memory
-from ..core.params import SamplingParams
-from ..core.request import Usage
+from ..core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.ops.host_memory import keep_freed_memory
 from .answer import Answer, Generation
 from .arrival import Arrival, arrival, seconds_left
 from .explain import Explainer, Explanation
@@ -39,7 +38,7 @@ from .tokenizer import Tokenizer
 from .visits import note_answer
 
 if TYPE_CHECKING:
-    from ..core.engine import Engine
+    from ..core.engine.engine import Engine
     from .build import Built
 
 

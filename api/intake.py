@@ -9,19 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from ..core.caching import DEFAULT_CACHE, CacheOptions
 from ..core.config import EngineConfig
+from ..core.engine.inbox import TokenStream
 from ..core.errors import InvalidRequest
-from ..core.params import SamplingParams
-from ..core.request import Delta, FinishReason, OnToken, Request
-from ..core.step import RowSampling
-from ..core.stream import TokenStream
+from ..core.interface.request import (
+    DEFAULT_CACHE,
+    CacheOptions,
+    Delta,
+    FinishReason,
+    OnToken,
+    Request,
+)
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from .matcher import Grammar
 from .owners import tenant_of
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..core.engine import Engine
+    from ..core.engine.engine import Engine
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -108,7 +114,7 @@ def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
     if params.n == 1:
         yield params, seed
         return
-    from ..core.noise import sibling_seed
+    from ..core.sampling.gumbel import sibling_seed
 
     first = replace(params, n=1)
     others = replace(first, prompt_logprobs=None)
@@ -158,7 +164,7 @@ def make_request(
     if grammar is not None and not stop_ids:
         message = "a form of the answer needs stop_token_ids: the model has no end of its own"
         raise InvalidRequest(message, param="stop_token_ids")
-    sampling = RowSampling(
+    sampling = SamplingMetadata(
         params=params,
         seed=seed,
         prompt_len=len(prompt_ids),

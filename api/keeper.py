@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from ..core.watchdog import BEAT_SECONDS, LoopGuard
+from ..core.engine.watchdog import BEAT_SECONDS, LoopGuard
 from .host import Host
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from ..core.request import Usage
-from ..core.step import TokenLogprob
+from ..core.interface.request import Usage
+from ..core.interface.step import TokenLogprob
 from .answer import Answer, merge
 from .results import Choice, Completion, TextDelta, batch_usage
 from .schema import CompletionRequest

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from ..core.errors import InvalidRequest
-from ..core.params import (
+from ..core.interface.sampling_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
     MAX_N,

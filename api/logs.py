@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from ..core.request import Usage
+from ..core.interface.request import Usage
 from .answer import Answer
 from .visits import VISIT, Visit
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLMatcher
 
-from ..core.constraint import ConstraintFailed, Mask
+from ..core.interface.constraint import ConstraintFailed, Mask
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")

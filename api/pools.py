@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 
 from ..core.config import EngineConfig, Sizes, parse_size
+from ..core.engine.step_bisection import is_out_of_memory
 from ..core.errors import InvalidRequest, ModelLoadError
-from ..core.kv_pool import KVPool, bytes_per_page
 from ..core.model.decoder import Decoder
 from ..core.ops.device import free_memory
-from ..core.recovery import is_out_of_memory
+from ..core.ops.kv_pool import KVPool, bytes_per_page
 
 HOST_KV_BYTES = 2 * 2**30
 # Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and for the target

@@ -15,8 +15,8 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ..core.caching import MAX_TTL, CacheOptions, Pin
 from ..core.errors import InvalidRequest
+from ..core.interface.request import MAX_TTL, CacheOptions, Pin
 from .forms import WHOLE, Tools, read_tools
 from .host import Host
 from .plain import plain_messages

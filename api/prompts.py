@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from ..core.request import Request, Usage
+from ..core.interface.request import Request, Usage
 from .owners import CALLER, Owner, Shares, owner_of
 
 MAX_BYTES = 32 * 2**20

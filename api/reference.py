@@ -16,8 +16,8 @@ import msgspec
 
 from ..core import errors
 from ..core.config import EngineConfig
-from ..core.params import SamplingParams
-from ..core.request import Usage
+from ..core.interface.request import Usage
+from ..core.interface.sampling_params import SamplingParams
 from . import client
 from .app import _routes
 from .client.options import ChatOptions, CompleteOptions, SamplingOptions

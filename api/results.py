@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..core.errors import ForetokenError
-from ..core.request import Usage
-from ..core.step import TokenLogprob
+from ..core.interface.request import Usage
+from ..core.interface.step import TokenLogprob
 
 K = TypeVar("K")
 

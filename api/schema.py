@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..core.errors import InvalidRequest
-from ..core.params import MAX_DEPTH, MAX_LOGPROBS, SamplingParams
+from ..core.interface.sampling_params import MAX_DEPTH, MAX_LOGPROBS, SamplingParams
 from .errors import bad_json
 from .forms import (
     CacheSpec,

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TypeVar, overload
 
 from ..core.errors import QueueFull
-from ..core.params import SamplingParams
+from ..core.interface.sampling_params import SamplingParams
 from .answer import Answer
 from .ask import Asking, GivenChoice, GivenTools, completion_of, text_delta
 from .host import Host

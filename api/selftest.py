@@ -14,20 +14,22 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.batch import RaggedBatch, Segment, build_batch
 from ..core.errors import ForetokenError
-from ..core.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from ..core.model.rope import RopeSpec, RopeTable
-from ..core.native import NativeLibrary, native_library
-from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ..core.native.linear import NativeLinear, Products, linear, pack_linear
-from ..core.native.products import bfloat16_products
-from ..core.ops import HeadLayout, HeadNorm, Ops, PackedLinear, Quantize, TorchOps
-from ..core.ops.native_ops import NativeOps
-from ..core.params import SamplingParams
-from ..core.sampler import TorchSampler
-from ..core.sampling import SampleRow
-from ..core.step import RowSampling
+from ..core.ops.base import HeadLayout, HeadNorm, Ops, PackedLinear
+from ..core.ops.batch import RaggedBatch, Segment, build_batch
+from ..core.ops.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
+from ..core.ops.native import NativeLibrary, native_library
+from ..core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
+from ..core.ops.native.linear import NativeLinear, Products, linear, pack_linear
+from ..core.ops.native.native_ops import NativeOps
+from ..core.ops.native.products import bfloat16_products
+from ..core.ops.quantize import Quantize
+from ..core.ops.torch.torch_ops import TorchOps
+from ..core.sampling.logits_processors import SampleRow
+from ..core.sampling.sampler import TorchSampler
 
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors
@@ -190,7 +192,7 @@ def _compare_choices(ops: Ops) -> Iterator[Comparison]:
     logits = 3 * torch.randn(24, 32_000)
     for name, params in CHOICES.items():
         rows = [
-            SampleRow(array("q", [5, 9]), RowSampling(params=params, seed=seed, prompt_len=1))
+            SampleRow(array("q", [5, 9]), SamplingMetadata(params=params, seed=seed, prompt_len=1))
             for seed in range(len(logits))
         ]
         pairs = zip(

@@ -166,9 +166,9 @@ def _name(llm: Host, listen: Listen) -> str:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, and with a word when it listens."""
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_kernels_started: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._announce = announce
+        self._announce = on_kernels_started
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from ..core.exposition import PREFIX, Histograms, counters, gauge
-from ..core.metrics import SECONDS
+from ..core.telemetry.metrics import SECONDS
+from ..core.telemetry.prometheus import PREFIX, Histograms, counters, gauge
 from .lag import LoopLag
 from .visits import Visit
 

@@ -8,8 +8,8 @@ from time import time
 from uuid import uuid4
 
 from .._version import __version__
-from ..core.request import Usage
-from ..core.step import TokenLogprob
+from ..core.interface.request import Usage
+from ..core.interface.step import TokenLogprob
 from .tokenizer import Tokenizer
 
 Body = dict[str, object]

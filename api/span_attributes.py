@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..core.request import Delta, Request
+from ..core.interface.request import Delta, Request
 from .visits import Visit
 
 Value = str | bool | int | float | list[str]

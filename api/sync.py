@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..core.errors import EngineDead, ForetokenError
-from ..core.params import SamplingParams
+from ..core.interface.sampling_params import SamplingParams
 from .ask import GivenChoice, GivenTools
 from .intake import Conversation, Prompt
 from .results import Completion, TextDelta

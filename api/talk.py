@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..core.caching import DEFAULT_CACHE, CacheOptions
-from ..core.params import SamplingParams
-from ..core.step import TokenLogprob
+from ..core.interface.request import DEFAULT_CACHE, CacheOptions
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import TokenLogprob
 from .prompts import PromptNote, conversation_parts
 
 

@@ -26,9 +26,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 
 from .._version import __version__
-from ..core.engine import Engine
-from ..core.request import Delta, Request
-from ..core.step import PlanRow, StepOutput, StepPlan
+from ..core.engine.engine import Engine
+from ..core.interface.request import Delta, Request
+from ..core.interface.step import PlanRow, StepOutput, StepPlan
 from .span_attributes import Value, asked_of, cost_of, decoding_of, operation_of
 from .visits import VISIT, Visit
 
@@ -112,7 +112,7 @@ class _Live:
 
 
 class Telemetry:
-    """A `core.tracing.Tracer`, and the spans of HTTP requests.
+    """A `core.telemetry.tracing.Tracer`, and the spans of HTTP requests.
 
     A request of the engine is one span with a child for its wait, one for each chunk of its prompt
     and one for all its decoding. With ``step_rate`` that share of the steps has a trace of its own.

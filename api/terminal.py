@@ -11,9 +11,9 @@ from contextlib import aclosing
 from typing import Any
 
 from ..core.errors import InvalidRequest
-from ..core.params import SamplingParams
-from ..core.report import by_source
-from ..core.request import Usage
+from ..core.interface.request import Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.telemetry.spec_decode_stats import by_source
 from .answer import Answer
 from .intake import Prompt
 from .paint import Painter, Palette, wants_colour

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..core.errors import InvalidRequest
-from ..core.params import FORMS, SamplingParams
-from ..core.request import Usage
+from ..core.interface.request import Usage
+from ..core.interface.sampling_params import FORMS, SamplingParams
 from .answer import Answer
 from .host import Host
 from .intake import warm_params

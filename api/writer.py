@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ..core.request import Usage
+from ..core.interface.request import Usage
 from .errors import deadline_exceeded, unavailable
 from .results import Completion
 from .schema import AnyRequest, Sampling

@@ -23,14 +23,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..core.batch import Segment, build_batch
 from ..core.config import EngineConfig
-from ..core.kv_pool import KVPool
-from ..core.native import NativeLibrary, native_library
-from ..core.native.limits import read_bandwidth
-from ..core.native.plan import NativePlan
-from ..core.ops import HeadLayout
-from ..core.ops.native_ops import NativeOps
+from ..core.ops.base import HeadLayout
+from ..core.ops.batch import Segment, build_batch
+from ..core.ops.kv_pool import KVPool
+from ..core.ops.native import NativeLibrary, native_library
+from ..core.ops.native.limits import read_bandwidth
+from ..core.ops.native.native_ops import NativeOps
+from ..core.ops.native.plan import NativePlan
 from .report import Spread, command, machine, table, write_json
 
 NUM_LAYERS = 28

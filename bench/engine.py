@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from ..api.build import Built, build
 from ..api.models import BUILTIN
 from ..core.config import EngineConfig
-from ..core.params import SamplingParams
-from ..core.request import Request, Usage
-from ..core.step import RowSampling
+from ..core.interface.request import Request, Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from .pairs import qwen3_06b, write_pair
 from .report import Spread, command, machine, table, write_json
 
@@ -99,7 +99,7 @@ def _request(
     return Request(
         request_id=f"bench-{index}",
         tokens=array("q", prompt),
-        sampling=RowSampling(params=params, seed=0, prompt_len=len(prompt)),
+        sampling=SamplingMetadata(params=params, seed=0, prompt_len=len(prompt)),
         depth=depth,
         namespace=salt,
     )

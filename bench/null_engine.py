@@ -26,11 +26,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..api.host import Host
 from ..api.server import Listen, uvicorn_config
 from ..api.tokenizer import Tokenizer
-from ..core.request import Delta, FinishReason, Request
-from ..core.stream import TokenStream
-from ..draft.builtin import __file__ as _builtin
+from ..core.engine.inbox import TokenStream
+from ..core.interface.request import Delta, FinishReason, Request
+from ..draft.training import __file__ as _training
 
-FOLDER = Path(_builtin).parent / "target"
+FOLDER = Path(_training).parent / "builtin" / "target"
 WORD = "a"  # all that is ever said
 REPLY_TOKENS = 16  # of a whole answer
 NUM_TICKS = 200  # tokens of a streamed one

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ..api.build import build
 from ..core.config import EngineConfig
-from ..core.params import SamplingParams
-from ..core.request import Request
-from ..core.step import RowSampling
+from ..core.interface.request import Request
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from ..draft.sources.merge import common_len
 from ..draft.sources.source import BUCKETS
 from ..draft.sources.suffix import FIRST_ORDERS, NUM_SHARED, ORDERS, SuffixSource
@@ -59,7 +59,7 @@ def score(source: SuffixSource, counts: Counts, name: str, tokens: list[int], le
     """Walk through one answer, whose prompt has ``length`` tokens."""
     known = array("q", tokens[: length + 1])
     params = SamplingParams()
-    sampling = RowSampling(params=params, seed=0, prompt_len=length)
+    sampling = SamplingMetadata(params=params, seed=0, prompt_len=length)
     request = Request(request_id=name, tokens=known, sampling=sampling)
     for at in range(length + 1, len(tokens)):
         while source.index(request):

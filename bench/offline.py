@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..api.flags import Parser, add_engine_flags, engine_options
 from ..core.errors import ForetokenError
-from ..core.params import SamplingParams
+from ..core.interface.sampling_params import SamplingParams
 from .load import Content, Job, Load
 from .load_cli import parsed, run
 from .load_figures import Record
@@ -32,7 +32,7 @@ from .workloads_text import TextCorpus, id_corpus
 
 if TYPE_CHECKING:
     from ..api.sdk import AsyncLLM
-    from ..core.runner import ModelRunner
+    from ..core.execution.model_runner import ModelRunner
 
 SAMPLE_SECONDS = 0.1
 

@@ -26,8 +26,8 @@ from ..api.flags import Parser, add_engine_flags, engine_options
 from ..api.models import find_model
 from ..core.config import EngineConfig
 from ..core.errors import ForetokenError, InvalidRequest
+from ..core.execution.model_runner import ModelRunner
 from ..core.model.config import DecoderConfig, read_config
-from ..core.runner import ModelRunner
 from .phases_data import Phases, load
 from .phases_limits import Meter, largest_cache, prompt_text, shape_of
 from .phases_measure import (

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from ..core.kv_pool import KVPool
 from ..core.model.decoder import Decoder
-from ..core.native.library import NativeLibrary
-from ..core.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ..core.native.linear import NativeLinear
 from ..core.ops.base import PackedLinear
-from ..core.ops.native_ops import NativeOps
+from ..core.ops.kv_pool import KVPool
+from ..core.ops.native.library import NativeLibrary
+from ..core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
+from ..core.ops.native.linear import NativeLinear
+from ..core.ops.native.native_ops import NativeOps
 from .phases_roofline import Limits, Shape
 
 _SIDE = 1024  # of the square matrices that torch multiplies

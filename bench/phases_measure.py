@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from ..api.build import Built
 from ..core.errors import ForetokenError, InvalidRequest
-from ..core.params import SamplingParams
-from ..core.request import Request, Usage
-from ..core.step import RowSampling
+from ..core.interface.request import Request, Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from .phases_data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
 from .phases_roofline import LENGTHS, POSITIONS, clipped
 from .report import Spread
@@ -121,7 +121,7 @@ class Lab:
         request = Request(
             request_id=f"phases-{self.num_sent}",
             tokens=array("q", prompt),
-            sampling=RowSampling(params=params, seed=seed, prompt_len=len(prompt)),
+            sampling=SamplingMetadata(params=params, seed=seed, prompt_len=len(prompt)),
             depth=depth,
             namespace=namespace,
         )

@@ -168,9 +168,9 @@ def depth_sentence(phases: Phases) -> str:
     return (
         f"{verdict}: {best.tokens_per_step:.3g} tokens a step, {_acceptance(best)} of the drafts "
         f"accepted, {_time(best.seconds.median)} a token, against "
-        f"{_time(plain.seconds.median)} without drafts, {_pace(best, plain)}. Auto makes "
+        f"{_time(plain.seconds.median)} without drafts, {_chunk_budget(best, plain)}. Auto makes "
         f"{auto.tokens_per_step:.3g} tokens a step, "
-        f"{_time(auto.seconds.median)} a token, {_pace(auto, plain)}. {drafts}"
+        f"{_time(auto.seconds.median)} a token, {_chunk_budget(auto, plain)}. {drafts}"
     )
 
 
@@ -178,7 +178,7 @@ def _acceptance(point: DepthPoint) -> str:
     return "none" if point.acceptance is None else f"{point.acceptance:.0%}"
 
 
-def _pace(point: DepthPoint, plain: DepthPoint) -> str:
+def _chunk_budget(point: DepthPoint, plain: DepthPoint) -> str:
     apart = point.seconds.high < plain.seconds.low or plain.seconds.high < point.seconds.low
     speed = f"{plain.seconds.median / point.seconds.median:.3g} times the speed"
     return speed if apart else f"{speed} (within the noise)"

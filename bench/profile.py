@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from ..api.sdk import AsyncLLM
-from ..core.engine import Engine
-from ..core.params import SamplingParams
-from ..core.runner import ModelRunner
+from ..core.engine.engine import Engine
+from ..core.execution.model_runner import ModelRunner
+from ..core.interface.sampling_params import SamplingParams
 from .pairs import qwen3_06b, write_pair
 from .report import command, machine, table, write_json
 
@@ -89,7 +89,7 @@ class Round:
         timer.wrap(scheduler, "commit", "commit")
         timer.wrap(engine, "_deliver", "deliver")
         timer.wrap(engine.metrics, "observe_step", "learn")
-        timer.wrap(engine, "_tell_speculator", "learn")
+        timer.wrap(engine, "_report_step", "learn")
         self._count(engine)
 
     def _count(self, engine: Any) -> None:  # noqa: ANN401 - its private parts

@@ -19,15 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.batch import Segment
-from ..core.kv_pool import KvDtype, KVPool
 from ..core.model import Decoder, load_decoder
-from ..core.native.linear import NativeLinear
-from ..core.ops import Backend, Quantize
-from ..draft import builtin
-from ..draft.builtin.data import is_held_out, read_modules
-from ..draft.builtin.packing import encode
-from ..draft.builtin.tokenizer import load_tokenizer
+from ..core.ops.backends import Backend
+from ..core.ops.batch import Segment
+from ..core.ops.kv_pool import KvDtype, KVPool
+from ..core.ops.native.linear import NativeLinear
+from ..core.ops.quantize import Quantize
+from ..draft import training
+from ..draft.training.data import is_held_out, read_modules
+from ..draft.training.packing import encode
+from ..draft.training.tokenizer import load_tokenizer
 from .report import command, machine, table, write_json
 
 WINDOW = 512  # tokens
@@ -45,7 +46,7 @@ KINDS: tuple[tuple[Backend, str, Quantize, KvDtype], ...] = (  # the plain ones 
     ("torch", "bfloat16", "none", "int8"),
     ("torch", "bfloat16", "none", "fp8"),
 )
-_PAIR = Path(next(iter(builtin.__path__)))
+_PAIR = Path(next(iter(training.__path__)), "builtin")
 _OUT = Path(__file__).parent / "results" / "quantize.json"
 
 

@@ -28,11 +28,11 @@ from typing import Any, Literal, cast
 from ..api.build import Built, build
 from ..api.tokenizer import Tokenizer
 from ..core.config import EngineConfig
+from ..core.execution.model_runner import ModelRunner
+from ..core.interface.request import Request, Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from ..core.model.config import read_config
-from ..core.params import SamplingParams
-from ..core.request import Request, Usage
-from ..core.runner import ModelRunner
-from ..core.step import RowSampling
 from .pairs import qwen3_06b
 from .real_tasks import KINDS, PER_HALF, Half, prompts
 from .replay import ReplayRunner
@@ -167,7 +167,7 @@ class Bench:
         return Request(
             request_id=name,
             tokens=array("q", prompt),
-            sampling=RowSampling(params=params, seed=seed, prompt_len=len(prompt)),
+            sampling=SamplingMetadata(params=params, seed=seed, prompt_len=len(prompt)),
             stop_ids=stop_ids,
             depth=cast("int | Literal['auto']", depth),
             namespace=name.partition("-")[0],

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..core.native import NativeLibrary, native_library
-from ..core.native.limits import read_bandwidth
-from ..core.native.sampler import NativeSampler
-from ..core.params import SamplingParams
-from ..core.sampler import Sampler, TorchSampler
-from ..core.step import RowSampling
-from ..core.verify import VerifyRow
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
+from ..core.ops.native import NativeLibrary, native_library
+from ..core.ops.native.limits import read_bandwidth
+from ..core.ops.native.sampler import NativeSampler
+from ..core.sampling.sampler import Sampler, TorchSampler
+from ..core.sampling.verifier import VerifyRow
 from .report import command, machine, table, write_json
 
 VOCAB_SIZES = (4_096, 151_936)
@@ -119,7 +119,7 @@ def make_rows(params: SamplingParams, num_rows: int, vocab_size: int) -> list[Ve
     rows = []
     for seed in range(num_rows):
         history = torch.randint(vocab_size, (HISTORY_LEN,), generator=generator)
-        sampling = RowSampling(params=params, seed=seed, prompt_len=PROMPT_LEN)
+        sampling = SamplingMetadata(params=params, seed=seed, prompt_len=PROMPT_LEN)
         rows.append(VerifyRow(array("q", history.tolist()), (), sampling))
     return rows
 

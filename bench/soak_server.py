@@ -118,12 +118,12 @@ class Server:
             self.lines.append(line)
             if _TROUBLE.search(line):
                 self.troubles.append(line.rstrip())
-            if not self._told.is_set() and self._is_told(line):
+            if not self._told.is_set() and self._is_notified(line):
                 self._told.set()
         await process.wait()
         self._told.set()  # the end: it will not come any more
 
-    def _is_told(self, line: str) -> bool:
+    def _is_notified(self, line: str) -> bool:
         if isinstance(self.address, str):
             return _UNIX.search(line) is not None
         found = _TCP.search(line)

@@ -24,10 +24,10 @@ import torch
 from ..api.build import Built, build
 from ..api.models import find_model
 from ..core.config import EngineConfig
-from ..core.params import SamplingParams
-from ..core.request import Request
-from ..core.speculation import NOTHING, DraftPlan
-from ..core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from ..core.interface.request import Request
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
 from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
 from ..draft.control.cost_model import CostModel, StepProfile
@@ -72,7 +72,7 @@ class Speculation:
 
     speculator: DraftSpeculator
     row_cost: float
-    plan: DraftPlan = NOTHING
+    plan: DraftPlan = NO_DRAFT_PLAN
 
     @classmethod
     def over(cls, *sources: Source, row_cost: float = CHEAP) -> Speculation:
@@ -108,7 +108,7 @@ class Speculation:
         self.speculator.observe(request, row, output, num_new)
         num_rows = 1 + self.plan.num_rows
         spent = {"forward": 1.0 + self.row_cost * num_rows}
-        plan = StepPlan(rows=[row], fresh_pages=array("q"))
+        plan = StepPlan(rows=[row], newly_allocated_pages=array("q"))
         outcome = StepOutput(rows=[output], times=spent, num_rows=num_rows)
         self.speculator.observe_step(plan, outcome, spent["forward"])
         self.speculator.work()
@@ -197,7 +197,7 @@ def _request(index: int, prompt: Sequence[int], answer: Sequence[int]) -> Reques
     return Request(
         request_id=str(index),
         tokens=array("q", prompt),
-        sampling=RowSampling(params=SamplingParams(), seed=index, prompt_len=len(prompt)),
+        sampling=SamplingMetadata(params=SamplingParams(), seed=index, prompt_len=len(prompt)),
         max_len=len(prompt) + len(answer),
     )
 

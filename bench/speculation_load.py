@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..api.build import Built
-from ..core.params import SamplingParams
-from ..core.request import Request, Usage
-from ..core.step import RowSampling
+from ..core.interface.request import Request, Usage
+from ..core.interface.sampling_params import SamplingParams
+from ..core.interface.step import SamplingMetadata
 from .replay import ReplayRunner
 from .report import Spread
 
@@ -101,7 +101,7 @@ def make_request(index: int, stream: Stream, load: Load, depth: int | str) -> Re
     return Request(
         request_id=str(index),
         tokens=array("q", prompt),
-        sampling=RowSampling(params=params, seed=index, prompt_len=len(prompt)),
+        sampling=SamplingMetadata(params=params, seed=index, prompt_len=len(prompt)),
         depth=depth,  # type: ignore[arg-type]
     )
 

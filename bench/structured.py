@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..api.results import Completion
 from ..api.sdk import AsyncLLM
-from ..core.params import SamplingParams
+from ..core.interface.sampling_params import SamplingParams
 from .grammars import Guidance, Library, Ours, Peer, is_valid, measure, vocabularies
 from .report import command, machine, table, write_json
 from .schemas import random_schema

@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..core.request import Request
-from ..core.speculation import NOTHING, DraftPlan
-from ..core.step import PlanRow, RowOutput, StepOutput, StepPlan
+from ..core.interface.request import Request
+from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.step import PlanRow, RowOutput, StepOutput, StepPlan
 from .control.acceptance import AcceptanceModel
-from .control.allocation import Candidates
+from .control.allocation import StepCandidates
 from .control.candidates import CandidateGenerator
 from .control.controller import Controller
 from .control.cost_model import Mean
@@ -75,14 +75,14 @@ class DraftSpeculator:
 
     # -- plan -----------------------------------------------------------------------------------
 
-    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
-        """Whether none of these would be looked up, once each has ``ahead`` more tokens."""
-        return all(self._is_silent(request, ahead) for request in requests)
+    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
+        """Whether no request would be looked up, once each has ``num_new_tokens`` more tokens."""
+        return all(self._drafts_nothing(request, num_new_tokens) for request in requests)
 
-    def _is_silent(self, request: Request, ahead: int) -> bool:
+    def _drafts_nothing(self, request: Request, num_new_tokens: int) -> bool:
         state = self._states.get(request.request_id)
         return state is None or (
-            state.is_silent(ahead)
+            state.drafts_nothing(num_new_tokens)
             and request.sampling.constraint is None
             and self._depth(request) == "auto"
         )
@@ -92,7 +92,7 @@ class DraftSpeculator:
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
         self._lm = _DraftModelUse()
-        plans = [NOTHING] * len(requests)
+        plans = [NO_DRAFT_PLAN] * len(requests)
         share = budget // max(1, len(requests))
         auto = []
         for index, request in enumerate(requests):
@@ -129,11 +129,11 @@ class DraftSpeculator:
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
         """What a free source guesses, else the draft model, to that depth."""
         if depth < 1:
-            return NOTHING
+            return NO_DRAFT_PLAN
         paths = self._generator.generate(state, depth)
         if paths:
             return DraftPlan(paths[0].draft(depth))
-        return DraftPlan(max_draft=depth) if self._has_lm else NOTHING
+        return DraftPlan(max_draft=depth) if self._has_lm else NO_DRAFT_PLAN
 
     def _candidates(
         self,
@@ -143,18 +143,18 @@ class DraftSpeculator:
         *,
         num_prefill: int,
         num_others: int,
-    ) -> Candidates:
+    ) -> StepCandidates:
         for state, limit in zip(states, limits, strict=True):
-            is_asked = limit and not self._is_silent(state.request, 0)
+            is_requested = limit and not self._drafts_nothing(state.request, 0)
             most = min(limit, FREE_LEN)
-            state.paths = self._generator.generate(state, most) if is_asked else []
+            state.paths = self._generator.generate(state, most) if is_requested else []
         is_busy = num_prefill > 0
-        return Candidates(
+        return StepCandidates(
             free=padded([s.paths[0].survival if s.paths else NO_SURVIVAL for s in states]),
             lm=padded(
                 [self._lm_survival(*each, is_busy) for each in zip(states, limits, strict=True)]
             ),
-            backlog=np.array([len(s.request.tokens) - s.lm_len for s in states]),
+            num_uncached_draft_tokens=np.array([len(s.request.tokens) - s.lm_len for s in states]),
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
@@ -163,13 +163,13 @@ class DraftSpeculator:
     def _lm_survival(self, state: DraftState, limit: int, is_busy: bool) -> Survival:
         """None while prompts wait and much must be caught up with: the load may be growing."""
         length, request = min(limit, LM_LEN), state.request
-        backlog = len(request.tokens) - state.lm_len
-        if not self._has_lm or not length or (is_busy and backlog > LM_LEN):
+        num_uncached_draft_tokens = len(request.tokens) - state.lm_len
+        if not self._has_lm or not length or (is_busy and num_uncached_draft_tokens > LM_LEN):
             return NO_SURVIVAL
         return self.odds.survival(LM, 0, request.request_id, length, sampled=state.is_sampled)
 
     def _allocate(
-        self, states: Sequence[DraftState], candidates: Candidates
+        self, states: Sequence[DraftState], candidates: StepCandidates
     ) -> Sequence[DraftPlan]:
         """The controller's choice; whose look-ups find nothing may be silent for a while."""
         allocation = self.controller.allocate(candidates)
@@ -184,7 +184,7 @@ class DraftSpeculator:
             else:
                 plans.append(plan := self._choose(state.paths, free, room))
                 room -= plan.num_rows - plan.depth
-            if not state.is_silent(0):
+            if not state.drafts_nothing(0):
                 state.drafted(plans[-1].num_rows, may_back_off=may_back_off)
         return plans
 
@@ -195,7 +195,7 @@ class DraftSpeculator:
     def _choose(self, paths: Sequence[Path], num_free: int, room: int) -> DraftPlan:
         """The drafts of one request; ``room``: rows that its branches may add."""
         if not num_free:
-            return NOTHING
+            return NO_DRAFT_PLAN
         trunk, *others = paths
         branches = []
         for path in others[:MAX_BRANCHES]:
@@ -251,7 +251,7 @@ class DraftSpeculator:
         self._state_of(request).lm_len = request.num_computed if self._uses_lm else 0
         self._indexer.join(request)
         for state in self._states.values():  # the load is another one
-            state.silent_until = 0
+            state.paused_until = 0
 
     def leave(self, request: Request) -> None:
         """Its tokens are kept later, while a step runs."""
@@ -284,9 +284,9 @@ class _DraftModelUse:
     def __init__(self) -> None:
         self.num_rows = self.num_passes = self.num_drafted = self.num_hits = 0
 
-    def add(self, backlog: int, num_drafted: int, num_hits: int) -> None:
-        """It caught up with ``backlog`` tokens of a request and guessed some."""
-        self.num_rows += backlog + num_drafted
+    def add(self, num_uncached_draft_tokens: int, num_drafted: int, num_hits: int) -> None:
+        """It caught up with ``num_uncached_draft_tokens`` tokens of a request and guessed some."""
+        self.num_rows += num_uncached_draft_tokens + num_drafted
         self.num_passes = max(self.num_passes, 1, num_drafted)
         self.num_drafted += num_drafted
         self.num_hits += num_hits

@@ -3,18 +3,18 @@
 Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
-from .node import KVLease, Lock, Loss, Match, Node
-from .pins import Pinned
+from .node import Eviction, KVLease, LockHandle, Match, Node
+from .pins import Pin
 from .prefix_cache import PrefixCache
 from .tree import RadixTree
 
 __all__ = [
+    "Eviction",
     "KVLease",
-    "Lock",
-    "Loss",
+    "LockHandle",
     "Match",
     "Node",
-    "Pinned",
+    "Pin",
     "PrefixCache",
     "RadixTree",
 ]

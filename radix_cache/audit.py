@@ -10,8 +10,8 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from .eviction import EvictionIndex, OwnedPages
-from .node import KVLease, Lock, Node, PageCounts
+from .eviction import EvictionIndex, NamespaceQuota
+from .node import KVLease, LockHandle, Node, PageCounts
 
 Steps = Iterator[None]
 FEW = 64  # page ids that one step may look at
@@ -42,7 +42,7 @@ def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> St
     assert len(owned) == found.num_pages, "two nodes own the same page"
 
 
-def check_owned(nodes: Sequence[Node], owned: OwnedPages) -> Steps:
+def check_owned(nodes: Sequence[Node], owned: NamespaceQuota) -> Steps:
     """Every namespace is known to own the pages of its nodes. O(nodes)."""
     found: Counter[str | None] = Counter()
     for node in nodes:
@@ -69,17 +69,17 @@ def check_links(nodes: Sequence[Node], roots: Mapping[str | None, Node], page_si
 
 def _check_root(root: Node, roots: Mapping[str | None, Node]) -> None:
     assert roots.get(root.namespace) is root, "a root is in a wrong namespace"
-    assert root.locks or root.children, "a root is kept for nothing"
+    assert root.ref_count or root.children, "a root is kept for nothing"
     assert not root.key, "a root has tokens"
 
 
 def _check_child(node: Node, child: Node) -> None:
     assert child.parent is node, "a child does not know its parent"
     assert child.namespace == node.namespace, "a child is in another namespace than its parent"
-    assert 0 <= child.locks <= node.locks, "a child is held more often than its parent"
+    assert 0 <= child.ref_count <= node.ref_count, "a child is held more often than its parent"
 
 
-def check_locks(nodes: Sequence[Node], locks: Set[Lock]) -> Steps:
+def check_locks(nodes: Sequence[Node], locks: Set[LockHandle]) -> Steps:
     """Every node is held exactly by the live receipts at or below it. O(locks * depth)."""
     live, kept = Counter[Node](), Counter[Node]()
     for lock in locks:
@@ -93,7 +93,9 @@ def check_locks(nodes: Sequence[Node], locks: Set[Lock]) -> Steps:
     for node in nodes:
         held = live.pop(node, 0)
         pins = kept.pop(node, 0)
-        assert node.locks == held, f"a node with {held} live receipts has {node.locks} locks"
+        assert node.ref_count == held, (
+            f"a node with {held} live receipts has {node.ref_count} locks"
+        )
         assert node.pins == pins, f"a node with {pins} live pins counts {node.pins}"
         yield
     assert not live, "a live receipt holds a node that left the tree"
@@ -106,7 +108,7 @@ def check_leaves(nodes: Sequence[Node], index: EvictionIndex[Node], clock: int) 
         if node.parent is not None and not node.children:
             num_leaves += 1
             ticks.add(node.last_used)
-            if not node.locks:
+            if not node.ref_count:
                 unlocked.add(node)
         yield
     assert len(index) == len(unlocked), "the eviction index is not the set of unlocked leaves"

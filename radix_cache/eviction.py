@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
-from .node import Cause, Loss
+from .node import Cause, Eviction
 
 
 class Evictable(Protocol):
@@ -27,12 +27,12 @@ class Evictable(Protocol):
 
 
 Leaf = TypeVar("Leaf", bound=Evictable)
-NOBODY: Set[str | None] = frozenset()
-MAX_LOSSES = 8192
+NO_NAMESPACES: Set[str | None] = frozenset()
+MAX_EVICTIONS = 8192
 SLACK = 64  # ranks of a namespace that may be out of date, beside as many as are not
 
 
-class OwnedPages:
+class NamespaceQuota:
     """Pages by namespace, against a quota.
 
     A namespace that owns more than ``quota`` pages is beyond it, and what it owns goes first when
@@ -41,19 +41,19 @@ class OwnedPages:
 
     Who keeps to it is protected for as long as it comes back. Otherwise tenants that are gone would
     keep those that are here from most of the pool, for ever. So a namespace that nobody uses while
-    ``patience`` pages are evicted is idle.
+    ``idle_after`` pages are evicted is idle.
     """
 
-    def __init__(self, quota: int | None, patience: float = math.inf) -> None:
+    def __init__(self, quota: int | None, idle_after: float = math.inf) -> None:
         self.quota = quota  # pages; None: nobody has too many
-        self.patience = patience  # evicted pages
+        self.idle_after = idle_after  # evicted pages
         self.num_pages: dict[str | None, int] = {}  # of those that own some
-        self._beyond: set[str | None] = set()
+        self._over_quota: set[str | None] = set()
         self._used: OrderedDict[str | None, int] = OrderedDict()  # how many were evicted by then
 
-    def beyond(self) -> Set[str | None]:
+    def over_quota(self) -> Set[str | None]:
         """Those that own more than their quota, beside others. O(1)."""
-        return self._beyond if len(self.num_pages) > 1 else NOBODY
+        return self._over_quota if len(self.num_pages) > 1 else NO_NAMESPACES
 
     def excess(self, namespace: str | None) -> int:
         """Pages that one of those beyond its quota owns too many. O(1)."""
@@ -67,7 +67,7 @@ class OwnedPages:
         else:
             del self.num_pages[namespace]
         if self.quota is not None:
-            (self._beyond.add if count > self.quota else self._beyond.discard)(namespace)
+            (self._over_quota.add if count > self.quota else self._over_quota.discard)(namespace)
 
     def use(self, namespace: str | None, num_evicted: int) -> None:
         """Somebody uses it, after so many evictions. O(1)."""
@@ -75,10 +75,10 @@ class OwnedPages:
             self._used[namespace] = num_evicted
             self._used.move_to_end(namespace)
 
-    def idlest(self, num_evicted: int) -> tuple[str | None, ...]:
+    def most_idle(self, num_evicted: int) -> tuple[str | None, ...]:
         """Who is idle after so many evictions, and for longest: nobody, or one. O(1)."""
         for namespace, used in self._used.items():
-            return (namespace,) if num_evicted - used > self.patience else ()
+            return (namespace,) if num_evicted - used > self.idle_after else ()
         return ()
 
     def forget(self, namespace: str | None) -> None:
@@ -88,8 +88,10 @@ class OwnedPages:
     def check(self, namespaces: Set[str | None]) -> None:
         """Asserts that those beyond the quota are known, and when each was used. O(namespaces)."""
         many = {name for name, count in self.num_pages.items() if count > (self.quota or 0)}
-        assert self._beyond == (many if self.quota is not None else set()), "a quota is not kept"
-        known = namespaces if self.quota is not None else NOBODY
+        assert self._over_quota == (many if self.quota is not None else set()), (
+            "a quota is not kept"
+        )
+        known = namespaces if self.quota is not None else NO_NAMESPACES
         assert self._used.keys() == known, "it is not known when a namespace was used"
         assert list(self._used.values()) == sorted(self._used.values()), "uses are out of order"
 
@@ -138,14 +140,14 @@ class EvictionIndex(Generic[Leaf]):
         del self._leaves[leaf.last_used]
 
     def take(
-        self, missing: int, owned: OwnedPages, num_evicted: int
+        self, missing: int, owned: NamespaceQuota, num_evicted: int
     ) -> tuple[Leaf | None, int, bool]:
         """Takes out who gives pages next; how many of those ``missing`` at most; if by its quota.
 
         ``num_evicted``: pages so far, which tell who is idle. O(log n), and O(namespaces beyond
         their quota).
         """
-        if beyond := owned.beyond():
+        if beyond := owned.over_quota():
             if (leaf := self._idle_leaf(owned, num_evicted)) is not None:
                 return self._taken(leaf), missing, False
             if (leaf := self.first_of(beyond)) is not None:
@@ -156,12 +158,12 @@ class EvictionIndex(Generic[Leaf]):
         self.remove(leaf)
         return leaf
 
-    def _idle_leaf(self, owned: OwnedPages, num_evicted: int) -> Leaf | None:
+    def _idle_leaf(self, owned: NamespaceQuota, num_evicted: int) -> Leaf | None:
         """A leaf of the namespace that is idle for longest. O(log n) on average."""
-        while idlest := owned.idlest(num_evicted):
-            if (leaf := self.first_of(idlest)) is not None:
+        while most_idle := owned.most_idle(num_evicted):
+            if (leaf := self.first_of(most_idle)) is not None:
                 return leaf
-            owned.use(idlest[0], num_evicted)  # all it has is held: then it is in use
+            owned.use(most_idle[0], num_evicted)  # all it has is held: then it is in use
         return None
 
     def first_of(self, namespaces: Iterable[str | None]) -> Leaf | None:
@@ -212,7 +214,7 @@ class EvictionIndex(Generic[Leaf]):
             assert num_known == len(self._leaves), "a leaf is taken for another namespace's"
 
 
-class LossLog:
+class EvictionLog:
     """Remembers the last losses by where they began, ``max_losses`` at most.
 
     A place is known by its page and the one before it, so that noting a loss need not walk to the
@@ -220,27 +222,27 @@ class LossLog:
     loss counts.
     """
 
-    def __init__(self, page_size: int, max_losses: int = MAX_LOSSES) -> None:
+    def __init__(self, page_size: int, max_losses: int = MAX_EVICTIONS) -> None:
         self.now = 0.0  # seconds
         self._page_size = page_size  # tokens
         self._max_losses = max_losses
-        self._losses: OrderedDict[tuple[str | None, int], Loss] = OrderedDict()
+        self._losses: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
 
-    def note(self, namespace: str | None, seam: bytes, cause: Cause) -> None:
-        """Pages were dropped; ``seam``: tokens of the page before the first, and of the first."""
-        key = (namespace, hash(seam))
-        self._losses[key] = Loss(cause, self.now)
+    def note(self, namespace: str | None, boundary_tokens: bytes, cause: Cause) -> None:
+        """Record dropped pages. ``boundary_tokens``: of the first page and of the one before it."""
+        key = (namespace, hash(boundary_tokens))
+        self._losses[key] = Eviction(cause, self.now)
         self._losses.move_to_end(key)
         if len(self._losses) > self._max_losses:
             self._losses.popitem(last=False)
 
-    def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Loss | None:
+    def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Eviction | None:
         """Why the page behind the first ``num_cached`` tokens is gone, if it was there. O(1)."""
         stop = num_cached + self._page_size
         if stop > len(tokens):
             return None
-        seam = tokens[max(0, num_cached - self._page_size) : stop]
-        return self._losses.get((namespace, hash(seam.tobytes())))
+        boundary_tokens = tokens[max(0, num_cached - self._page_size) : stop]
+        return self._losses.get((namespace, hash(boundary_tokens.tobytes())))
 
     def __len__(self) -> int:
         return len(self._losses)

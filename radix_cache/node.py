@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Cause = Literal["evicted", "flushed"]
-OnLoss = Callable[[str | None, bytes, Cause], None]
+OnEviction = Callable[[str | None, bytes, Cause], None]
 """Told of pages that are dropped: their namespace, and the tokens of the first and of the page
 before it."""
 
@@ -44,7 +44,7 @@ class Node:
     key: array[int] = field(default_factory=_no_ids)  # tokens, [len(page_ids) * page_size]
     page_ids: array[int] = field(default_factory=_no_ids)  # KV of ``key``; owned by this node
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
-    locks: int = 0  # live receipts at or below this node
+    ref_count: int = 0  # live receipts at or below this node
     pins: int = 0  # those of them that are pins
     last_used: int = 0  # tick when it was last locked or unlocked; equal ticks lie on one path
 
@@ -85,7 +85,7 @@ class Node:
         """
         cut = num_pages * page_size
         upper = Node(self.namespace, self.parent, self.key[:cut], self.page_ids[:num_pages])
-        upper.locks, upper.pins = self.locks, self.pins
+        upper.ref_count, upper.pins = self.ref_count, self.pins
         del self.key[:cut], self.page_ids[:num_pages]
         return upper
 
@@ -95,7 +95,7 @@ class Node:
         del self.page_ids[-num_pages:], self.key[-num_pages * page_size :]
         return tail
 
-    def seam(self, page: int, page_size: int) -> bytes:
+    def boundary_tokens(self, page: int, page_size: int) -> bytes:
         """The tokens of one of its pages and of the page before that, if any. O(page size)."""
         first = page * page_size
         before = self.key[max(0, first - page_size) : first]
@@ -106,7 +106,7 @@ class Node:
     @property
     def is_borrowed(self) -> bool:
         """Whether a lease needs it; what pins alone hold can be had back."""
-        return self.locks > self.pins
+        return self.ref_count > self.pins
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one. O(depth)."""
@@ -136,7 +136,7 @@ class PageCounts:
         """Count a node, or with -1 count it no longer: before and after each change of one."""
         count = sign * len(node.page_ids)
         self.num_pages += count
-        if node.locks:
+        if node.ref_count:
             self.num_locked += count
         if node.pins:
             self.num_pinned += count
@@ -168,7 +168,7 @@ class Match(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Lock:
+class LockHandle:
     """A receipt: it holds every page from the root to the end of ``node`` until unlocked.
 
     Splitting leaves the lower half in place, so a receipt never has to be told of it.
@@ -181,7 +181,7 @@ class Lock:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class Eviction:
     """Cached pages that were dropped: why, and when on the clock of `PrefixCache.tick`."""
 
     cause: Cause
@@ -193,10 +193,11 @@ class KVLease:
     """The pages that one request may use, from `PrefixCache.acquire` to `PrefixCache.release`."""
 
     page_ids: array[int]  # page table; the first num_shared_pages owned by the tree, rest by this
-    lock: Lock  # holds the shared pages; owned by this lease
+    lock: LockHandle  # holds the shared pages; owned by this lease
     num_cached_tokens: int  # found at acquire; their KV need not be computed
     namespace: str | None  # cache salt; None is the shared default
-    loss: Loss | None = None  # when the first page that was not found had been cached before
+    # when the first page that was not found had been cached before
+    eviction: Eviction | None = None
 
     @property
     def num_shared_pages(self) -> int:

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
-from .node import Lock, Match, Node
+from .node import LockHandle, Match, Node
 from .tree import RadixTree
 
 
 @dataclass(slots=True, eq=False)
-class Pinned:
+class Pin:
     """A prefix that is kept."""
 
-    lock: Lock  # owned by the board
+    lock: LockHandle  # owned by the board
     ttl: float  # seconds from the last hit
-    until: float  # on the clock of `PinBoard.expire`
+    until: float  # on the clock of `PinnedPrefixes.expire`
     serial: int  # tells pins that end at the same time apart
 
     @property
@@ -31,7 +31,7 @@ class Pinned:
         return self.lock.node.namespace
 
 
-class PinBoard:
+class PinnedPrefixes:
     """The pins of a tree, one at most for each prefix.
 
     ``quota``: pages that one namespace may pin; all together may pin twice as many, as far as
@@ -44,8 +44,8 @@ class PinBoard:
         self.total_quota = min(2 * quota, num_pages)
         self.now = 0.0  # seconds
         self._tree = tree
-        self._pins: OrderedDict[Node, Pinned] = OrderedDict()  # by their last node; oldest first
-        self._due: SortedDict[tuple[float, int], Pinned] = SortedDict()  # by the time they end
+        self._pins: OrderedDict[Node, Pin] = OrderedDict()  # by their last node; oldest first
+        self._due: SortedDict[tuple[float, int], Pin] = SortedDict()  # by the time they end
         self._num_pages: Counter[str | None] = Counter()  # pinned pages of each namespace
         self._num_made = 0
 
@@ -64,7 +64,7 @@ class PinBoard:
             return
         self._num_pages[match.namespace] += self._tree.counts.num_pinned - before
         self._num_made += 1
-        pinned = Pinned(lock, ttl, self.now + ttl, self._num_made)
+        pinned = Pin(lock, ttl, self.now + ttl, self._num_made)
         self._pins[lock.node] = self._due[pinned.until, pinned.serial] = pinned
         self._shrink(pinned)
 
@@ -81,9 +81,9 @@ class PinBoard:
         while self._due and self._due.peekitem(0)[0][0] <= now:
             self._drop(self._due.peekitem(0)[1])
 
-    def give_way(self) -> None:
+    def evict_pin(self) -> None:
         """The oldest pin goes whose going makes pages evictable; there must be one. O(pins)."""
-        self._drop(next(pin for pin in self._pins.values() if pin.lock.node.locks == 1))
+        self._drop(next(pin for pin in self._pins.values() if pin.lock.node.ref_count == 1))
 
     def drop(self, *namespaces: str | None) -> None:
         """Let go of all pins of these namespaces, of all when none is named. O(pins)."""
@@ -97,7 +97,7 @@ class PinBoard:
             if node in pinned.lock.node.path():
                 self._drop(pinned)
 
-    def of(self, namespace: str | None) -> list[Pinned]:
+    def of(self, namespace: str | None) -> list[Pin]:
         """The pins of a namespace, the oldest first. O(pins)."""
         return [pinned for pinned in self._pins.values() if pinned.namespace == namespace]
 
@@ -105,7 +105,7 @@ class PinBoard:
         """Pages that a namespace pins. O(1)."""
         return self._num_pages[namespace]
 
-    def locks(self) -> Iterator[Lock]:
+    def locks(self) -> Iterator[LockHandle]:
         """All receipts of pins."""
         return (pinned.lock for pinned in self._pins.values())
 
@@ -124,13 +124,13 @@ class PinBoard:
         assert found.total() <= self.total_quota, "more is pinned than may be"
         assert max(found.values(), default=0) <= self.quota, "a namespace pins more than it may"
 
-    def _renew(self, pinned: Pinned) -> None:
+    def _renew(self, pinned: Pin) -> None:
         del self._due[pinned.until, pinned.serial]
         pinned.until = self.now + pinned.ttl
         self._due[pinned.until, pinned.serial] = pinned
         self._pins.move_to_end(pinned.lock.node)
 
-    def _drop(self, pinned: Pinned) -> None:
+    def _drop(self, pinned: Pin) -> None:
         before = self._tree.counts.num_pinned
         self._tree.unlock(pinned.lock)
         self._num_pages[pinned.namespace] -= before - self._tree.counts.num_pinned
@@ -138,7 +138,7 @@ class PinBoard:
             del self._num_pages[pinned.namespace]
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
 
-    def _shrink(self, newest: Pinned) -> None:
+    def _shrink(self, newest: Pin) -> None:
         """Back within the quotas, at the cost of older pins."""
         own = newest.namespace
         while self._num_pages[own] > self.quota:
@@ -147,7 +147,7 @@ class PinBoard:
             biggest = (name for name, _ in self._num_pages.most_common())
             self._drop(next(pin for name in biggest for pin in self._others(name, newest)))
 
-    def _others(self, namespace: str | None, newest: Pinned) -> Iterator[Pinned]:
+    def _others(self, namespace: str | None, newest: Pin) -> Iterator[Pin]:
         """Pins of a namespace whose going unpins pages, but for the newest; the oldest first."""
         return (
             pinned

@@ -6,14 +6,14 @@ from array import array
 from collections.abc import Iterable
 
 from . import audit
-from .eviction import LossLog
+from .eviction import EvictionLog
 from .node import KVLease
-from .pins import PinBoard
+from .pins import PinnedPrefixes
 from .tree import RadixTree
 
 PIN_QUOTA = 0.25  # of the pool
 NO_QUOTA = 1.0
-PATIENCE = 3  # times the pool, in evicted pages; see OwnedPages
+IDLE_AFTER = 3  # times the pool, in evicted pages; see NamespaceQuota
 
 
 class PrefixCache:
@@ -41,18 +41,19 @@ class PrefixCache:
         self.num_total_pages = num_pages
         self.num_queries = 0  # tokens asked for, over all acquires
         self.num_hits = 0  # tokens of those that were cached
-        self.losses = LossLog(page_size)
+        self.eviction_log = EvictionLog(page_size)
         # The tree owns the cached pages; others only look.
         quota = None if cache_quota >= 1 else max(1, int(num_pages * cache_quota))
         self.tree = RadixTree(
             page_size,
             quota=quota,
-            patience=PATIENCE * num_pages,
-            on_loss=self.losses.note,
+            idle_after=IDLE_AFTER * num_pages,
+            on_eviction=self.eviction_log.note,
         )
-        self.pins = PinBoard(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
+        self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
-        self._fresh = array("q")  # handed out since take_fresh_pages; owned by their leases
+        # handed out since take_fresh_pages; owned by their leases
+        self._newly_allocated = array("q")
 
     @property
     def num_free_pages(self) -> int:
@@ -128,7 +129,7 @@ class PrefixCache:
             self.num_queries += len(tokens)
             self.num_hits += match.num_tokens
         self.pins.touch(lock.node)
-        loss = self.losses.find(namespace, tokens, match.num_tokens)
+        loss = self.eviction_log.find(namespace, tokens, match.num_tokens)
         return KVLease(match.page_ids, lock, match.num_tokens, namespace, loss)
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
@@ -150,12 +151,12 @@ class PrefixCache:
         taken.reverse()
         del self._free[-needed:]
         lease.page_ids = lease.page_ids + taken  # a step under way may read the old table
-        self._fresh += taken
+        self._newly_allocated += taken
         return True
 
     def _evict(self, num_pages: int) -> array[int]:
         while num_pages > self.num_evictable_pages:
-            self.pins.give_way()
+            self.pins.evict_pin()
         return self.tree.evict(num_pages)
 
     def shrink(self, lease: KVLease, upto: int) -> None:
@@ -230,21 +231,21 @@ class PrefixCache:
 
         O(1), and O(depth + log n) for each pin that is over.
         """
-        self.losses.now = now
+        self.eviction_log.now = now
         self.pins.expire(now)
 
-    def take_fresh_pages(self) -> array[int]:
+    def take_newly_allocated_pages(self) -> array[int]:
         """Pages handed out from the free list since the last call, each once.
 
         Whatever other pools hold under these ids is void. Call it before the step that writes them.
         """
-        fresh = array("q", dict.fromkeys(self._fresh))
-        self._fresh = array("q")
+        fresh = array("q", dict.fromkeys(self._newly_allocated))
+        self._newly_allocated = array("q")
         return fresh
 
-    def return_fresh_pages(self, page_ids: array[int]) -> None:
+    def return_newly_allocated_pages(self, page_ids: array[int]) -> None:
         """The step that they were taken for did not come: the next call tells of them again."""
-        self._fresh = page_ids + self._fresh
+        self._newly_allocated = page_ids + self._newly_allocated
 
     def flush(self, *namespaces: str | None) -> int:
         """Drops what is cached and not borrowed, in these namespaces or in all when none is named.

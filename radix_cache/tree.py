@@ -7,8 +7,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 from . import audit
-from .eviction import EvictionIndex, OwnedPages
-from .node import ITEM_SIZE, Cause, Lock, Match, Node, OnLoss, PageCounts, token_bytes
+from .eviction import EvictionIndex, NamespaceQuota
+from .node import ITEM_SIZE, Cause, LockHandle, Match, Node, OnEviction, PageCounts, token_bytes
 
 
 class RadixTree:
@@ -17,7 +17,7 @@ class RadixTree:
     `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
     its recency. `insert_below` grows what a receipt holds. `evict` takes unlocked leaves in the
     order of their last use; those of namespaces that own more than ``quota`` pages first, unless
-    there is only one namespace or another was not used while ``patience`` pages were evicted.
+    there is only one namespace or another was not used while ``idle_after`` pages were evicted.
     Raises ValueError for a page size below one token.
     """
 
@@ -26,22 +26,22 @@ class RadixTree:
         page_size: int,
         *,
         quota: int | None = None,
-        patience: float = math.inf,
-        on_loss: OnLoss | None = None,
+        idle_after: float = math.inf,
+        on_eviction: OnEviction | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
         self.page_size = page_size  # tokens
         self.counts = PageCounts()
-        self.owned = OwnedPages(quota, patience)
+        self.owned = NamespaceQuota(quota, idle_after)
         self.num_nodes = 0  # roots not counted
         self.num_evicted = 0  # pages, ever
         self.num_evicted_by_quota = 0  # those of them whose namespace had too many
         self._page_bytes = page_size * ITEM_SIZE
-        self._on_loss = on_loss
+        self._on_eviction = on_eviction
         self._roots: dict[str | None, Node] = {}  # those with a child or a receipt
         self._index: EvictionIndex[Node] = EvictionIndex()  # unlocked leaves, no roots
-        self._locks: set[Lock] = set()  # live receipts
+        self._locks: set[LockHandle] = set()  # live receipts
         self._clock = 0  # one tick per lock, growth and unlock
         self.epoch = 0  # one tick per node cut or dropped: older matches are void
 
@@ -79,7 +79,7 @@ class RadixTree:
                 break
         return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
 
-    def lock(self, match: Match, *, is_pin: bool = False) -> Lock:
+    def lock(self, match: Match, *, is_pin: bool = False) -> LockHandle:
         """Holds exactly the pages of ``match``, cutting the last node where the match ends.
 
         Without the cut, a short match into a long node would hold pages that nobody reads.
@@ -90,7 +90,7 @@ class RadixTree:
         node = match.node or self._roots.setdefault(match.namespace, Node(match.namespace))
         if match.num_node_pages < len(node.page_ids):
             node = self._split(node, match.num_node_pages)
-        lock = Lock(node, len(match.page_ids), is_pin)
+        lock = LockHandle(node, len(match.page_ids), is_pin)
         self._locks.add(lock)
         self._clock += 1
         self.owned.use(node.namespace, self.num_evicted)
@@ -98,7 +98,7 @@ class RadixTree:
             self._hold(held, lock)
         return lock
 
-    def unlock(self, lock: Lock) -> None:
+    def unlock(self, lock: LockHandle) -> None:
         """Gives a receipt back, exactly once; ValueError the second time. O(depth + log n)."""
         self._require_live(lock)
         self._locks.remove(lock)
@@ -123,7 +123,9 @@ class RadixTree:
         finally:
             self.unlock(lock)
 
-    def insert_below(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> array[int]:
+    def insert_below(
+        self, lock: LockHandle, tokens: array[int], page_ids: array[int]
+    ) -> array[int]:
         """Caches the tokens that follow what ``lock`` holds, and moves the receipt to their end.
 
         Returns the page ids that the tree already had for the first of these tokens: the caller
@@ -187,7 +189,7 @@ class RadixTree:
         """Asserts every invariant of the tree. O(pages), for tests and for idle moments."""
         audit.run(self.checks())
 
-    def checks(self, locks: Iterable[Lock] | None = None) -> audit.Steps:
+    def checks(self, locks: Iterable[LockHandle] | None = None) -> audit.Steps:
         """`check` in steps; ``locks``, where given, are to be all receipts that are out."""
         if locks is not None:
             assert set(locks) == self._locks, "the live receipts are not those of the live leases"
@@ -201,7 +203,7 @@ class RadixTree:
 
     # -- walking and growing
 
-    def _descend(self, lock: Lock, data: bytes) -> array[int]:
+    def _descend(self, lock: LockHandle, data: bytes) -> array[int]:
         """Moves a receipt down the nodes that hold ``data``; returns their page ids."""
         start, size, found = 0, self._page_bytes, array("q")
         while child := lock.node.children.get(data[start : start + size]):
@@ -212,11 +214,11 @@ class RadixTree:
             start += same * size
         return found
 
-    def _append(self, lock: Lock, tokens: array[int], page_ids: array[int]) -> None:
+    def _append(self, lock: LockHandle, tokens: array[int], page_ids: array[int]) -> None:
         node = lock.node
-        if node.locks > 1 or node.children or node.parent is None:
+        if node.ref_count > 1 or node.children or node.parent is None:
             lock.node = Node(node.namespace, node, tokens, page_ids)
-            lock.node.locks, lock.node.last_used = 1, self._clock
+            lock.node.ref_count, lock.node.last_used = 1, self._clock
             lock.node.link(self.page_size)
             self.num_nodes += 1
         else:  # held by this receipt alone: growing in place avoids one node per publish
@@ -242,23 +244,23 @@ class RadixTree:
 
     # -- receipts
 
-    def _hold(self, node: Node, lock: Lock) -> None:
-        if node.locks == 0 and not node.children and node.parent is not None:
+    def _hold(self, node: Node, lock: LockHandle) -> None:
+        if node.ref_count == 0 and not node.children and node.parent is not None:
             self._index.remove(node)
         self.counts.add(node, -1)
-        node.locks += 1
+        node.ref_count += 1
         node.pins += lock.is_pin
         self.counts.add(node)
         node.last_used = self._clock
 
-    def _let_go(self, node: Node, lock: Lock) -> None:
+    def _let_go(self, node: Node, lock: LockHandle) -> None:
         self.counts.add(node, -1)
-        node.locks -= 1
+        node.ref_count -= 1
         node.pins -= lock.is_pin
         self.counts.add(node)
         node.last_used = self._clock
 
-    def _require_live(self, lock: Lock) -> None:
+    def _require_live(self, lock: LockHandle) -> None:
         if lock not in self._locks:
             raise ValueError("the lock was released already, or belongs to another tree")
 
@@ -266,7 +268,7 @@ class RadixTree:
 
     def _settle(self, node: Node) -> None:
         """Files a node that has become an unlocked leaf; forgets a root that holds nothing."""
-        if node.locks or node.children:
+        if node.ref_count or node.children:
             return
         if node.parent is None:
             del self._roots[node.namespace]
@@ -279,7 +281,7 @@ class RadixTree:
         """Drops leaves, then those above them, for as long as they are unlocked leaves."""
         freed = array("q")
         for node in leaves:
-            while node.parent is not None and not node.locks and not node.children:
+            while node.parent is not None and not node.ref_count and not node.children:
                 self._index.remove(node)
                 freed += self._drop(node, "flushed")
                 node = node.parent
@@ -287,8 +289,8 @@ class RadixTree:
 
     def _drop(self, leaf: Node, cause: Cause) -> array[int]:
         """Forgets a leaf that is out of the index; returns its pages."""
-        if self._on_loss is not None:
-            self._on_loss(leaf.namespace, leaf.seam(0, self.page_size), cause)
+        if self._on_eviction is not None:
+            self._on_eviction(leaf.namespace, leaf.boundary_tokens(0, self.page_size), cause)
         parent = leaf.unlink(self.page_size)
         self.num_nodes -= 1
         self.counts.add(leaf, -1)
@@ -299,9 +301,11 @@ class RadixTree:
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
         """Takes the last pages of a leaf that is out of the index, and files it again."""
-        if self._on_loss is not None:
+        if self._on_eviction is not None:
             first = len(leaf.page_ids) - num_pages
-            self._on_loss(leaf.namespace, leaf.seam(first, self.page_size), "evicted")
+            self._on_eviction(
+                leaf.namespace, leaf.boundary_tokens(first, self.page_size), "evicted"
+            )
         self.counts.add(leaf, -1)
         tail = leaf.cut_tail(num_pages, self.page_size)
         self.counts.add(leaf)

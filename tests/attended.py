@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from turns import Turns
 
-from foretoken.core.batch import RaggedBatch, Segment, build_batch
-from foretoken.core.kv_pool import KvDtype, KVPool
-from foretoken.core.ops import HeadLayout, TorchOps
-from foretoken.core.ops.base import HeadNorm
+from foretoken.core.ops.base import HeadLayout, HeadNorm
+from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
+from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.core.ops.triton.triton_ops import TritonOps
 
 HEADS = HeadLayout(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)

@@ -13,9 +13,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from foretoken.core.batch import Segment
-from foretoken.core.kv_pool import KvDtype, KVPool
 from foretoken.core.model import Decoder
+from foretoken.core.ops.batch import Segment
+from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
 VOCAB_SIZE = 261
 ORIGINAL_LEN = 64  # of the checkpoints with stretched RoPE; tests go far beyond

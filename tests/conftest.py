@@ -17,6 +17,8 @@ if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/gpu/conf
 
 def pytest_configure() -> None:
     """Ask oneDNN for exact rows before its first call, when it reads its settings."""
-    from foretoken.core.ops.onednn import keep_rows_exact  # imports torch, which may import Triton
+    from foretoken.core.ops.torch.onednn import (
+        keep_rows_exact,  # imports torch, which may import Triton
+    )
 
     keep_rows_exact("spec")

@@ -17,10 +17,17 @@ from typing import Protocol
 
 import numpy as np
 
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import Request
-from foretoken.core.speculation import NOTHING, DraftPlan
-from foretoken.core.step import Draft, PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from foretoken.core.interface.step import (
+    Draft,
+    PlanRow,
+    RowOutput,
+    SamplingMetadata,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
@@ -142,14 +149,14 @@ class Served:
     seat: Seat
     request: Request
     limit: int  # tokens that it may draft
-    plan: DraftPlan = NOTHING
+    plan: DraftPlan = NO_DRAFT_PLAN
     num_hits: int = 0
-    backlog: int = 0  # tokens that the draft model lacks behind the step
+    num_uncached_draft_tokens: int = 0  # tokens that the draft model lacks behind the step
 
     @property
     def num_drafted(self) -> int:
         """Tokens that are verified: the draft model guesses nothing until it has caught up."""
-        return 0 if self.backlog else self.plan.depth
+        return 0 if self.num_uncached_draft_tokens else self.plan.depth
 
 
 class Policy(Protocol):
@@ -204,7 +211,7 @@ class Auto:
             has_lm=has_lm,
             clock=lambda: self._source.num_asked * machine.look_up * machine.step_s,
         )
-        self._is_silent = False
+        self._drafts_nothing = False
 
     @property
     def num_look_ups(self) -> int:
@@ -221,8 +228,8 @@ class Auto:
     def plan(self, served: Sequence[Served]) -> None:
         requests = [each.request for each in served]
         limits = [each.limit for each in served]
-        self._is_silent = self.speculator.is_silent(requests) or not any(limits)
-        if self._is_silent:
+        self._drafts_nothing = self.speculator.drafts_nothing(requests) or not any(limits)
+        if self._drafts_nothing:
             return
         plans = self.speculator.plan(requests, limits, budget=512, num_prefill=0)
         for each, plan in zip(served, plans, strict=True):
@@ -231,11 +238,11 @@ class Auto:
     def learn(self, served: Sequence[Served], times: Times) -> None:
         rows = [_row(each) for each in served]
         outputs = [_output(each) for each in served]
-        if not self._is_silent:
+        if not self._drafts_nothing:
             for each, row, output in zip(served, rows, outputs, strict=True):
                 self.speculator.observe(each.request, row, output, len(output.token_ids))
         self.speculator.observe_step(
-            StepPlan(rows=rows, fresh_pages=array("q")),
+            StepPlan(rows=rows, newly_allocated_pages=array("q")),
             StepOutput(
                 rows=outputs,
                 times={"forward": times.forward, "draft": times.draft},
@@ -345,7 +352,7 @@ def _next(seat: Seat, policy: Policy) -> Served:
         request = seat.request = Request(
             request_id=str(next(_NUMBERS)),
             tokens=array("q", [RIGHT] * seat.regime.prompt),
-            sampling=RowSampling(params=params, seed=0, prompt_len=seat.regime.prompt),
+            sampling=SamplingMetadata(params=params, seed=0, prompt_len=seat.regime.prompt),
         )
         policy.join(seat, request)
     return Served(seat, request, limit=ANSWER - request.num_output - 1)
@@ -359,12 +366,14 @@ def _decode(served: Sequence[Served], lm_len: dict[str, int]) -> Work:
         if is_lm:
             lacking = len(each.request.tokens) - lm_len.get(each.request.request_id, 0)
             first_rows += min(WINDOW, lacking)
-            each.backlog = max(0, lacking - WINDOW)
+            each.num_uncached_draft_tokens = max(0, lacking - WINDOW)
             depths.append(each.num_drafted)
         each.num_hits = each.seat.hits(each.num_drafted, lm=is_lm)
         if is_lm:
             right = min(each.num_hits, max(0, each.num_drafted - 1))  # the last has no KV
-            lm_len[each.request.request_id] = len(each.request.tokens) - each.backlog + right
+            lm_len[each.request.request_id] = (
+                len(each.request.tokens) - each.num_uncached_draft_tokens + right
+            )
     deepest = max(depths, default=0)
     passes = [sum(depth > level for depth in depths) for level in range(1, deepest)]
     return Work(
@@ -402,5 +411,5 @@ def _output(each: Served) -> RowOutput:
         num_proposed=each.num_drafted,
         num_accepted=each.num_hits,
         draft_len=each.num_drafted,
-        backlog=each.backlog,
+        num_uncached_draft_tokens=each.num_uncached_draft_tokens,
     )

@@ -14,13 +14,19 @@ from functools import partial
 
 from fixed_depth import FixedDepth
 
-from foretoken.core.admission import SchedulerLimits
-from foretoken.core.launch import Announce, Finished, Pending, be_silent, launch_behind
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import OnToken, Request
-from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import Speculator
-from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.interface.request import OnToken, Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.speculator import Speculator
+from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step_runner import (
+    Finished,
+    OnKernelsStarted,
+    Pending,
+    ignore_kernels,
+    launch_behind,
+)
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
 
 VOCAB_SIZE = 7
@@ -75,13 +81,16 @@ class FakeRunner:
         self._kv: dict[tuple[int, int], int] = {}
 
     def launch(
-        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         """Compute it at once."""
         if after is not None:
-            run = partial(FakeRunner.launch, self, announce=announce)
+            run = partial(FakeRunner.launch, self, on_kernels_started=on_kernels_started)
             return launch_behind(run, plan, after.finish())
-        announce()
+        on_kernels_started()
         return Finished(self.step(plan))
 
     def step(self, plan: StepPlan) -> StepOutput:
@@ -159,7 +168,7 @@ def make_request(
     **params: object,
 ) -> Request:
     params.setdefault("max_tokens", 8)
-    sampling = RowSampling(
+    sampling = SamplingMetadata(
         params=SamplingParams(**params),  # type: ignore[arg-type]
         seed=0,
         prompt_len=len(prompt),
@@ -207,7 +216,7 @@ class Driver:
             self._note(self.scheduler.commit(plan, output, self.now))
             self.scheduler.speculator.observe_step(plan, output, sum(output.times.values()))
         else:
-            assert not plan.departed, "nobody reads an empty plan"
+            assert not plan.released_request_ids, "nobody reads an empty plan"
         self.scheduler.audit()
         return plan
 

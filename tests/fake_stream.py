@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from foretoken.core.ops.triton import packet
+from foretoken.core.ops.triton import graph_inputs
 
 
 class FakeStream:
@@ -39,7 +39,7 @@ class FakeStream:
         self._queue.append(work)
 
     def make_event(self, _: object = None) -> FakeMark:
-        """In place of `packet.make_event`, before anything is made that has marks."""
+        """In place of `graph_inputs.make_event`, before anything is made that has marks."""
         return FakeMark(self)
 
     @contextmanager
@@ -47,7 +47,7 @@ class FakeStream:
         """Whatever torch and Triton are asked for waits in the queue."""
         with pytest.MonkeyPatch.context() as patch, _Asker(self._queue):
             patch.setattr(InterpretedFunction, "run", self._deferred(InterpretedFunction.run))
-            patch.setattr(packet, "_host_memory", _by_the_host(packet._host_memory))
+            patch.setattr(graph_inputs, "_host_memory", _by_the_host(graph_inputs._host_memory))
             patch.setattr(self, "is_driven", True)
             yield
 

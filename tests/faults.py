@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from foretoken.core.engine import Engine
+from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import ForetokenError
-from foretoken.core.request import Delta, Request
-from foretoken.core.stream import TokenStream
+from foretoken.core.interface.request import Delta, Request
 
 BAD = "bad"
 NAMES = ["one", "two", BAD, "three", "four"]

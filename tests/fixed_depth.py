@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from foretoken.core.request import Request
-from foretoken.core.speculation import DraftPlan, NoSpeculation
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.speculator import DraftPlan, NoSpeculation
 
 
 class FixedDepth(NoSpeculation):
@@ -14,7 +14,7 @@ class FixedDepth(NoSpeculation):
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
-    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
         """Never: requests may ask for a depth of their own."""
         return False
 

@@ -8,14 +8,20 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from foretoken.core.flight import Flight
-from foretoken.core.launch import Announce, Finished, Pending, be_silent, launch_behind
-from foretoken.core.model_thread import Job
-from foretoken.core.params import SamplingParams
-from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.engine.model_thread import Job
+from foretoken.core.engine.step_executor import InFlightStep
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step_runner import (
+    Finished,
+    OnKernelsStarted,
+    Pending,
+    ignore_kernels,
+    launch_behind,
+)
 
 PROMPT = array("q", [7, 8, 9])
-SAMPLING = RowSampling(params=SamplingParams(), seed=0, prompt_len=3)
+SAMPLING = SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=3)
 FAILED = RuntimeError("the forward pass failed")
 
 
@@ -34,7 +40,7 @@ def plan_of(names: str, num_ahead: int = 0) -> StepPlan:
         )
         for name in names
     ]
-    return StepPlan(rows=rows, fresh_pages=array("q"), is_plain=True)
+    return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
 
 
 def yields(**tokens: int) -> StepOutput:
@@ -58,7 +64,10 @@ class Recorder:
     launches = False
 
     def launch(
-        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         if after is not None:
             return launch_behind(self.launch, plan, after.finish())
@@ -97,7 +106,10 @@ class Device:
         self._outcomes, self._refuses = outcomes, refuses or {}
 
     def launch(
-        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Launch:
         number = len(self.befores)
         self.calls.append(f"launch {number}")
@@ -129,13 +141,13 @@ class Hand:
     def close(self) -> None: ...
 
 
-def chain(runner: Any, *names: str, splits: bool = False) -> list[Flight]:
+def chain(runner: Any, *names: str, splits: bool = False) -> list[InFlightStep]:
     """One step behind the other."""
-    flights: list[Flight] = []
+    flights: list[InFlightStep] = []
     for number, each in enumerate(names):
         after = flights[-1] if flights else None
         plan = plan_of(each, number)
-        flights.append(Flight(plan, runner, 0.0, be_silent, after=after, splits=splits))
+        flights.append(InFlightStep(plan, runner, 0.0, ignore_kernels, after=after, splits=splits))
     return flights
 
 

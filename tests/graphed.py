@@ -9,12 +9,11 @@ import torch
 from fake_graph import fake_graphs
 from torch import Tensor
 
-from foretoken.core.kv_pool import KvDtype, KVPool
 from foretoken.core.model import Decoder
 from foretoken.core.model.config import DecoderConfig
 from foretoken.core.model.rope import RopeSpec
-from foretoken.core.ops import Ops
-from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights
+from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights, Ops
+from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.triton.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
 

@@ -12,17 +12,17 @@ from fixed_depth import FixedDepth
 
 from checkpoints import void_item
 from fake_model import Driver
-from foretoken.core.admission import SchedulerLimits
-from foretoken.core.kv_pool import KvDtype
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import DraftRow, Proposer
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.speculator import Speculator
+from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.params import SamplingParams
-from foretoken.core.proposer import DraftRow, Proposer
-from foretoken.core.request import Request
-from foretoken.core.runner import ModelRunner
-from foretoken.core.scheduler import Scheduler
-from foretoken.core.speculation import Speculator
-from foretoken.core.step import Draft, RowSampling
+from foretoken.core.ops.kv_pool import KvDtype
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
@@ -56,7 +56,7 @@ PARAMETERS: dict[str, dict[str, object]] = {
 }
 
 
-def requests(shared: Sequence[int]) -> list[tuple[list[int], RowSampling]]:
+def requests(shared: Sequence[int]) -> list[tuple[list[int], SamplingMetadata]]:
     """One request for each parameter and temperature; half of them share a prefix."""
     made = []
     for index, (name, temperature) in enumerate(
@@ -70,7 +70,7 @@ def requests(shared: Sequence[int]) -> list[tuple[list[int], RowSampling]]:
             max_tokens=NUM_TOKENS,
             **PARAMETERS[name],  # type: ignore[arg-type]
         )
-        sampling = RowSampling(
+        sampling = SamplingMetadata(
             params=params,
             seed=1000 + index,
             prompt_len=len(prompt),
@@ -102,7 +102,7 @@ class RandomDrafts:
 
     def observe(self, *step: object) -> None: ...
 
-    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 class Perfect:
@@ -121,7 +121,7 @@ class Perfect:
 
     def observe(self, *step: object) -> None: ...
 
-    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 class Wrong(Perfect):

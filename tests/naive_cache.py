@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from foretoken.radix_cache import KVLease
-from foretoken.radix_cache.node import Lock
+from foretoken.radix_cache.node import LockHandle
 
 Prefix = tuple[str | None, tuple[int, ...]]  # namespace, tokens up to the end of the page
 
@@ -149,7 +149,7 @@ def nth(prefixes: Iterable[Prefix], which: int) -> Prefix:
     return ordered[which % len(ordered)]
 
 
-def prefix_of(lock: Lock) -> Prefix:
+def prefix_of(lock: LockHandle) -> Prefix:
     """What a receipt of the tree holds."""
     path = lock.node.path()
     return lock.node.namespace, tuple(token for node in path for token in node.key)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from foretoken.core.native import Variant, variants
-from foretoken.core.native.build import can_run
+from foretoken.core.ops.native import Variant, variants
+from foretoken.core.ops.native.build import can_run
 
 
 def every_variant() -> tuple[Variant, ...]:

@@ -8,9 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from fake_model import Drafter, FakeRunner, no_draft
-from foretoken.core.launch import Announce, Finished, Grounded, Pending, be_silent
-from foretoken.core.model_thread import Job
-from foretoken.core.step import StepOutput, StepPlan
+from foretoken.core.engine.model_thread import Job
+from foretoken.core.interface.step import StepOutput, StepPlan
+from foretoken.core.interface.step_runner import (
+    Finished,
+    OnKernelsStarted,
+    Pending,
+    StepCancelled,
+    ignore_kernels,
+)
 
 Seconds = Callable[[str], float | None]
 
@@ -44,7 +50,7 @@ class OneByOne:
         self.num_begun += 1
         outcome = _outcome(job.work)
         seconds = self._seconds(getattr(job.work, "__name__", ""))
-        if isinstance(outcome[1], Grounded):
+        if isinstance(outcome[1], StepCancelled):
             seconds = 0.0
         if seconds is not None:
             asyncio.get_running_loop().call_later(seconds, self._end, job, *outcome)
@@ -81,14 +87,17 @@ class Ahead(FakeRunner):
         return len(self.ahead)
 
     def launch(
-        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         failure = self.fault(plan)
         if failure is not None:
             raise failure
         if any(row.is_ahead for row in plan.rows):
             self.ahead.append(plan)
-        return super().launch(plan, after, announce)
+        return super().launch(plan, after, on_kernels_started)
 
 
 class Launching(Ahead):
@@ -111,14 +120,17 @@ class Launching(Ahead):
         self._is_late = is_late
 
     def launch(
-        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Told:
         self.calls.append("launch")
         if isinstance(after, Told) and isinstance(after.outcome, Exception):
             return Told(after.outcome, self.calls)
         before = None if after is None else Finished(after.outcome)  # type: ignore[attr-defined]
         try:
-            return Told(super().launch(plan, before, announce).finish(), self.calls)
+            return Told(super().launch(plan, before, on_kernels_started).finish(), self.calls)
         except RuntimeError as failure:
             if not self._is_late:
                 raise

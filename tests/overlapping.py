@@ -11,13 +11,13 @@ import virtual_time
 from one_by_one import Ahead, Launching, OneByOne, a_second
 
 from fake_model import make_request, make_scheduler
-from foretoken.core.engine import Engine
+from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.inbox import TokenStream
+from foretoken.core.engine.watchdog import Supervision
 from foretoken.core.errors import ForetokenError
-from foretoken.core.request import Delta, FinishReason, OnToken, Request
-from foretoken.core.speculation import NO_SPECULATION
-from foretoken.core.step import StepPlan
-from foretoken.core.stream import TokenStream
-from foretoken.core.watchdog import Supervision
+from foretoken.core.interface.request import Delta, FinishReason, OnToken, Request
+from foretoken.core.interface.speculator import NO_SPECULATION
+from foretoken.core.interface.step import StepPlan
 
 PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(9)]
 both = pytest.mark.parametrize("runner_type", [Ahead, Launching])
@@ -75,12 +75,12 @@ async def read_all(*readers: Reader) -> None:
 
 async def come_to_rest(engine: Engine) -> None:
     """Everybody ended, and no page is lost."""
-    await engine._mail.idle.wait()
+    await engine._inbox.idle.wait()
     verdict = await engine.audit()
     assert verdict["ok"], verdict
     cache = engine.scheduler.cache
     assert cache.num_free_pages + cache.num_evictable_pages == cache.num_total_pages
-    assert engine._stepper.under_way is None
+    assert engine._step_executor.planned_ahead is None
     await engine.close()
 
 

@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
-from foretoken.core.constraint import Constraint, ConstraintFailed, Mask
-from foretoken.core.params import SamplingParams
-from foretoken.core.sampling import SampleRow
-from foretoken.core.step import RowSampling
+from foretoken.core.interface.constraint import Constraint, ConstraintFailed, Mask
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.sampling.logits_processors import SampleRow
 
 PROMPT_LEN = 2
 
 
-def sampling_of(seed: int = 1, **wishes: Any) -> RowSampling:
-    own = {name: wishes.pop(name) for name in ("stop_ids", "bad_words_ids") if name in wishes}
-    constraint = wishes.pop("constraint", None)
-    params = SamplingParams(**wishes)
-    return RowSampling(
+def sampling_of(seed: int = 1, **form: Any) -> SamplingMetadata:
+    own = {name: form.pop(name) for name in ("stop_ids", "bad_words_ids") if name in form}
+    constraint = form.pop("constraint", None)
+    params = SamplingParams(**form)
+    return SamplingMetadata(
         params=params, seed=seed, prompt_len=PROMPT_LEN, constraint=constraint, **own
     )
 
 
-def row_of(seed: int = 1, tokens: Sequence[int] = (0, 0), **wishes: Any) -> SampleRow:
-    return SampleRow(array("q", tokens), sampling_of(seed, **wishes))
+def row_of(seed: int = 1, tokens: Sequence[int] = (0, 0), **form: Any) -> SampleRow:
+    return SampleRow(array("q", tokens), sampling_of(seed, **form))
 
 
 def logits_of(num_rows: int, vocab: int, spread: float = 2.0, seed: int = 0) -> torch.Tensor:

@@ -26,10 +26,9 @@ import torch
 from foretoken.api import build as builder
 from foretoken.api.cli import main
 from foretoken.api.tokenizer import Tokenizer
-from foretoken.core.asked import num_logits
-from foretoken.core.runner import ModelRunner, Work
-from foretoken.core.step import Draft, PlanRow, RowSampling
-from foretoken.core.verify import Verified
+from foretoken.core.execution.model_runner import ModelRunner, Work, num_logits
+from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata
+from foretoken.core.sampling.verifier import Verified
 
 WINNING = 1e4  # a logit above all others, per byte of the token
 UNMARKED = "OK."
@@ -133,7 +132,7 @@ class ScriptedRunner(ModelRunner):
 
     launches = False  # a pass that chooses, too, would choose by its own logits
     tokens: Tokens
-    scripts: dict[RowSampling, Script]  # of the last MAX_KNOWN requests
+    scripts: dict[SamplingMetadata, Script]  # of the last MAX_KNOWN requests
 
     @classmethod
     def over(cls, runner: ModelRunner, tokens: Tokens) -> ScriptedRunner:

@@ -10,12 +10,12 @@ import torch
 from fixed_depth import FixedDepth
 from house import REQUESTS, House, shuffled
 
-from foretoken.core.batch import ForwardOutput, RaggedBatch, Wanted
-from foretoken.core.kv_pool import KVPool
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.speculator import DraftPlan
+from foretoken.core.interface.step import Draft
 from foretoken.core.model import Decoder
-from foretoken.core.request import Request
-from foretoken.core.speculation import DraftPlan
-from foretoken.core.step import Draft
+from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
+from foretoken.core.ops.kv_pool import KVPool
 from tiny_pair import write_pair
 
 

@@ -17,10 +17,10 @@ from faults import BAD, NAMES, NUM_TOKENS, PROMPTS, Act, Reader, live, no_act
 from fixed_depth import FixedDepth
 
 from fake_model import FakeRunner, answer, make_request, make_scheduler, sometimes
-from foretoken.core.engine import Engine
+from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import DeadlineExceeded, ForetokenError, InvalidRequest
-from foretoken.core.request import Delta, FinishReason
-from foretoken.core.step import RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.request import Delta, FinishReason
+from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
 
 
 class Raising(FakeRunner):
@@ -151,7 +151,7 @@ FAULTS = {
     ),
     "the deadline passes while waiting": Fault(request={"deadline": 0.0}, ends=DeadlineExceeded),
     "the speculator raises when it plans": Fault(
-        scheduler={"speculator": BrokenSpeculator("plan", "is_silent")}
+        scheduler={"speculator": BrokenSpeculator("plan", "drafts_nothing")}
     ),
     "the speculator raises when it learns": Fault(
         scheduler={"speculator": BrokenSpeculator("observe", "observe_step", "work")}

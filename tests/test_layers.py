@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from foretoken.bench.lab.import_graph import graph_of
+
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("radix_cache", "core", "draft", "api", "bench")
 FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
@@ -52,6 +54,34 @@ def test_imports_point_left(path: Path) -> None:
     assert not wrong, f"{_name(path)} imports from the right: {wrong}"
 
 
+# Inside a package, too: a room imports only those that stand before it, never a neighbour.
+ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "core": (
+        ("errors",),
+        ("config", "interface"),
+        ("scheduling", "sampling"),
+        ("ops", "telemetry"),
+        ("model",),
+        ("execution", "engine"),
+    ),
+    "draft": (("sources", "training"), ("control", "models"), ("speculator",)),
+}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_what_stands_before_them(package: str) -> None:
+    place = {room: index for index, rooms in enumerate(ROOMS[package]) for room in rooms}
+    imports = graph_of(package).imports
+    assert imports.keys() == place.keys()
+    wrong = {
+        f"{room} imports {other}"
+        for room, others in imports.items()
+        for other in others
+        if place[other] >= place[room]
+    }
+    assert not wrong
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "radix_cache").glob("*.py")), ids=_name)
 def test_radix_cache_needs_only_sortedcontainers(path: Path) -> None:
     foreign = {"torch", "numpy", "transformers", "msgspec", "starlette"}
@@ -60,7 +90,7 @@ def test_radix_cache_needs_only_sortedcontainers(path: Path) -> None:
 
 def test_the_scheduler_and_all_it_imports_are_free_of_torch() -> None:
     seen: set[Path] = set()
-    todo = [ROOT / "core" / "engine.py", ROOT / "core" / "scheduler.py"]
+    todo = [ROOT / "core" / "engine" / "engine.py", ROOT / "core" / "scheduling" / "scheduler.py"]
     while todo:
         path = todo.pop()
         seen.add(path)
@@ -91,3 +121,15 @@ def test_cuda_is_named_only_in_ops(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "core" / "ops").glob("*.py")), ids=_name)
 def test_triton_is_imported_only_beside_its_kernels(path: Path) -> None:
     assert not any(name.split(".")[0] == "triton" for name in _imports(path))
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        path for room in ("interface", "scheduling") for path in (ROOT / "core" / room).glob("*.py")
+    ),
+    ids=_name,
+)
+def test_interface_and_scheduling_are_free_of_torch(path: Path) -> None:
+    names = {name.split(".")[0] for name in _imports(path, at_run_time=True)}
+    assert not {"torch", "numpy", "asyncio"} & names

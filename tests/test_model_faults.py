@@ -11,16 +11,16 @@ import torch
 from faults import BAD, NAMES, NUM_TOKENS, PROMPTS, Reader, live, no_act
 from fixed_depth import FixedDepth
 
-from foretoken.core.admission import SchedulerLimits
-from foretoken.core.engine import Engine
+from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import ForetokenError
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.request import Delta, Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import Delta, Request
-from foretoken.core.runner import ModelRunner
-from foretoken.core.scheduler import Scheduler
-from foretoken.core.step import Draft, RowSampling
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
 from tiny_pair import write_pair
@@ -70,7 +70,7 @@ class Drafter:
 
     def observe(self, *step: object) -> None: ...
 
-    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None: ...
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 def raises(rows: Sequence[object]) -> object:
@@ -120,7 +120,7 @@ def real_engine(pair: tuple[Decoder, Decoder], proposer=None, kind=ModelRunner) 
 def real_request(name: str, constraint=None) -> Request:
     params = SamplingParams(temperature=0.7, max_tokens=NUM_TOKENS)
     prompt = PROMPTS[name]
-    sampling = RowSampling(
+    sampling = SamplingMetadata(
         params=params, seed=len(name), prompt_len=len(prompt), constraint=constraint
     )
     return Request(request_id=name, tokens=array("q", prompt), sampling=sampling)

@@ -26,11 +26,11 @@ from foretoken.api.observing import make_telemetry
 from foretoken.api.server_metrics import ServerMetrics
 from foretoken.api.telemetry import MAX_CHUNKS, Telemetry
 from foretoken.api.visits import VISIT, Visit
-from foretoken.core.drafting import make_row
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import Usage
-from foretoken.core.step import RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.request import Usage
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
+from foretoken.core.scheduling.draft_pages import make_row
 
 ROOT = Path(__file__).parent.parent
 SECRET = "zebra"  # in a prompt: it must be told nowhere
@@ -458,7 +458,7 @@ def test_a_step_that_began_before_a_request_came_is_not_its_own_though_the_id_is
     request = make_request("a", [1, 2])
     telemetry.begin(request, 5.0)
     row = make_row(request, 2)
-    plan = StepPlan(rows=[row], fresh_pages=array("q"))
+    plan = StepPlan(rows=[row], newly_allocated_pages=array("q"))
     output = StepOutput(rows=[RowOutput(request_id="a")])
     telemetry.observe_step(plan, output, began=4.0, ended=6.0)  # of who had that id before
     assert not telemetry._live["a"].chunks

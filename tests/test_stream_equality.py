@@ -10,7 +10,7 @@ import pytest
 import torch
 from house import DEPTHS, NUM_TOKENS, REQUESTS, SYNTHETIC, House, shuffled
 
-from foretoken.core.native import native_library
+from foretoken.core.ops.native import native_library
 from tiny_pair import write_pair
 
 

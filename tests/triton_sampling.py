@@ -11,17 +11,19 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from foretoken.core.ops.triton.sampler import TritonSampler
-from foretoken.core.sampler import TorchSampler
-from foretoken.core.sampling import SampleRow
-from foretoken.core.verify import Choice
+from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.sampler import TorchSampler
+from foretoken.core.sampling.verifier import Choice
 
 ORACLE = TorchSampler()
 SAMPLER = TritonSampler(tile=256)
 
 
-def oracle(logits: torch.Tensor, rows: Sequence[SampleRow], tau: float = 1.0) -> list[Choice]:
+def oracle(
+    logits: torch.Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0
+) -> list[Choice]:
     with torch.device("cpu"):
-        return ORACLE.sample(logits.cpu(), rows, tau=tau)
+        return ORACLE.sample(logits.cpu(), rows, temperature_scale=temperature_scale)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.request import Usage
+from ...core.interface.request import Usage
 from ..results import CallDelta, ToolCall, message_of
 
 Raw = dict[str, Any]

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from ...core.errors import InvalidRequest
-from ...core.request import Usage
+from ...core.interface.request import Usage
 from ..wire import Detokenized, Flushed, Head, Model, ModelList, Tokens
 from .answers import BranchesAnswer, ChatAnswer, ChatDelta, CompletionDelta, Raw, TextAnswer
 from .errors import ServerFailed

@@ -11,7 +11,7 @@ from typing import Self, TypeVar, Unpack
 import httpx
 
 from ...core.errors import EngineDead
-from ...core.request import Usage
+from ...core.interface.request import Usage
 from ..wire import Model
 from . import calls
 from .answers import BranchesAnswer, ChatAnswer, ChatDelta, CompletionDelta, Raw, TextAnswer

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.request import Usage
+from ...core.interface.request import Usage
 from ..results import CallDelta, ToolCall
 from ..wire import (
     BranchBody,

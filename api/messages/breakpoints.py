@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.caching import Pin
 from ...core.errors import InvalidRequest
+from ...core.interface.request import Pin
 from .schema import (
     AnyBlock,
     CacheControl,

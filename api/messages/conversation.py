@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
-from ...core.params import SamplingParams
+from ...core.interface.sampling_params import SamplingParams
 from ..forms import named_choice
 from ..talk import Ask, Tool, ToolChoice
 from .schema import (

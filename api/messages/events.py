@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from ...core.request import Usage
+from ...core.interface.request import Usage
 from ..errors import ApiError
 from ..explain import anthropic_diagnostics
 from ..service import Service

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ...core.params import SamplingParams
+from ...core.interface.sampling_params import SamplingParams
 from ..errors import ApiError, JsonResponse
 from ..forms import read_cache
 from ..schema import decoder, refuse_unsupported, sampling_params

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
-from ...core.params import MAX_GRAMMAR_CHARS
+from ...core.interface.sampling_params import MAX_GRAMMAR_CHARS
 from ..grammar_text import lark_text, num_chars
 from . import formats as f
 from .lark import Lark, value

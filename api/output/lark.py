@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
-from ...core.params import MAX_GRAMMAR_CHARS
+from ...core.interface.sampling_params import MAX_GRAMMAR_CHARS
 from ..grammar_text import JSON_FORM, check_size, json_rule, lark_rules, lark_text
 
 if TYPE_CHECKING:
-    from ...core.params import SamplingParams
+    from ...core.interface.sampling_params import SamplingParams
     from ..talk import Tool
 
 LOOSE_FORM = {**JSON_FORM, "coerce_one_of": True, "lenient": True}

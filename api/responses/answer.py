@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
-from ...core.request import Usage
-from ...core.step import TokenLogprob
+from ...core.interface.request import Usage
+from ...core.interface.step import TokenLogprob
 from ..explain import openai_diagnostics
 from ..service import Service
 from ..shapes import Body, chat_logprobs

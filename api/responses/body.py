@@ -9,8 +9,8 @@ from uuid import uuid4
 
 import msgspec
 
-from ...core.params import SamplingParams
-from ...core.request import Usage
+from ...core.interface.request import Usage
+from ...core.interface.sampling_params import SamplingParams
 from ..shapes import FINGERPRINT, Body, usage_body
 from .ask import served_tools
 from .schema import ResponsesRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...core.step import TokenLogprob
+from ...core.interface.step import TokenLogprob
 from ..shapes import Body
 from ..talk import Call, TurnDelta
 from .parts import CallPiece, MessagePiece, Piece, ReasoningPiece

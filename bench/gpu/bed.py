@@ -15,12 +15,12 @@ import torch
 from msgspec.structs import replace
 
 from ...core.config import EngineConfig
-from ...core.kv_pool import KVPool
+from ...core.execution.model_runner import ModelRunner
+from ...core.interface.sampling_params import SamplingParams
+from ...core.interface.step import NO_DRAFT, Draft, PlanRow, SamplingMetadata, StepPlan
 from ...core.model import Decoder
 from ...core.ops.gauge import Gauge
-from ...core.params import SamplingParams
-from ...core.runner import ModelRunner
-from ...core.step import NO_DRAFT, Draft, PlanRow, RowSampling, StepPlan
+from ...core.ops.kv_pool import KVPool
 from ..report import Spread
 
 PAGE_SIZE = EngineConfig().sizes("cuda").page_size  # tokens
@@ -48,7 +48,7 @@ class Bed:
     def plan(self, num_rows: int, start: int, *, length: int = 1, num_drafts: int = 0) -> StepPlan:
         """So many sequences, each with ``length`` tokens from ``start`` and a draft behind them."""
         rows = [self._row(index, start, length, num_drafts) for index in range(num_rows)]
-        return StepPlan(rows=rows, fresh_pages=array("q"), is_plain=num_drafts == 0)
+        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=num_drafts == 0)
 
     def _row(self, index: int, start: int, length: int, num_drafts: int) -> PlanRow:
         drawn = np.random.default_rng(index).integers(
@@ -62,14 +62,14 @@ class Bed:
             start=start,
             stop=start + length,
             page_ids=array("q", range(first, first + self.pages_each)),
-            sampling=RowSampling(params=GREEDY, seed=index, prompt_len=start + length),
+            sampling=SamplingMetadata(params=GREEDY, seed=index, prompt_len=start + length),
             draft=Draft.of(guesses, "made up") if num_drafts else NO_DRAFT,
         )
 
     def part(self, row: PlanRow, start: int, stop: int) -> StepPlan:
         """A chunk of a prompt; the last one yields a token."""
         rows = [replace(row, start=start, stop=stop)]
-        return StepPlan(rows=rows, fresh_pages=array("q"), is_plain=True)
+        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
 
     def seconds(self, plan: StepPlan, *, repeats: int) -> Spread:
         """Of a whole step: batch, forward pass, tokens chosen and read back."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...api.models import BUILTIN
-from ...core.warm_up import warm_up
+from ...core.execution.warm_up import warm_up
 from .bed import PAGE_SIZE, fill
 from .shapes import LLAMA, QWEN, SMALL
 from .stage import Place, Stage

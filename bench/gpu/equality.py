@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...api.models import BUILTIN
-from ...core.batch import Segment
 from ...core.model import Decoder
+from ...core.ops.batch import Segment
 from ..phases_data import Depth
 from ..phases_limits import prompt_text
 from ..phases_measure import Lab, Served

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...api.build import Built, build
-from ...core.engine import Engine
+from ...core.engine.engine import Engine
 from ...core.errors import ForetokenError
-from ...core.runner import ModelRunner
+from ...core.execution.model_runner import ModelRunner
 from ..phases_measure import Lab, Served, Sizes
 from .bed import PAGE_SIZE, fill
 from .stage import Stage

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.batch import Segment
-from ...core.kv_pool import KVPool
 from ...core.model import Decoder
+from ...core.ops.batch import Segment
+from ...core.ops.kv_pool import KVPool
 from .bed import PAGE_SIZE
 from .shapes import LLAMA, QWEN, SMALL
 from .stage import Stage

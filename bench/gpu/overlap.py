@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ...core.step import PlanRow, StepOutput, StepPlan
+from ...core.interface.step import PlanRow, StepOutput, StepPlan
 from ..report import Spread
 from .bed import PAGE_SIZE, Bed
 from .stage import Stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.native.library import native_library
-from ...core.native.limits import matrix_rate, read_bandwidth
+from ...core.ops.native.library import native_library
+from ...core.ops.native.limits import matrix_rate, read_bandwidth
 from .rows import Row
 from .shapes import Shape
 

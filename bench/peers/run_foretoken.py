@@ -9,10 +9,10 @@ from typing import Literal
 
 from ...api.build import build
 from ...core.config import EngineConfig
-from ...core.engine import Engine
-from ...core.params import SamplingParams
-from ...core.request import Request
-from ...core.step import RowSampling
+from ...core.engine.engine import Engine
+from ...core.interface.request import Request
+from ...core.interface.sampling_params import SamplingParams
+from ...core.interface.step import SamplingMetadata
 from .wire import Call, Generate, Job, Tokens, serve
 
 QUANTIZE: dict[str, Literal["none", "int8", "int4"]] = {
@@ -53,7 +53,7 @@ def _request(serial: int, prompt: list[int], num_new: int) -> Request:
     return Request(
         request_id=f"peer-{serial}",
         tokens=array("q", prompt),
-        sampling=RowSampling(params=params, seed=0, prompt_len=len(prompt)),
+        sampling=SamplingMetadata(params=params, seed=0, prompt_len=len(prompt)),
     )
 
 

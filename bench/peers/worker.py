@@ -62,7 +62,7 @@ class Worker:
             _pipe(self._process.stdin).flush()
             return Answer(**json.loads(self._line()))
         except BrokenPipeError:
-            raise WorkerError(self._obituary()) from None
+            raise WorkerError(self._death_reason()) from None
         finally:
             self._signal(signal.SIGSTOP)
 
@@ -87,12 +87,12 @@ class Worker:
                 raise WorkerError(f"no answer in {self.timeout:g} s")
             read = os.read(out, 2**20)
             if not read:
-                raise WorkerError(self._obituary())
+                raise WorkerError(self._death_reason())
             self._rest += read
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def _obituary(self) -> str:
+    def _death_reason(self) -> str:
         """The last line of its log that says something."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip()]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from ..quantize import QuantizedWeight
+from ..ops.quantize import QuantizedWeight
 
 if TYPE_CHECKING:
     from .config import DecoderConfig

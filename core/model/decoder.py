@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..batch import (
+from ..ops.base import DecoderWeights, HeadLayout, LayersOutput, Ops
+from ..ops.batch import (
     NOTHING_MORE,
-    Ahead,
+    DeviceTokens,
     ForwardOutput,
     RaggedBatch,
     Segment,
@@ -17,8 +18,7 @@ from ..batch import (
     Wanted,
     build_batch,
 )
-from ..kv_pool import KvDtype, KVPool
-from ..ops.base import DecoderWeights, HeadLayout, LayersOutput, Ops
+from ..ops.kv_pool import KvDtype, KVPool
 from ..ops.layers import run_layers
 from .config import DecoderConfig
 from .rope import RopeTable
@@ -45,7 +45,7 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.heads = head_layout(config)
-        self._fused = ops.fuse(weights)
+        self._compiled = ops.compile_forward(weights)
         self._rope = RopeTable(config.rope, config.head_dim, self.device)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
@@ -62,7 +62,11 @@ class Decoder:
         )
 
     def batch(
-        self, segments: Sequence[Segment], *, page_size: int, ahead: Ahead | None = None
+        self,
+        segments: Sequence[Segment],
+        *,
+        page_size: int,
+        device_tokens: DeviceTokens | None = None,
     ) -> RaggedBatch:
         """Lay out segments for this decoder's backend. Raises ValueError as `build_batch` does."""
         return build_batch(
@@ -70,7 +74,7 @@ class Decoder:
             page_size=page_size,
             device=self.ops.batch_device or self.device,
             min_rows=self.ops.min_rows,
-            ahead=ahead,
+            device_tokens=device_tokens,
         )
 
     @torch.inference_mode()
@@ -82,8 +86,8 @@ class Decoder:
         On a GPU, captures the graphs: seconds, and memory beside the pool's.
         """
         self._rope.table(max_len)
-        if self._fused is not None:
-            self._fused.warm_up(pool, self.heads, self._rope, taps)
+        if self._compiled is not None:
+            self._compiled.warm_up(pool, self.heads, self._rope, taps)
 
     @torch.inference_mode()
     def forward(
@@ -95,12 +99,12 @@ class Decoder:
         """
         self._check(wanted.taps)
         plan = self.ops.plan(batch, pool, self.heads, self._rope)
-        if wanted.announce is not None:
-            wanted.announce()
-        if self._fused is None:
+        if wanted.on_kernels_started is not None:
+            wanted.on_kernels_started()
+        if self._compiled is None:
             found = run_layers(self.ops, self.weights, batch.token_ids, plan, wanted.taps)
         else:
-            found = self._fused(batch.token_ids, plan, wanted)
+            found = self._compiled(batch.token_ids, plan, wanted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
         return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
 

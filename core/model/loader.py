@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
-from ..kv_pool import KvDtype
-from ..ops import Backend, Quantize, choose_ops
+from ..ops.backends import Backend, choose_ops
 from ..ops.base import DecoderWeights, Exactness, HeadNorm, LayerWeights, Ops, PackedLinear
 from ..ops.device import choose_device
-from ..quantize import QuantizedWeight, stack
+from ..ops.kv_pool import KvDtype
+from ..ops.quantize import Quantize, QuantizedWeight, stack
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import DecoderConfig, read_config
 from .decoder import Decoder, head_layout
@@ -87,15 +87,15 @@ def _ignored(config: DecoderConfig) -> tuple[str, ...]:
     return (LM_HEAD,) if config.tie_embeddings else ()
 
 
-def _choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
+def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
     on_cpu = device.type == "cpu"
-    if asked == "auto":
+    if requested == "auto":
         return torch.float32 if stored == "float16" and on_cpu else _DTYPES[stored]
-    if asked not in _DTYPES:
-        raise ModelLoadError(f"dtype {asked!r} is not one of auto, {', '.join(_DTYPES)}")
-    if asked == "float16" and on_cpu:
+    if requested not in _DTYPES:
+        raise ModelLoadError(f"dtype {requested!r} is not one of auto, {', '.join(_DTYPES)}")
+    if requested == "float16" and on_cpu:
         raise ModelLoadError("float16 is not supported on the CPU; use bfloat16 or float32")
-    return _DTYPES[asked]
+    return _DTYPES[requested]
 
 
 def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> _Read:

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..batch import RaggedBatch, Taps, Wanted
-from ..kv_pool import KVPool
-from ..quantize import QuantizedWeight, WeightKind
-from ..sampler import Drawing, Sampler
+from ..sampling.sampler import PendingTokens, Sampler
+from .batch import RaggedBatch, Taps, Wanted
+from .kv_pool import KVPool
+from .quantize import QuantizedWeight, WeightKind
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
 
@@ -77,11 +77,11 @@ class LayersOutput(NamedTuple):
     hidden: Tensor  # [T, hidden]: the final norm's output
     logit_rows: Tensor | None = None  # [num_logits] or more; None: the batch's own
     logits: Tensor | None = None  # [num_logits, vocab] float32
-    tokens: Drawing | None = None
+    tokens: PendingTokens | None = None
     taps: Tensor | None = None  # [T, num_taps * hidden]
 
 
-class Fused(Protocol):
+class CompiledForward(Protocol):
     """All layers of one decoder in one call, to the same bits as one operation after another."""
 
     def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
@@ -137,7 +137,7 @@ class Ops(Protocol):
     def set_threads(self, count: int) -> None:
         """Threads for the operations that the calling thread will ask for, itself included."""
 
-    def fuse(self, weights: DecoderWeights) -> Fused | None:
+    def compile_forward(self, weights: DecoderWeights) -> CompiledForward | None:
         """The decoder of these weights in one call, where the backend has that."""
 
     @property

@@ -17,15 +17,15 @@ from ..errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 
-def choose_device(asked: torch.device | str) -> torch.device:
+def choose_device(requested: torch.device | str) -> torch.device:
     """The device of that name; ``auto`` is cuda where torch sees one, else cpu.
 
     Raises `ModelLoadError` for one that is not there, or of another kind.
     """
-    if asked == "auto":
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-        logger.info("device auto: %s", _describe(asked))
-    device = torch.device(asked)
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+        logger.info("device auto: %s", _describe(requested))
+    device = torch.device(requested)
     if device.type not in ("cpu", "cuda"):
         raise ModelLoadError(f"device {device.type} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():

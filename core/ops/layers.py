@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..batch import Taps
 from .base import DecoderWeights, ForwardPlan, LayersOutput, Ops
+from .batch import Taps
 
 
 def run_layers(

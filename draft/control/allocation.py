@@ -20,23 +20,23 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
-SMALL_BACKLOG = 4  # tokens; so many are owed after any accepted draft, and paid in full
+FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class StepCandidates:
     """What could be drafted in a step.
 
     ``free`` [num_requests, F]: chance that a known draft comes true so far, 0 beyond its end.
     ``lm`` [num_requests, D]: the same of what the draft model would guess, 0 where it may not.
-    ``backlog`` [num_requests]: tokens whose KV the draft model lacks. ``budget``: rows that all
-    drafts together may add. ``num_prefill``: prompt tokens of others in the same pass.
-    ``num_others``: requests that decode beside these.
+    ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the draft model lacks. ``budget``:
+    rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
+    pass. ``num_others``: requests that decode beside these.
     """
 
     free: FloatArray
     lm: FloatArray
-    backlog: IntArray
+    num_uncached_draft_tokens: IntArray
     budget: int
     num_prefill: int = 0
     num_others: int = 0
@@ -69,7 +69,7 @@ class Allocation:
         return int(self.num_free.sum() + self.lm_depth.sum())
 
 
-def allocate(candidates: Candidates, costs: CostModel, rate: float) -> Allocation:
+def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
     """The drafts with the highest expected net gain, at ``rate`` tokens a second.
 
     O(D * n log n) for n = num_requests * width tokens that could be drafted.
@@ -94,7 +94,9 @@ class _Taken:
     net: float
 
 
-def _take(survival: FloatArray, candidates: Candidates, costs: CostModel, rate: float) -> _Taken:
+def _take(
+    survival: FloatArray, candidates: StepCandidates, costs: CostModel, rate: float
+) -> _Taken:
     """Of ``survival`` [num_requests, width], the best front part."""
     num_requests, width = survival.shape
     flat = survival.ravel()
@@ -111,19 +113,19 @@ def _take(survival: FloatArray, candidates: Candidates, costs: CostModel, rate: 
     return _Taken(counts, float(net[taken - 1]))
 
 
-def _best_with_lm(candidates: Candidates, costs: CostModel, rate: float) -> Allocation:
+def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
     """The best of all depths of the draft model."""
-    free, lm, backlog = candidates.free, candidates.lm, candidates.backlog
+    free, lm, uncached = candidates.free, candidates.lm, candidates.num_uncached_draft_tokens
     num_requests, num_depths = lm.shape
     width = max(free.shape[1], num_depths)
     row_s = costs.row_seconds(candidates.num_rows, num_requests, candidates.num_decodes)
     row_price = rate * float(row_s[-1]) / num_requests
-    passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(backlog.max())]))
+    passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
-    late = np.maximum(0, backlog - SMALL_BACKLOG) / PAYBACK_STEPS
-    owed = np.minimum(backlog, SMALL_BACKLOG) + late
-    entry = rate * owed * (owed_s / max(1, int(backlog.max())))  # [num_requests] tokens
+    late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
+    owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
+    entry = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
     free_worth = np.maximum(free - row_price, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)

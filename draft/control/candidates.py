@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...core.request import Request
+from ...core.interface.request import Request
 from ..sources.grammar import GrammarSource
 from ..sources.merge import Path, merge
 from ..sources.source import GuardedSource, Guess

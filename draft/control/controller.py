@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from .allocation import Allocation, Candidates, allocate
+from .allocation import Allocation, StepCandidates, allocate
 from .cost_model import CostModel
 
 PROBE_SHARE = 0.01  # of all time that trials of an unused draft model may take
@@ -38,7 +38,7 @@ class ProbeScheduler:
         """Whether a trial may be made that costs so much."""
         return self._num_idle >= self._interval and cost_s <= self._saved_s
 
-    def asked(self, cost_s: float, num_hits: int, *, is_probe: bool) -> None:
+    def note_use(self, cost_s: float, num_hits: int, *, is_probe: bool) -> None:
         """The draft model drafted, in a trial or in earnest; ``num_hits`` tokens came true."""
         self._num_idle = 0
         if not is_probe:
@@ -62,7 +62,7 @@ class Controller:
         self._num_steps: Counter[str] = Counter()
         self._num_drafted = 0  # tokens
 
-    def allocate(self, candidates: Candidates) -> Allocation:
+    def allocate(self, candidates: StepCandidates) -> Allocation:
         """The drafts of the step to come."""
         self._probe_s = 0.0
         if not self.costs.is_ready:
@@ -84,11 +84,11 @@ class Controller:
         self._rows += num_rows
         return True
 
-    def _with_probe(self, candidates: Candidates, chosen: Allocation) -> Allocation:
+    def _with_probe(self, candidates: StepCandidates, chosen: Allocation) -> Allocation:
         """One token of the draft model for the request whose KV lacks least, when it is due."""
         may = candidates.lm[:, 0] > 0.0
-        row = int(np.where(may, candidates.backlog, 1 << 40).argmin())
-        cost_s = float(self.costs.draft_pass(1 + int(candidates.backlog[row])))
+        row = int(np.where(may, candidates.num_uncached_draft_tokens, 1 << 40).argmin())
+        cost_s = float(self.costs.draft_pass(1 + int(candidates.num_uncached_draft_tokens[row])))
         if not self._probes.is_due(cost_s) or chosen.num_rows >= candidates.budget:
             return chosen
         self._probe_s = cost_s
@@ -100,7 +100,7 @@ class Controller:
         """A step took so long; ``num_lm_drafted`` tokens were the draft model's."""
         if num_lm_drafted or self._probe_s:
             is_probe = self._probe_s > 0.0
-            self._probes.asked(self._probe_s, num_lm_hits, is_probe=is_probe)
+            self._probes.note_use(self._probe_s, num_lm_hits, is_probe=is_probe)
         else:
             self._probes.idle(seconds)
         self._probe_s = 0.0

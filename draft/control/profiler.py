@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ...core.batch import Segment
-from ...core.kv_pool import KVPool
 from ...core.model.decoder import Decoder
+from ...core.ops.batch import Segment
 from ...core.ops.device import make_stopwatch
+from ...core.ops.kv_pool import KVPool
 from .cost_model import StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -30,9 +30,9 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> dict[int, float]:
     """Seconds of a pass by its rows, all of them one request's behind `NEAR` tokens."""
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
-    asked = [n for n in _rows(decoder) if near + n <= max(1, longest)]
-    seconds = _measure(decoder, pool, [_requests(decoder, near, n) for n in asked])
-    return dict(zip(asked, seconds, strict=True))
+    requested = [n for n in _rows(decoder) if near + n <= max(1, longest)]
+    seconds = _measure(decoder, pool, [_requests(decoder, near, n) for n in requested])
+    return dict(zip(requested, seconds, strict=True))
 
 
 def _rows(decoder: Decoder) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...core.request import Request
-from ...core.step import PlanRow, RowOutput
+from ...core.interface.request import Request
+from ...core.interface.step import PlanRow, RowOutput
 from ..sources.merge import Path, Survival, common_len
 from ..sources.source import Guess
 from .acceptance import AcceptanceModel
@@ -17,7 +17,7 @@ from .acceptance import AcceptanceModel
 LM = "lm"
 NO_SURVIVAL: Survival = np.zeros(0)
 FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
-MAX_SILENCE = 8  # tokens of an answer for which nothing is looked up
+MAX_PAUSE = 8  # tokens of an answer for which nothing is looked up
 
 
 @dataclass(slots=True)
@@ -29,16 +29,16 @@ class DraftState:
     paths: list[Path] = field(default_factory=list)
     lm_len: int = 0  # tokens whose KV the draft model has, about
     num_fruitless: int = 0  # steps in a row in which nothing was drafted
-    silent_until: int = 0  # tokens of the request: with fewer, nothing is looked up
+    paused_until: int = 0  # tokens of the request: with fewer, nothing is looked up
 
     @property
     def is_sampled(self) -> bool:
         """Whether its tokens are drawn; drafts fare worse then."""
         return self.request.sampling.params.temperature > 0
 
-    def is_silent(self, ahead: int) -> bool:
-        """Whether nothing would be looked up once it has ``ahead`` more tokens."""
-        return len(self.request.tokens) + ahead < self.silent_until
+    def drafts_nothing(self, num_new_tokens: int) -> bool:
+        """Whether nothing would be looked up once it has ``num_new_tokens`` more tokens."""
+        return len(self.request.tokens) + num_new_tokens < self.paused_until
 
     def drafted(self, num_rows: int, *, may_back_off: bool) -> None:
         """The step's decision; after a few fruitless ones look-ups pause, ever longer."""
@@ -47,8 +47,8 @@ class DraftState:
             return
         self.num_fruitless += 1
         if may_back_off and self.num_fruitless > FRUITLESS:
-            silence = min(MAX_SILENCE, 1 << (self.num_fruitless - FRUITLESS - 1))
-            self.silent_until = len(self.request.tokens) + 1 + silence
+            silence = min(MAX_PAUSE, 1 << (self.num_fruitless - FRUITLESS - 1))
+            self.paused_until = len(self.request.tokens) + 1 + silence
 
     def score(self, odds: AcceptanceModel, served: array[int]) -> None:
         """Compare every guess, verified or not, with what was committed."""
@@ -69,8 +69,9 @@ class DraftState:
     ) -> None:
         """Compare what the draft model said, and note how far it has come by that."""
         hits = min(output.num_accepted, num_served)
-        self.lm_len = row.stop - output.backlog + num_served - 1
-        is_empty = not output.draft_len and not output.backlog  # nothing to catch up, nothing said
+        self.lm_len = row.stop - output.num_uncached_draft_tokens + num_served - 1
+        # nothing to catch up, nothing said
+        is_empty = not output.draft_len and not output.num_uncached_draft_tokens
         if output.draft_len or is_empty:
             missed = is_empty or hits < min(output.draft_len, num_served)
             request_id = self.request.request_id

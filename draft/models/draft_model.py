@@ -21,17 +21,17 @@ from itertools import takewhile
 
 import torch
 
-from ...core.batch import Draws, ForwardOutput, RaggedBatch, Segment, Taps, Wanted
-from ...core.kv_pool import KVPool
+from ...core.execution.proposer import DraftRow, VerifiedRow
+from ...core.interface.step import Draft
 from ...core.model.decoder import Decoder
-from ...core.proposer import DraftRow, VerifiedRow
-from ...core.rejection import SampledDraft, draw
-from ...core.sampler import DeviceSampler
-from ...core.sampling import SampleRow
-from ...core.step import Draft
-from ...core.verify import Choice
+from ...core.ops.batch import ForwardOutput, RaggedBatch, SamplingPlan, Segment, Taps, Wanted
+from ...core.ops.kv_pool import KVPool
+from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.rejection import SampledDraft, draw
+from ...core.sampling.sampler import DeviceSampler
+from ...core.sampling.verifier import Choice
 from ..sources.merge import common_len
-from .temperature_tuner import TauTuner
+from .temperature_tuner import TemperatureTuner
 
 SOURCE = "lm"
 
@@ -57,8 +57,8 @@ class _Track:
 class LmProposer:
     """Drafts by running ``decoder`` on the request's tokens.
 
-    ``window``: tokens of missing KV that one step may catch up over the whole batch. ``tau``: a
-    fixed sharpening, else it is tuned.
+    ``window``: tokens of missing KV that one step may catch up over the whole batch.
+    ``temperature_scale``: a fixed sharpening, else it is tuned.
     """
 
     taps: Taps = ()
@@ -70,7 +70,7 @@ class LmProposer:
         *,
         window: int = 256,
         independent: bool = False,
-        tau: float | None = None,
+        temperature_scale: float | None = None,
     ) -> None:
         self._decoder = decoder
         self._sampler = decoder.sampler
@@ -80,21 +80,25 @@ class LmProposer:
         self._tracks: dict[str, _Track] = {}
         self._independent = independent
         self._says_draws = isinstance(decoder.sampler, DeviceSampler) and not independent
-        self._fixed_tau = 1.0 if independent else tau
-        self._tuner = TauTuner(self._sampler)
+        self._fixed_temperature_scale = 1.0 if independent else temperature_scale
+        self._tuner = TemperatureTuner(self._sampler)
 
     @property
-    def tau(self) -> float:
+    def temperature_scale(self) -> float:
         """What divides the draft's logits at present, on top of the temperature."""
-        return self._tuner.tau if self._fixed_tau is None else self._fixed_tau
+        return (
+            self._tuner.temperature_scale
+            if self._fixed_temperature_scale is None
+            else self._fixed_temperature_scale
+        )
 
-    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Requests that left take their cursor along; pages that change hands lose their mark."""
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
-        for page_id in fresh_pages:
+        for page_id in newly_allocated_pages:
             self._ready[page_id] = 0
-        if fresh := frozenset(fresh_pages):
+        if fresh := frozenset(newly_allocated_pages):
             for track in self._tracks.values():
                 kept = takewhile(lambda page_id: page_id not in fresh, track.chain.page_ids)
                 track.chain.page_ids = tuple(kept)
@@ -119,11 +123,15 @@ class LmProposer:
 
     def _draft(self, row: DraftRow, track: _Track, chain: _Chain) -> Draft:
         # Where the context ends nothing will ever be caught up: that is no backlog.
-        backlog = _backlog(row, track) if self._has_room(row) else 0
+        num_uncached_draft_tokens = (
+            _num_uncached_draft_tokens(row, track) if self._has_room(row) else 0
+        )
         sources = (SOURCE,) * len(chain.token_ids)
         if not chain.drawn_from:
-            return Draft(chain.token_ids, sources, backlog)
-        return SampledDraft(chain.token_ids, sources, backlog, probs=torch.stack(chain.drawn_from))
+            return Draft(chain.token_ids, sources, num_uncached_draft_tokens)
+        return SampledDraft(
+            chain.token_ids, sources, num_uncached_draft_tokens, probs=torch.stack(chain.drawn_from)
+        )
 
     # -- cursor ---------------------------------------------------------------------------------
 
@@ -184,17 +192,19 @@ class LmProposer:
             for row, track, stop in ((rows[i], tracks[i], stop) for i, stop in stops.items())
         ]
         whole = [index for index, stop in stops.items() if stop == len(rows[index].tokens)]
-        asked = self._asked(rows, chains, whole)
-        output = self._forward(segments, asked)
+        sample_rows = self._sample_rows(rows, chains, whole)
+        output = self._forward(segments, sample_rows)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
             tracks[index].num_computed = stop
             self._mark_ready(rows[index], tracks[index])
-        return self._draw(rows, chains, whole, asked, output)
+        return self._draw(rows, chains, whole, sample_rows, output)
 
     def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
         """How far each row gets within the window, those that lack least first."""
         room, stops = self._window + len(rows), {}
-        for index in sorted(range(len(rows)), key=lambda i: _backlog(rows[i], tracks[i])):
+        for index in sorted(
+            range(len(rows)), key=lambda i: _num_uncached_draft_tokens(rows[i], tracks[i])
+        ):
             end = len(rows[index].tokens)
             stop = min(end, tracks[index].num_computed + room)
             if self._has_room(rows[index]) and stop > tracks[index].num_computed:
@@ -214,8 +224,8 @@ class LmProposer:
             token_ids = chains[index].token_ids
             end = len(rows[index].tokens) + len(token_ids)
             segments.append(self._segment(rows[index], token_ids[-1:], end - 1))
-        asked = self._asked(rows, chains, live)
-        return self._draw(rows, chains, live, asked, self._forward(segments, asked))
+        sample_rows = self._sample_rows(rows, chains, live)
+        return self._draw(rows, chains, live, sample_rows, self._forward(segments, sample_rows))
 
     @staticmethod
     def _segment(row: DraftRow, token_ids: Sequence[int], start: int) -> Segment:
@@ -226,16 +236,22 @@ class LmProposer:
         )
 
     @staticmethod
-    def _asked(
+    def _sample_rows(
         rows: Sequence[DraftRow], chains: Sequence[_Chain], live: Sequence[int]
     ) -> list[SampleRow]:
         """What is to be drawn: the next token of each live row."""
         return [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
 
-    def _forward(self, segments: Sequence[Segment], asked: Sequence[SampleRow]) -> ForwardOutput:
+    def _forward(
+        self, segments: Sequence[Segment], sample_rows: Sequence[SampleRow]
+    ) -> ForwardOutput:
         """One pass, a row of logits for each token that is asked for."""
         batch = self._decoder.batch(segments, page_size=self._pool.page_size)
-        draws = Draws(asked, [1] * len(asked), self.tau) if self._says_draws else None
+        draws = (
+            SamplingPlan(sample_rows, [1] * len(sample_rows), self.temperature_scale)
+            if self._says_draws
+            else None
+        )
         return self._decoder.forward(batch, self._pool, Wanted(draws))
 
     # -- tokens ---------------------------------------------------------------------------------
@@ -245,15 +261,15 @@ class LmProposer:
         rows: Sequence[DraftRow],
         chains: Sequence[_Chain],
         live: Sequence[int],
-        asked: Sequence[SampleRow],
+        sample_rows: Sequence[SampleRow],
         output: ForwardOutput,
     ) -> list[int]:
         """One more token for each live row. Returns the rows whose logits were sound."""
-        if self._fixed_tau is None:
+        if self._fixed_temperature_scale is None:
             for index, values in zip(live, output.logits, strict=True):
                 if not chains[index].token_ids:
                     self._tuner.keep(rows[index], values)
-        choices = self._choose(output, asked, [chains[i] for i in live])
+        choices = self._choose(output, sample_rows, [chains[i] for i in live])
         pairs = list(zip(live, choices, strict=True))
         for index, choice in pairs:
             if choice.error is None:
@@ -261,19 +277,21 @@ class LmProposer:
         return [index for index, choice in pairs if choice.error is None]
 
     def _choose(
-        self, output: ForwardOutput, asked: Sequence[SampleRow], chains: Sequence[_Chain]
+        self, output: ForwardOutput, sample_rows: Sequence[SampleRow], chains: Sequence[_Chain]
     ) -> list[Choice]:
         """By the target's own sampler, or as rejection sampling wants it."""
         if output.tokens is not None:
             return output.tokens.choices()
         if not self._independent:
-            return self._sampler.sample(output.logits, asked, tau=self.tau)
-        choices, drawn_from = draw(output.logits, asked)
+            return self._sampler.sample(
+                output.logits, sample_rows, temperature_scale=self.temperature_scale
+            )
+        choices, drawn_from = draw(output.logits, sample_rows)
         for choice, chain, probs in zip(choices, chains, drawn_from, strict=True):
             if choice.error is None:
                 chain.drawn_from.append(probs)
         return choices
 
 
-def _backlog(row: DraftRow, track: _Track) -> int:
+def _num_uncached_draft_tokens(row: DraftRow, track: _Track) -> int:
     return len(row.tokens) - track.num_computed

@@ -1,4 +1,4 @@
-"""TauTuner: how much to sharpen a draft's distribution, learnt from what would have been accepted.
+"""TemperatureTuner: how much to sharpen a draft's distribution, learnt from acceptances.
 
 The verifier never sees what a draft was drawn from, so dividing its logits by tau is free to tune.
 Once the target's token is known, every tau of a grid is asked what it would have drawn there, with
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from ...core.proposer import DraftRow
-from ...core.sampler import Sampler, TorchSampler
-from ...core.sampling import SampleRow
+from ...core.execution.proposer import DraftRow
+from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.sampler import Sampler, TorchSampler
 
 GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
 _SIGMAS = 3.0  # by which a tau must win to be taken
@@ -24,7 +24,7 @@ _NUM_EAGER = 256  # answers until the sampling becomes rare
 _EAGER, _RARE = 8, 64  # one draft in so many: an answer costs several draws
 
 
-class TauTuner:
+class TemperatureTuner:
     """Chooses among `GRID`. Deterministic: the same drafts and answers give the same tau.
 
     ``sampler``: the one that draws the drafts.
@@ -40,7 +40,7 @@ class TauTuner:
         self._kept: dict[str, tuple[int, Tensor]] = {}  # by request: position, logits [vocab]
 
     @property
-    def tau(self) -> float:
+    def temperature_scale(self) -> float:
         """The best so far, 1.0 at first."""
         return GRID[self._current]
 
@@ -60,10 +60,12 @@ class TauTuner:
         at, logits = self._kept.pop(row.request_id, (len(row.tokens), None))
         if logits is None or at >= len(row.tokens):
             return
-        asked = [SampleRow(row.tokens[:at], row.sampling)]
+        sample_rows = [SampleRow(row.tokens[:at], row.sampling)]
 
-        def draw(tau: float) -> int:
-            return self._sampler.sample(logits[None], asked, tau=tau)[0].token_id
+        def draw(temperature_scale: float) -> int:
+            return self._sampler.sample(
+                logits[None], sample_rows, temperature_scale=temperature_scale
+            )[0].token_id
 
         drawn = _all_drawn(draw)
         self.judge([token_id == row.tokens[at] for token_id in drawn])

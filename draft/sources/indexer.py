@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from ...core.request import Request
+from ...core.interface.request import Request
 from .source import INDEX_CHUNK, GuardedSource
 
 MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millisecond each

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.step import Draft
+from ...core.interface.step import Draft
 from .source import Guess
 
 Survival = NDArray[np.float64]

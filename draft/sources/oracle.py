@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from ...core.errors import InvalidRequest
-from ...core.request import Request
+from ...core.interface.request import Request
 from .source import Guess, Priors
 
 Key = tuple[str | None, bytes]

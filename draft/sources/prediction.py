@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.request import Request
+from ...core.interface.request import Request
 from .merge import common_len
 from .source import Guess, Priors
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...core.request import Request
+from ...core.interface.request import Request
 from ...radix_cache import Node, RadixTree
 from .merge import common_len
 from .source import Guess, Priors

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...core.request import Request
+from ...core.interface.request import Request
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 5

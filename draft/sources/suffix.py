@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.noise import splitmix64
-from ...core.request import Request
+from ...core.interface.request import Request
+from ...core.sampling.gumbel import splitmix64
 from .source import INDEX_CHUNK, Guess, Odds, Priors
 
 ORDERS = (16, 8, 4, 3, 2, 1)  # last tokens that must be equal, the surest first
@@ -110,7 +110,7 @@ class Segment:
         self.hashes.frombytes((sums * _POWERS[1 : count + 1]).tobytes())
 
 
-class Place(NamedTuple):
+class Occurrence(NamedTuple):
     """Where a request's last tokens stood before: ``tokens[at]`` followed them."""
 
     segment: Segment
@@ -176,7 +176,7 @@ class SuffixIndex:
 
     # -- looking up
 
-    def find(self, segment: Segment) -> list[Place]:
+    def find(self, segment: Segment) -> list[Occurrence]:
         """Where the last tokens of a live segment stood before; no two are the same place.
 
         Its newest place by the longest order that has one, then its oldest, then the newest in
@@ -207,7 +207,7 @@ class SuffixIndex:
 
     def _look_up(
         self, segment: Segment, end: int, index: int, salt: int, kind: int
-    ) -> Place | None:
+    ) -> Occurrence | None:
         order, hashes = ORDERS[index], segment.hashes
         if order >= len(hashes):
             return None
@@ -219,7 +219,7 @@ class SuffixIndex:
         at = (entry & 0xFFFFFFFF) - found.offset
         if found.tokens[at - order : at] != segment.tokens[end - order :]:
             return None  # a slice cut short at either end is unequal, too
-        return Place(found, at, kind)
+        return Occurrence(found, at, kind)
 
     # -- indexing
 
@@ -383,7 +383,7 @@ class SuffixSource:
         return segment
 
 
-def _continuation(place: Place, segment: Segment, most: int) -> array[int]:
+def _continuation(place: Occurrence, segment: Segment, most: int) -> array[int]:
     """The tokens from a place on; where they run into the request's own end they go round."""
     found, at, _ = place
     token_ids = found.tokens[at : at + most]

@@ -191,11 +191,11 @@ class RunningServer:
         server.capture_signals = contextlib.nullcontext
         startup = server.startup
 
-        async def announce(sockets=None) -> None:
+        async def on_kernels_started(sockets=None) -> None:
             await startup(sockets)
             self._ready.set_result(server.servers[0].sockets[0].getsockname()[1])
 
-        server.startup = announce
+        server.startup = on_kernels_started
         await server.serve()
         await self.llm.close()
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong
-from foretoken.core.request import Delta, FinishReason, Request
-from foretoken.core.step import TokenLogprob
-from foretoken.core.stream import TokenStream
+from foretoken.core.interface.request import Delta, FinishReason, Request
+from foretoken.core.interface.step import TokenLogprob
 
 MAX_MODEL_LEN = 256
 
@@ -36,7 +36,7 @@ class Live:
 
 
 class FakeEngine:
-    """Serves requests as `core.engine.Engine` does, seen from outside."""
+    """Serves requests as `core.engine.engine.Engine` does, seen from outside."""
 
     def __init__(self, answers: Callable[[Request], Iterable[int]] = echo) -> None:
         self.answers = answers

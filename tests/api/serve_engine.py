@@ -25,8 +25,8 @@ from foretoken.api.limits import Limits
 from foretoken.api.server import Listen, run
 from foretoken.api.service import Settings
 from foretoken.api.tokenizer import Tokenizer
-from foretoken.core.engine import Engine
-from foretoken.core.watchdog import Supervision
+from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.watchdog import Supervision
 
 
 def load(folder: Path, *, max_model_len: int) -> Tokenizer:

@@ -14,11 +14,10 @@ from foretoken.api.explain import (
     openai_diagnostics,
 )
 from foretoken.api.prompts import Part, PromptLog, PromptNote, conversation_parts
-from foretoken.core.caching import CacheOptions
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import Request
-from foretoken.core.step import RowSampling
-from foretoken.radix_cache import Loss
+from foretoken.core.interface.request import CacheOptions, Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import SamplingMetadata
+from foretoken.radix_cache import Eviction
 
 PAGE = 4
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
@@ -37,7 +36,7 @@ class Scene:
         *messages: str,
         found: bool = False,
         salt: str | None = None,
-        loss: Loss | None = None,
+        loss: Eviction | None = None,
         tools: list[dict[str, object]] | None = None,
         plain: bool = False,
         cache_key: str | None = None,
@@ -56,7 +55,7 @@ class Scene:
         request = Request(
             request_id=name,
             tokens=tokens,
-            sampling=RowSampling(params=params, seed=0, prompt_len=len(tokens)),
+            sampling=SamplingMetadata(params=params, seed=0, prompt_len=len(tokens)),
             namespace=salt,
             cache=CacheOptions(**options),
         )
@@ -165,10 +164,10 @@ def test_a_line_that_is_new_in_every_request_is_found_at_the_very_beginning() ->
 def test_evicted_and_flushed_are_told_with_the_time_since() -> None:
     scene = Scene()
     scene.say("a", "You help.", "What is new?")
-    loss = Loss("evicted", 1.5)
+    loss = Eviction("evicted", 1.5)
     found = scene.say("b", "You help.", "What is new?", loss=loss)
     assert (found.cause, found.seconds_ago) == ("evicted", 0.5)
-    found = scene.say("c", "You help.", "What is new?", loss=Loss("flushed", 1.0))
+    found = scene.say("c", "You help.", "What is new?", loss=Eviction("flushed", 1.0))
     assert (found.cause, found.seconds_ago) == ("flushed", 2.0)
 
 
@@ -265,7 +264,7 @@ def test_a_flush_forgets_prompts_by_salt_and_by_prefix() -> None:
 def test_a_prompt_larger_than_the_memory_is_forgotten_at_once() -> None:
     log = PromptLog(max_bytes=10)
     tokens = array("q", range(100))
-    sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=100)
+    sampling = SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=100)
     request = Request(request_id="a", tokens=tokens, sampling=sampling)
     log.record("a", request, PromptNote(), 0.0)
     assert len(log) == 0

@@ -22,8 +22,8 @@ from foretoken.api.grammar import Grammars
 from foretoken.api.grammar_text import json_rule, lark_text
 from foretoken.api.matcher import Grammar, GrammarMatcher, Vocabulary
 from foretoken.api.tokenizer import Tokenizer
-from foretoken.core.constraint import ConstraintFailed
 from foretoken.core.errors import EngineDead, QueueFull
+from foretoken.core.interface.constraint import ConstraintFailed
 
 FOLDERS = ("byte_level_folder", "metaspace_folder", "byte_fallback_folder")
 SCHEMA = {

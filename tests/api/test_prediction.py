@@ -11,10 +11,10 @@ import pytest
 from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.template import INLINE_CHARS
 from foretoken.api.tokenizer import Tokenizer
-from foretoken.core.admission import check_token_ids
-from foretoken.core.params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
-from foretoken.core.request import Request
-from foretoken.core.step import RowSampling
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
+from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.scheduling.admission import check_token_ids
 
 TALK = [{"role": "user", "content": "hi"}]
 SHAPES = [
@@ -59,7 +59,7 @@ def test_a_prediction_is_a_text_or_ids_up_to_a_bound():
 
 
 def test_an_id_outside_the_vocabulary_is_refused_where_the_vocabulary_is_known():
-    sampling = RowSampling(params=SamplingParams(), seed=1, prompt_len=1)
+    sampling = SamplingMetadata(params=SamplingParams(), seed=1, prompt_len=1)
     tokens = array("q", [1])
     request = Request(
         request_id="a", tokens=tokens, sampling=sampling, prediction=array("q", [2, 9])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from foretoken.api import cli, selftest
-from foretoken.core.native import native_library
-from foretoken.core.native.library import NativeLibrary
-from foretoken.core.ops import TorchOps
+from foretoken.core.ops.native import native_library
+from foretoken.core.ops.native.library import NativeLibrary
+from foretoken.core.ops.torch.torch_ops import TorchOps
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from foretoken.api.results import TextDelta
 from foretoken.api.schema import Message
 from foretoken.api.talk import ToolChoice, TurnChoice, TurnDelta
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.step import TokenLogprob
+from foretoken.core.interface.step import TokenLogprob
 
 TALK = [{"role": "user", "content": "What is the weather?"}]
 WEATHER = {

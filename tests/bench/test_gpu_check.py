@@ -28,9 +28,9 @@ from foretoken.bench.gpu.stage import Place, Result, Stage
 from foretoken.bench.phases_roofline import Limits
 from foretoken.bench.report import write_json
 from foretoken.core.errors import ForetokenError
-from foretoken.core.kv_pool import KVPool
 from foretoken.core.model.config import read_config
 from foretoken.core.ops.gauge import Activity, Gauge, _add_up
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.radix_cache import PrefixCache
 
 ROOT = Path(check.__file__).resolve().parents[2]
@@ -317,12 +317,12 @@ def test_made_up_keys_and_values_are_finite_and_not_zero(kv_dtype) -> None:
 
 
 PYTEST = """\
-[gw0] [  1%] PASSED tests/core/gpu/test_a.py::test_one[x y]
-[gw1] [  2%] FAILED tests/core/gpu/test_a.py::test_two[3]
-[gw0] [  3%] SKIPPED tests/core/gpu/test_b.py::test_three
-[gw0] [  4%] ERROR tests/core/gpu/test_b.py::test_four
+[gw0] [  1%] PASSED tests/core/ops/triton/test_a.py::test_one[x y]
+[gw1] [  2%] FAILED tests/core/ops/triton/test_a.py::test_two[3]
+[gw0] [  3%] SKIPPED tests/core/ops/triton/test_b.py::test_three
+[gw0] [  4%] ERROR tests/core/ops/triton/test_b.py::test_four
 =========================== short test summary info ===========================
-FAILED tests/core/gpu/test_a.py::test_two[3] - AssertionError: 1 is not 2
+FAILED tests/core/ops/triton/test_a.py::test_two[3] - AssertionError: 1 is not 2
 """
 
 

@@ -399,8 +399,8 @@ def test_a_slow_reader_reads_in_nibbles_until_its_time_is_over():
     async def work(address):
         link = await Link.open(address, small=True)
         await link.send(REQUEST, piece=9)
-        pace = Pace(1, 0.0, asyncio.get_running_loop().time() + 3600)
-        reply = await link.reply(lambda _, piece: pieces.append(piece), pace)
+        chunk_budget = Pace(1, 0.0, asyncio.get_running_loop().time() + 3600)
+        reply = await link.reply(lambda _, piece: pieces.append(piece), chunk_budget)
         link.close()
         return reply
 

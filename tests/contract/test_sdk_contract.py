@@ -15,7 +15,7 @@ CONTEXT = 512
 OPTIONS = {"kv_tokens": 4096, "max_model_len": CONTEXT, "max_queued": 8, "threads": 1}
 PROMPT = "def fibonacci(n):\n"
 LONG = "import collections\n\n\nclass Queue:\n    def __init__(self, items):\n" * 3
-BUILTIN = Path(foretoken.__file__).parent / "draft" / "builtin" / "target"
+BUILTIN = Path(foretoken.__file__).parent / "draft" / "training" / "builtin" / "target"
 EOS = json.loads((BUILTIN / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
 EOS = EOS[0] if isinstance(EOS, list) else EOS
 

@@ -23,7 +23,7 @@ from foretoken import (
 
 OPTIONS = {"kv_tokens": 4096, "max_model_len": 512, "threads": 1}
 PROMPT = "class Stack:\n    def push("
-BUILTIN = Path(foretoken.__file__).parent / "draft" / "builtin" / "target"
+BUILTIN = Path(foretoken.__file__).parent / "draft" / "training" / "builtin" / "target"
 NAN = float("nan")
 
 BAD = [

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import Request, Usage
-from foretoken.core.step import RowSampling
+from foretoken.core.interface.request import Request, Usage
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import SamplingMetadata
 from foretoken.draft.sources.source import Source
 
 MakeRequest = Callable[..., Request]
@@ -35,7 +35,7 @@ def make_request() -> MakeRequest:
         return Request(
             request_id=f"r-{count}",
             tokens=array("q", [*prompt, *output]),
-            sampling=RowSampling(
+            sampling=SamplingMetadata(
                 params=SamplingParams(temperature=temperature), seed=seed, prompt_len=len(prompt)
             ),
             namespace=namespace,

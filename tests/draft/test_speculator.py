@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import Request
-from foretoken.core.speculation import NOTHING, DraftPlan
-from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
 from foretoken.draft.control.acceptance import AcceptanceModel
-from foretoken.draft.control.allocation import Allocation, Candidates
+from foretoken.draft.control.allocation import Allocation, StepCandidates
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile
-from foretoken.draft.control.request_state import FRUITLESS, MAX_SILENCE
+from foretoken.draft.control.request_state import FRUITLESS, MAX_PAUSE
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.radix import RadixSource
@@ -110,13 +110,13 @@ class Bench:
             **options,  # type: ignore[arg-type]
         )
         self.num_requests = 0
-        self.seen: list[Candidates] = []  # what the controller was asked
+        self.seen: list[StepCandidates] = []  # what the controller was asked
         self._watch()
 
     def _watch(self) -> None:
         allocate = self.speculator.controller.allocate
 
-        def watched(candidates: Candidates) -> Allocation:
+        def watched(candidates: StepCandidates) -> Allocation:
             self.seen.append(candidates)
             return allocate(candidates)
 
@@ -131,7 +131,7 @@ class Bench:
         request = Request(
             request_id=str(self.num_requests),
             tokens=array("q", prompt),
-            sampling=RowSampling(params=params, seed=0, prompt_len=len(prompt)),
+            sampling=SamplingMetadata(params=params, seed=0, prompt_len=len(prompt)),
             max_len=1000,
             **options,  # type: ignore[arg-type]
         )
@@ -152,29 +152,31 @@ class Bench:
         *,
         limit: int = 20,
         lm_hits: int = 0,
-        backlog: int = 0,
+        num_uncached_draft_tokens: int = 0,
         draft_s: float = 0.0,
     ) -> DraftPlan:
         """A step of one request, which goes on with ``said`` as far as its draft comes true.
 
         Of the draft model's tokens ``lm_hits`` come true. It is skipped where it may be.
         """
-        is_silent = self.speculator.is_silent([request])
-        plan = NOTHING if is_silent else self.plan(request, limit=limit)[0]
+        drafts_nothing = self.speculator.drafts_nothing([request])
+        plan = NO_DRAFT_PLAN if drafts_nothing else self.plan(request, limit=limit)[0]
         row = _row(request, plan)
         hits = max(min(lm_hits, plan.max_draft), common_len(list(plan.draft.token_ids), list(said)))
         served = said[: hits + 1]
-        draft_len = max(len(plan.draft.token_ids), 0 if backlog else plan.max_draft)
+        draft_len = max(
+            len(plan.draft.token_ids), 0 if num_uncached_draft_tokens else plan.max_draft
+        )
         output = RowOutput(
             request_id=request.request_id,
             token_ids=served,
             num_proposed=draft_len,
             num_accepted=min(hits, len(served)),
             draft_len=draft_len,
-            backlog=backlog,
+            num_uncached_draft_tokens=num_uncached_draft_tokens,
         )
         request.tokens.extend(served)
-        if not is_silent:
+        if not drafts_nothing:
             self.speculator.observe(request, row, output, len(served))
         forward_s = float(self._machine.at(1 + plan.num_rows))
         draft_s *= plan.max_draft > 0
@@ -191,7 +193,7 @@ class Bench:
     ) -> None:
         times = {"forward": forward_s, "draft": draft_s}
         self.speculator.observe_step(
-            StepPlan(rows=rows, fresh_pages=array("q")),
+            StepPlan(rows=rows, newly_allocated_pages=array("q")),
             StepOutput(rows=outputs, times=times, num_rows=num_rows),
             forward_s + draft_s,
         )
@@ -236,8 +238,8 @@ def test_what_was_said_before_is_drafted(depth) -> None:
 def test_another_salt_gets_no_draft(depth, said, asked) -> None:
     bench = Bench(depth=depth)
     bench.tell(TEXT[:6], TEXT[6:], namespace=said)
-    assert bench.plan(bench.request(TEXT[:8], namespace=asked)) == [NOTHING]
-    assert bench.plan(bench.request(TEXT[:8], namespace=said)) != [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8], namespace=asked)) == [NO_DRAFT_PLAN]
+    assert bench.plan(bench.request(TEXT[:8], namespace=said)) != [NO_DRAFT_PLAN]
 
 
 def test_a_flush_forgets_a_namespace() -> None:
@@ -245,10 +247,10 @@ def test_a_flush_forgets_a_namespace() -> None:
     bench.tell(TEXT[:6], TEXT[6:], namespace="a")
     bench.tell(TEXT[:6], TEXT[6:], namespace="b")
     bench.speculator.flush("a")
-    assert bench.plan(bench.request(TEXT[:8], namespace="a")) == [NOTHING]
-    assert bench.plan(bench.request(TEXT[:8], namespace="b")) != [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8], namespace="a")) == [NO_DRAFT_PLAN]
+    assert bench.plan(bench.request(TEXT[:8], namespace="b")) != [NO_DRAFT_PLAN]
     bench.speculator.flush()
-    assert bench.plan(bench.request(TEXT[:8], namespace="b")) == [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8], namespace="b")) == [NO_DRAFT_PLAN]
 
 
 def test_a_flush_forgets_what_has_just_been_said() -> None:
@@ -258,7 +260,7 @@ def test_a_flush_forgets_what_has_just_been_said() -> None:
         bench.step(request, [token_id])
     bench.speculator.leave(request)
     bench.speculator.flush()
-    assert bench.plan(bench.request(TEXT[:8])) == [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8])) == [NO_DRAFT_PLAN]
 
 
 def test_a_prediction_is_drafted_from_the_first_token_on() -> None:
@@ -291,11 +293,11 @@ def test_every_token_of_a_running_request_is_indexed() -> None:
 def test_a_request_that_is_off_drafts_nothing_and_teaches_nothing() -> None:
     bench = Bench()
     bench.tell(TEXT[:6], TEXT[6:], depth=0)
-    assert bench.plan(bench.request(TEXT[:8])) == [NOTHING]
+    assert bench.plan(bench.request(TEXT[:8])) == [NO_DRAFT_PLAN]
     bench.tell(TEXT[:6], TEXT[6:])
     silent = bench.request(TEXT[:8], depth=0)
-    assert bench.plan(silent) == [NOTHING]
-    assert bench.speculator.is_silent([silent])
+    assert bench.plan(silent) == [NO_DRAFT_PLAN]
+    assert bench.speculator.drafts_nothing([silent])
 
 
 def test_a_request_may_fix_its_own_depth() -> None:
@@ -427,7 +429,7 @@ def test_prompts_in_a_step_are_no_part_of_what_decoding_yields() -> None:
     request = bench.request(TEXT)
     bench.step(request, [1])
     before = bench.costs.rate(1)
-    decode, chunk = _row(request, NOTHING), _row(bench.request(TEXT), NOTHING)
+    decode, chunk = _row(request, NO_DRAFT_PLAN), _row(bench.request(TEXT), NO_DRAFT_PLAN)
     chunk = PlanRow(
         request_id=chunk.request_id,
         tokens=chunk.tokens,
@@ -517,9 +519,14 @@ def test_what_the_draft_model_lacks_is_followed() -> None:
     bench = Bench(Says("nothing"), has_lm=True)
     request = bench.request(TEXT)
     lacking = []
-    for backlog in (10, 4, 0, 0):
-        assert bench.step(request, [1, 2, 3], lm_hits=2 * (not backlog), backlog=backlog).max_draft
-        lacking.append(int(bench.seen[-1].backlog[0]))
+    for num_uncached_draft_tokens in (10, 4, 0, 0):
+        assert bench.step(
+            request,
+            [1, 2, 3],
+            lm_hits=2 * (not num_uncached_draft_tokens),
+            num_uncached_draft_tokens=num_uncached_draft_tokens,
+        ).max_draft
+        lacking.append(int(bench.seen[-1].num_uncached_draft_tokens[0]))
     assert lacking[:3] == [len(TEXT), 11, 5]
     assert lacking[3] == 1, "the draft's last accepted token was never computed"
 
@@ -528,7 +535,7 @@ def test_catching_up_teaches_nothing_about_the_draft_model() -> None:
     bench = Bench(Says("nothing"), has_lm=True)
     request = bench.request(TEXT)
     for _ in range(30):
-        bench.step(request, [1], backlog=10)
+        bench.step(request, [1], num_uncached_draft_tokens=10)
     trusted = bench.seen[-1].lm[0, 0]
     assert trusted == pytest.approx(bench.seen[0].lm[0, 0])
 
@@ -548,7 +555,7 @@ def test_cached_kv_of_the_draft_model_is_expected_only_where_it_was_in_use(is_us
     bench.plan(bench.request(TEXT))
     request = bench.request(TEXT, num_computed=16)
     bench.plan(request)
-    assert bench.seen[-1].backlog.tolist() == [len(TEXT) - 16 * is_used]
+    assert bench.seen[-1].num_uncached_draft_tokens.tolist() == [len(TEXT) - 16 * is_used]
 
 
 # -- silence ------------------------------------------------------------------------------------
@@ -558,22 +565,14 @@ def pattern(bench: Bench, request: Request, said: Sequence[int]) -> str:
     """A letter for each step: silent, asked, or drafted."""
     letters = []
     for token_id in said:
-        is_silent = bench.speculator.is_silent([request])
+        drafts_nothing = bench.speculator.drafts_nothing([request])
         plan = bench.step(request, [token_id])
-        letters.append("s" if is_silent else "d" if plan.num_rows else "a")
+        letters.append("s" if drafts_nothing else "d" if plan.num_rows else "a")
     return "".join(letters)
 
 
 GROWING = (
-    "a" * FRUITLESS
-    + "as"
-    + "ass"
-    + "assss"
-    + "a"
-    + "s" * MAX_SILENCE
-    + "a"
-    + "s" * MAX_SILENCE
-    + "a"
+    "a" * FRUITLESS + "as" + "ass" + "assss" + "a" + "s" * MAX_PAUSE + "a" + "s" * MAX_PAUSE + "a"
 )
 
 
@@ -611,20 +610,20 @@ def test_a_request_that_joins_ends_the_silence_of_all() -> None:
     request = bench.request(TEXT)
     bench_steps = GROWING.index("assss") + 1
     pattern(bench, request, NEWS[:bench_steps])
-    assert bench.speculator.is_silent([request])
+    assert bench.speculator.drafts_nothing([request])
     newcomer = bench.request(TEXT)
-    assert not bench.speculator.is_silent([request])
-    assert not bench.speculator.is_silent([newcomer])
+    assert not bench.speculator.drafts_nothing([request])
+    assert not bench.speculator.drafts_nothing([newcomer])
 
 
 def test_a_step_is_silent_where_all_of_its_requests_are() -> None:
     bench = Bench(source := Says("nothing"), overlaps=True)
     first, second = bench.request(TEXT), bench.request(TEXT)
     pattern(bench, first, NEWS[:3])
-    assert bench.speculator.is_silent([first])
-    assert not bench.speculator.is_silent([first, second])
+    assert bench.speculator.drafts_nothing([first])
+    assert not bench.speculator.drafts_nothing([first, second])
     before = source.num_asked
-    assert bench.plan(first, second) == [NOTHING] * 2
+    assert bench.plan(first, second) == [NO_DRAFT_PLAN] * 2
     assert source.num_asked == before + 1, "the silent one is not looked up beside the other"
 
 
@@ -632,11 +631,14 @@ def test_silence_is_counted_in_tokens_so_it_is_known_ahead() -> None:
     bench = Bench(Says("nothing"), overlaps=True)
     request = bench.request(TEXT)
     pattern(bench, request, NEWS[: GROWING.index("assss") + 1])
-    assert [bench.speculator.is_silent([request], ahead=n) for n in range(6)] == [True] * 4 + [
-        False
-    ] * 2
+    assert [bench.speculator.drafts_nothing([request], num_new_tokens=n) for n in range(6)] == [
+        True
+    ] * 4 + [False] * 2
     request.tokens.extend(NEWS[:3])
-    assert [bench.speculator.is_silent([request], ahead=n) for n in range(2)] == [True, False]
+    assert [bench.speculator.drafts_nothing([request], num_new_tokens=n) for n in range(2)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_fixed_depth_is_never_silent() -> None:
@@ -644,7 +646,7 @@ def test_a_fixed_depth_is_never_silent() -> None:
     request, other = bench.request(TEXT, depth=4), bench.request(TEXT)
     assert pattern(bench, request, NEWS[:20]) == "a" * 20
     pattern(bench, other, NEWS[:3])
-    assert not bench.speculator.is_silent([request, other])
+    assert not bench.speculator.drafts_nothing([request, other])
 
 
 # -- failures and upkeep ------------------------------------------------------------------------
@@ -687,7 +689,7 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
 
 def test_a_request_that_never_ran_may_leave() -> None:
     bench = Bench()
-    sampling = RowSampling(params=SamplingParams(), seed=0, prompt_len=2)
+    sampling = SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=2)
     bench.speculator.leave(Request(request_id="x", tokens=array("q", [1, 2]), sampling=sampling))
     bench.speculator.work()
 

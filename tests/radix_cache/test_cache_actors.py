@@ -3,7 +3,7 @@
 A fake model "computes" a position by writing a hash of the namespace and of the whole token prefix
 into its page. Every step each request checks all it is about to read: I7, a page's content is
 the KV of exactly the tokens on its path. A second pool of pages, like a draft model's, lags behind
-and relies on `take_fresh_pages` alone.
+and relies on `take_newly_allocated_pages` alone.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Crowd:
         return actor.lease.page_ids[position // self.page_size], position % self.page_size
 
     def void_fresh_pages(self) -> None:
-        for page_id in self.cache.take_fresh_pages():
+        for page_id in self.cache.take_newly_allocated_pages():
             for slot in range(self.page_size):
                 self.draft_kv.pop((page_id, slot), None)
 

@@ -41,7 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(self, num_pages: int, page_size: int, quota: float, pin_quota: float) -> None:
         self.cache = PrefixCache(num_pages, page_size, cache_quota=quota, pin_quota=pin_quota)
-        self.cache.tree.owned.patience = math.inf  # the oracle does not know of idle namespaces
+        self.cache.tree.owned.idle_after = math.inf  # the oracle does not know of idle namespaces
         most = None if quota == 1.0 else max(1, int(num_pages * quota))
         self.oracle = NaiveCache(page_size, set(range(num_pages)), most)
 
@@ -93,7 +93,7 @@ class CacheMachine(RuleBasedStateMachine):
         taken = lease.page_ids[held:].tolist()
         assert len(taken) == needed
         assert oracle.free.issuperset(taken), "handed out a page that another owns"
-        assert set(self.cache.take_fresh_pages()) == set(taken)
+        assert set(self.cache.take_newly_allocated_pages()) == set(taken)
         oracle.free.difference_update(taken)
         borrower.private += taken
 
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         times = {prefix_of(p.lock): p.until for name in NAMES for p in cache.pins.of(name)}
         assert times == {end: pin.until for end, pin in oracle.pins.items()}
         assert cache.tree.owned.num_pages == Counter(name for name, _ in oracle.pages)
-        assert cache.tree.owned.beyond() == oracle.beyond()
+        assert cache.tree.owned.over_quota() == oracle.beyond()
         for borrower in oracle.live:
             table = [oracle.pages[prefix] for prefix in borrower.shared] + borrower.private
             assert borrower.lease.page_ids.tolist() == table

@@ -263,16 +263,16 @@ def test_what_was_lost_is_known_by_when_and_why() -> None:
     cache.release(lease, array("q"), 0)
     lease = cache.acquire(seq(9))
     assert lease.num_cached_tokens == 4
-    assert lease.loss is not None
-    assert (lease.loss.cause, lease.loss.time) == ("evicted", 5.0)
+    assert lease.eviction is not None
+    assert (lease.eviction.cause, lease.eviction.time) == ("evicted", 5.0)
     cache.release(lease, seq(9), 4)
     cache.tick(7.0)
     cache.flush()
     lease = cache.acquire(seq(9))
-    assert lease.loss is not None
-    assert (lease.loss.cause, lease.loss.time) == ("flushed", 7.0)
-    assert cache.acquire(seq(9), namespace="other").loss is None
-    assert cache.acquire(seq(9, 70)).loss is None
+    assert lease.eviction is not None
+    assert (lease.eviction.cause, lease.eviction.time) == ("flushed", 7.0)
+    assert cache.acquire(seq(9), namespace="other").eviction is None
+    assert cache.acquire(seq(9, 70)).eviction is None
 
 
 def test_what_was_lost_below_a_fork_is_known_by_what_came_before_it() -> None:
@@ -281,15 +281,15 @@ def test_what_was_lost_below_a_fork_is_known_by_what_came_before_it() -> None:
         serve(cache, seq(4) + seq(4, end))
     serve(cache, seq(4, 50))
     cache.flush_prefix(seq(4) + seq(2, 10))
-    assert cache.acquire(seq(4) + seq(5, 10)).loss is not None
-    assert cache.acquire(seq(4, 50) + seq(5, 10)).loss is None
+    assert cache.acquire(seq(4) + seq(5, 10)).eviction is not None
+    assert cache.acquire(seq(4, 50) + seq(5, 10)).eviction is None
 
 
 def test_no_more_losses_are_remembered_than_the_log_holds() -> None:
     cache = PrefixCache(2, 1)
     for first in range(20_000):
-        cache.losses.note(None, bytes([first % 256, first // 256]), "evicted")
-    assert len(cache.losses) < 10_000
+        cache.eviction_log.note(None, bytes([first % 256, first // 256]), "evicted")
+    assert len(cache.eviction_log) < 10_000
 
 
 class Tenants:

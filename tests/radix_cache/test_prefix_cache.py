@@ -141,10 +141,10 @@ def test_extend_says_no_without_changing_anything() -> None:
     cache = PrefixCache(4, 1)
     serve(cache, seq(2))
     lease = cache.acquire(ids(9))
-    cache.take_fresh_pages()
+    cache.take_newly_allocated_pages()
     assert not cache.extend(lease, 5)
     assert len(lease.page_ids) == 0
-    assert cache.take_fresh_pages() == ids()
+    assert cache.take_newly_allocated_pages() == ids()
     assert cache.match_len(seq(3)) == 2, "a refusal must not evict"
     cache.check([lease])
 
@@ -204,13 +204,13 @@ def test_publish_shares_whole_pages_with_requests_that_still_run() -> None:
 def test_publish_adopts_the_copy_of_the_tree_and_frees_its_own() -> None:
     cache = PrefixCache(8, 2)
     first, second = computing(cache, seq(6)), computing(cache, seq(6))
-    cache.take_fresh_pages()
+    cache.take_newly_allocated_pages()
     cache.publish(first, seq(6), 4)
     tail = second.page_ids[2]
     cache.publish(second, seq(6), 6)
     assert second.page_ids == first.page_ids[:2] + ids(tail)
     assert cache.num_free_pages == 8 - 6 + 2
-    assert cache.take_fresh_pages() == ids(), "adopted pages hold valid content"
+    assert cache.take_newly_allocated_pages() == ids(), "adopted pages hold valid content"
     cache.check([first, second])
 
 
@@ -297,21 +297,21 @@ def test_fresh_pages_are_those_handed_out_since_the_last_call_each_once() -> Non
     cache.release(lease, seq(2), 0)
     again = cache.acquire(seq(2))
     cache.extend(again, 2)
-    assert sorted(cache.take_fresh_pages()) == sorted(again.page_ids)
-    assert cache.take_fresh_pages() == ids()
+    assert sorted(cache.take_newly_allocated_pages()) == sorted(again.page_ids)
+    assert cache.take_newly_allocated_pages() == ids()
 
 
 def test_borrowed_pages_are_not_fresh_but_evicted_ones_are() -> None:
     cache = PrefixCache(2, 1)
     serve(cache, ids(1))
-    cache.take_fresh_pages()
+    cache.take_newly_allocated_pages()
     lease = cache.acquire(ids(1, 2))
     cache.extend(lease, 2)
-    assert cache.take_fresh_pages() == lease.page_ids[1:]
+    assert cache.take_newly_allocated_pages() == lease.page_ids[1:]
     cache.release(lease, ids(1, 2), 2)
     lease = cache.acquire(ids(8, 9))
     cache.extend(lease, 2)
-    assert sorted(cache.take_fresh_pages()) == [0, 1]
+    assert sorted(cache.take_newly_allocated_pages()) == [0, 1]
 
 
 def test_free_pages_are_reused_last_in_first_out() -> None:

@@ -15,7 +15,7 @@ def ids(*values: int) -> array[int]:
 
 def dump(tree: RadixTree) -> list[object]:
     nodes = [
-        (n.namespace, n.key.tolist(), n.page_ids.tolist(), n.locks, n.last_used)
+        (n.namespace, n.key.tolist(), n.page_ids.tolist(), n.ref_count, n.last_used)
         for n in tree.nodes()
     ]
     return [*sorted(nodes, key=repr), tree.num_pages, tree.num_locked_pages, tree.num_nodes]

@@ -6,10 +6,9 @@ import random
 from array import array
 from dataclasses import dataclass
 
-from foretoken.core.caching import DEFAULT_CACHE, CacheOptions, Pin
-from foretoken.core.params import SamplingParams
-from foretoken.core.request import OnToken, Request
-from foretoken.core.step import RowSampling
+from foretoken.core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Pin, Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import SamplingMetadata
 
 from .model import VOCAB_SIZE, solo
 
@@ -77,7 +76,7 @@ class Ask:
         return Request(
             request_id=request_id,
             tokens=array("q", self.prompt),
-            sampling=RowSampling(params=params, seed=self.salt, prompt_len=len(self.prompt)),
+            sampling=SamplingMetadata(params=params, seed=self.salt, prompt_len=len(self.prompt)),
             stop_ids=self.stop_ids,
             depth=self.depth,
             prediction=None if self.prediction is None else array("q", self.prediction),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.core.request import Request, RequestStatus
-from foretoken.core.scheduler import Scheduler
-from foretoken.core.step import PlanRow, StepOutput, StepPlan
+from foretoken.core.interface.request import Request, RequestStatus
+from foretoken.core.interface.step import PlanRow, StepOutput, StepPlan
+from foretoken.core.scheduling.scheduler import Scheduler
 
 
 class CheckedScheduler(Scheduler):

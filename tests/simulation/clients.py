@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foretoken.core.engine import Engine
+from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import (
     EngineDead,
     ForetokenError,
@@ -17,8 +18,7 @@ from foretoken.core.errors import (
     PromptTooLong,
     QueueFull,
 )
-from foretoken.core.request import Delta, Request
-from foretoken.core.stream import TokenStream
+from foretoken.core.interface.request import Delta, Request
 
 from .asks import Ask
 

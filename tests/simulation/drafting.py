@@ -9,10 +9,10 @@ from typing import Literal
 
 from fixed_depth import FixedDepth
 
-from foretoken.core.proposer import DraftRow, Proposer
-from foretoken.core.request import Request
-from foretoken.core.speculation import NO_SPECULATION, NOTHING, DraftPlan, Speculator
-from foretoken.core.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from foretoken.core.execution.proposer import DraftRow, Proposer
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.speculator import NO_DRAFT_PLAN, NO_SPECULATION, DraftPlan, Speculator
+from foretoken.core.interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
@@ -59,8 +59,8 @@ class FakeProposer:
 
     def observe(self, *step: object) -> None: ...
 
-    def forget(self, request_ids: Sequence[str], fresh_pages: array[int]) -> None:
-        for page_id in fresh_pages:
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
+        for page_id in newly_allocated_pages:
             for slot in range(self._page_size):
                 self._kv.pop((page_id, slot), None)
 
@@ -96,9 +96,9 @@ class FaultySpeculator:
     def __init__(self, inner: Speculator, faults: Faults, rng: random.Random) -> None:
         self.inner, self._faults, self._rng = inner, faults, rng
 
-    def is_silent(self, requests: Sequence[Request], *, ahead: int = 0) -> bool:
+    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
         self._fail("plan raises")
-        return self.inner.is_silent(requests, ahead=ahead)
+        return self.inner.drafts_nothing(requests, num_new_tokens=num_new_tokens)
 
     def plan(
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
@@ -170,7 +170,7 @@ class Forks(FixedDepth):
             if plan.num_rows <= budget:
                 return plan
             paths.pop()
-        return NOTHING
+        return NO_DRAFT_PLAN
 
     def _path(self, request: Request, most: int) -> Draft:
         """Right up to some token."""

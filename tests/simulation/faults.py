@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from foretoken.core.step import StepPlan
+from foretoken.core.interface.step import StepPlan
 
 from .model import HashDecoder
 from .thread import HANGS
@@ -80,9 +80,9 @@ class Faults:
         if self.is_dead or self.happens("forward raises"):
             self.blamed |= ids
             raise Fault("the forward pass failed")
-        if culprits := ids & self.poison:
+        if failing_rows := ids & self.poison:
             self.happened["poison"] = self.happened.get("poison", 0) + 1
-            self.blamed |= culprits if len(culprits) == 1 else ids
+            self.blamed |= failing_rows if len(failing_rows) == 1 else ids
             raise Fault("the forward pass failed for one of its requests")
         if any(row.stop - row.start > 1 for row in plan.rows) and self.happens("out of memory"):
             self.blamed |= ids

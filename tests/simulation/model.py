@@ -21,19 +21,19 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.batch import ForwardOutput, Segment, Wanted
-from foretoken.core.launch import (
-    Announce,
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step_runner import (
     Finished,
-    Grounded,
+    OnKernelsStarted,
     Pending,
-    be_silent,
+    StepCancelled,
+    ignore_kernels,
     launch_behind,
 )
-from foretoken.core.proposer import Proposer
-from foretoken.core.runner import ModelRunner
-from foretoken.core.step import PlanRow, RowOutput, RowSampling, StepOutput, StepPlan
-from foretoken.core.verify import NOT_FINITE, Verified, VerifyRow
+from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
+from foretoken.core.sampling.verifier import NOT_FINITE, Verified, VerifyRow
 
 VOCAB_SIZE = 6
 State = tuple[int, int, int]  # KV of a position: hash of the prefix, the last two tokens
@@ -92,7 +92,7 @@ class Chains:
     """The right KV of every position of the requests that are there."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[RowSampling, list[State]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[SamplingMetadata, list[State]] = WeakKeyDictionary()
 
     def of(self, row: PlanRow) -> list[State]:
         """One for each token before the last of a row, which may be a guess; tokens only grow."""
@@ -128,13 +128,15 @@ class HashDecoder:
         self._chains = Chains()
         self._violation = violation
 
-    def batch(self, segments: Sequence[Segment], *, page_size: int, ahead: None = None) -> Laid:
+    def batch(
+        self, segments: Sequence[Segment], *, page_size: int, device_tokens: None = None
+    ) -> Laid:
         return Laid(segments)
 
     def forward(self, batch: Laid, pool: Pages, wanted: Wanted) -> ForwardOutput:
         """Hidden states [num_rows, 1], not a number where a row is broken; writes all KV."""
-        assert wanted.announce is not None
-        wanted.announce()
+        assert wanted.on_kernels_started is not None
+        wanted.on_kernels_started()
         owners = [row for row in self.rows for _ in range(1 + len(row.branches))]
         written: set[int] = set()
         for row, segment in zip(owners, batch.segments, strict=True):
@@ -183,7 +185,7 @@ class HashDecoder:
         return torch.from_numpy(values)
 
     def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
-        """What `core.verify` does at temperature 0."""
+        """What `core.sampling.verifier` does at temperature 0."""
         finite = logits.isfinite().all(dim=-1).tolist()
         chosen = iter(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
         return [
@@ -242,19 +244,22 @@ class SimulatedRunner(ModelRunner):
         return self._fails_late is not None
 
     def launch(
-        self, plan: StepPlan, after: Pending | None = None, announce: Announce = be_silent
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         """Compute it at once: a device keeps the order, whenever it comes to it.
 
         What it makes of a row without a token, or behind a step that failed, nobody reads.
         """
         if self._fails_late is None:
-            return self._behind(plan, after, announce)
+            return self._behind(plan, after, on_kernels_started)
         if isinstance(after, SimulatedLaunch) and isinstance(after.outcome, Exception):
             return after
         try:
-            return SimulatedLaunch(self._behind(plan, after, announce).finish())
-        except Grounded:
+            return SimulatedLaunch(self._behind(plan, after, on_kernels_started).finish())
+        except StepCancelled:
             rows = [RowOutput(request_id=row.request_id) for row in plan.rows]
             return SimulatedLaunch(StepOutput(rows=rows))
         except RuntimeError as failure:
@@ -262,17 +267,19 @@ class SimulatedRunner(ModelRunner):
                 raise
             return SimulatedLaunch(failure)
 
-    def _behind(self, plan: StepPlan, after: Pending | None, announce: Announce) -> Pending:
+    def _behind(
+        self, plan: StepPlan, after: Pending | None, on_kernels_started: OnKernelsStarted
+    ) -> Pending:
         if after is None:
-            return Finished(self._computed(plan, announce))
+            return Finished(self._computed(plan, on_kernels_started))
         self.num_ahead += 1
-        known = partial(self._behind, after=None, announce=announce)
+        known = partial(self._behind, after=None, on_kernels_started=on_kernels_started)
         return launch_behind(known, plan, after.finish())
 
-    def _computed(self, plan: StepPlan, announce: Announce) -> StepOutput:
+    def _computed(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> StepOutput:
         self.decoder.rows = plan.rows
         self._before(plan)
-        output = super().launch(plan, announce=announce).finish()
+        output = super().launch(plan, on_kernels_started=on_kernels_started).finish()
         self._after(plan)
         times = {name: self._part_seconds() for name in ("draft", "forward", "verify")}
         return replace(output, times=times)

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from foretoken.core.engine.model_thread import Job
+from foretoken.core.engine.step_executor import InFlightStep
 from foretoken.core.errors import EngineDead
-from foretoken.core.flight import Flight
-from foretoken.core.model_thread import Job
-from foretoken.core.step import StepPlan
+from foretoken.core.interface.step import StepPlan
 
 from .loop import SimulatedLoop
 
@@ -97,5 +97,5 @@ def _lent(work: Callable[[], Any]) -> list[Any]:
 
 def _plans(work: Callable[[], Any]) -> list[StepPlan]:
     owner = getattr(work, "__self__", None)
-    args = (owner.plan,) if isinstance(owner, Flight) else getattr(work, "args", ())
+    args = (owner.plan,) if isinstance(owner, InFlightStep) else getattr(work, "args", ())
     return [arg for arg in args if isinstance(arg, StepPlan)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import DeadlineExceeded, EngineDead
-from foretoken.core.request import RequestStatus
+from foretoken.core.interface.request import RequestStatus
 
 from .clients import Told
 from .faults import Fault, OutOfMemory
@@ -54,7 +54,7 @@ def _check_nothing_is_left(world: World) -> None:
     scheduler, cache = world.scheduler, world.scheduler.cache
     if scheduler.num_requests or scheduler.running or scheduler.waiting:
         world.violation("requests are left in the scheduler")
-    if world.engine._mail.streams:
+    if world.engine._inbox.streams:
         world.violation("streams are left in the engine")
     if world.engine.num_audit_failures:
         world.violation("an audit of the engine's own has failed")

@@ -9,11 +9,11 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
-from foretoken.core.admission import SchedulerLimits
-from foretoken.core.engine import Engine
+from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead
-from foretoken.core.step import StepPlan
-from foretoken.core.stream import TokenStream
+from foretoken.core.interface.step import StepPlan
+from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.radix_cache import PrefixCache
 
 from . import loop as loops
@@ -205,7 +205,7 @@ class World:
         self.told.append(told)
         return told
 
-    async def _crowd(self) -> None:
+    async def _multi_tenant(self) -> None:
         """All clients to their end."""
         pause = self.rng.choice([0.0, 0.0, 0.02, 0.5])
         clients = [
@@ -261,7 +261,7 @@ class World:
     async def live(self) -> Findings:
         """From the start of the engine to its end. Raises `Violation`."""
         await self.engine.start()
-        crowd = asyncio.create_task(self._crowd(), name="crowd")
+        crowd = asyncio.create_task(self._multi_tenant(), name="crowd")
         operators = asyncio.create_task(self._operate(), name="operators")
         failed = asyncio.create_task(self._failed.wait(), name="failed")
         done, _ = await asyncio.wait(

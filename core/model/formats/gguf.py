@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...quantize import GROUP, QuantizedWeight
+from ...ops.quantize import GROUP, QuantizedWeight
 from ..config import DecoderConfig, parse_config
 from ..fields import Fields
 from ..rope import RopeSpec

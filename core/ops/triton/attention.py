@@ -152,7 +152,7 @@ def attend_kernel(
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
     SPLIT: tl.constexpr,
-    STRETCH: tl.constexpr,  # splits
+    KV_SPLIT_GROUP: tl.constexpr,  # splits
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # queries of a tile: rows times heads of a group, 16 at least
     WINDOW: tl.constexpr,  # 0: none
@@ -208,7 +208,9 @@ def attend_kernel(
             place = tl.load(places_ptr + first_row)
             if place >= 0:
                 seen_from = first_split(tl.load(positions_ptr + first_row), SPLIT, WINDOW)
-                place += (first // STRETCH - seen_from // STRETCH) * tl.cdiv(TILE_ROWS, GROUP)
+                place += (first // KV_SPLIT_GROUP - seen_from // KV_SPLIT_GROUP) * tl.cdiv(
+                    TILE_ROWS, GROUP
+                )
                 at = place * NUM_HEADS + kv_head * TILE_ROWS + lanes
                 keep_sums(sums_ptr, tops_ptr, totals_ptr, at, lanes >= 0,
                           top, total, out, HEAD_DIM)  # fmt: skip
@@ -231,7 +233,7 @@ def merge_kernel(
     HEADS: tl.constexpr,  # of a program, a power of two
     HEAD_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
-    STRETCH: tl.constexpr,
+    KV_SPLIT_GROUP: tl.constexpr,
     WIDE_TILE: tl.constexpr,  # queries
     WINDOW: tl.constexpr,
 ):
@@ -250,9 +252,9 @@ def merge_kernel(
     top = tl.full([HEADS], HIDDEN, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     out = tl.zeros([HEADS, HEAD_DIM], tl.float32)
-    for stretch in range(first // STRETCH, last // STRETCH + 1):
-        lo = tl.maximum(first, stretch * STRETCH)
-        hi = tl.minimum(last + 1, (stretch + 1) * STRETCH)
+    for kv_split_group in range(first // KV_SPLIT_GROUP, last // KV_SPLIT_GROUP + 1):
+        lo = tl.maximum(first, kv_split_group * KV_SPLIT_GROUP)
+        hi = tl.minimum(last + 1, (kv_split_group + 1) * KV_SPLIT_GROUP)
         num_sums = tl.where(lane < 0, hi - lo, 1)
         sum_top = tl.full([HEADS], HIDDEN, tl.float32)
         sum_total = tl.zeros([HEADS], tl.float32)

@@ -37,7 +37,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def to_scaled(x, dtype: tl.constexpr):
-    """A row of float32 as int8 or e4m3, and its scale: `to_scaled` of core/kv_pool.py, bit by bit.
+    """A row of float32 as int8 or e4m3, and its scale, bit for bit as core/ops/kv_pool.py.
 
     Rounded here, not by the conversion, which is then exact: the interpreter's own is not to even.
     """

@@ -44,11 +44,11 @@ def halves_of(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def x_tile(x_at, is_row, inner, rest, IS_EVEN: tl.constexpr):
+def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
     """Rows of x; zeros where there are none, or no input."""
     if IS_EVEN:
         return tl.load(x_at, mask=is_row[:, None], other=0.0)
-    return tl.load(x_at, mask=is_row[:, None] & (inner < rest)[None, :], other=0.0)
+    return tl.load(x_at, mask=is_row[:, None] & (inner < num_inner)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "pieces"])

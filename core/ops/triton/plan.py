@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...batch import RaggedBatch
-from ...kv_pool import KVPool
 from ..base import HeadLayout, Rope
-from .ahead import take_ahead
-from .packet import Packet
-from .pass_fields import Windows, fields, fill, words_needed
-from .work_list import STRETCH, WorkList, build_work_list
+from ..batch import RaggedBatch
+from ..kv_pool import KVPool
+from .device_tokens import take_device_tokens
+from .graph_inputs import GraphInputs
+from .input_fields import Windows, fields, fill, words_needed
+from .tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
 
 NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
 MAX_SUMS = 2**28  # bytes that items may leave between two kernels
@@ -42,9 +42,9 @@ class Geometry:
         return self.narrow_tile if self.one_tile else max(WIDE_TILE, self.narrow_tile)
 
     @property
-    def stretch(self) -> int:
+    def kv_split_group(self) -> int:
         """Splits of a stretch."""
-        return STRETCH
+        return KV_SPLIT_GROUP
 
     @property
     def page_blocks(self) -> int:
@@ -91,14 +91,14 @@ class Kinds(NamedTuple):
     sums: bool
 
     @classmethod
-    def of(cls, work: WorkList) -> Kinds:
+    def of(cls, work: TileSchedule) -> Kinds:
         """Those of one pass."""
         return cls(len(work.narrow) > 0, len(work.wide) > 0, work.num_places > 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A work list of the layers with one window. See `WorkList`."""
+    """A work list of the layers with one window. See `TileSchedule`."""
 
     counts: Tensor  # [4] where in ``words`` the narrow items begin, and how many; the wide ones
     places: Tensor  # [num_rows] where a row's sums begin; -1: it leaves none
@@ -132,7 +132,7 @@ class TritonPlan:
     def __init__(self, batch: RaggedBatch, geometry: Geometry) -> None:
         self.batch = batch
         self.geometry = geometry
-        self._work_lists: dict[int | None, WorkList] = {}
+        self._work_lists: dict[int | None, TileSchedule] = {}
         self._device: DevicePlan | None = None
 
     @property
@@ -145,28 +145,28 @@ class TritonPlan:
         """Whether some rows are those of a long chunk."""
         return any(len(work.wide) for work in self._work_lists.values())
 
-    def work_lists(self, windows: Windows) -> list[WorkList]:
+    def work_lists(self, windows: Windows) -> list[TileSchedule]:
         """Made for each window when it is first asked for."""
         for window in windows:
             if window not in self._work_lists:
                 self._work_lists[window] = self._work_list(window)
         return [self._work_lists[window] for window in windows]
 
-    def _parts(self, window: int | None, max_places: int) -> list[WorkList]:
+    def _parts(self, window: int | None, max_places: int) -> list[TileSchedule]:
         """The work of a window in lists whose sums have room; a tile alone may need more."""
         (work,) = self.work_lists([window])
         if work.num_places <= max_places:
             return [work]
         return [self._work_list(window, part) for part in work.parts(max_places)]
 
-    def _work_list(self, window: int | None, part: range | None = None) -> WorkList:
+    def _work_list(self, window: int | None, part: range | None = None) -> TileSchedule:
         geometry, group = self.geometry, self.geometry.heads.group_size
-        return build_work_list(
+        return build_tile_schedule(
             self.batch,
             narrow_rows=geometry.narrow_tile // group,
             wide_rows=geometry.wide_tile // group,
             wide_places=-(-geometry.wide_tile // group),
-            stretch=geometry.stretch,
+            kv_split_group=geometry.kv_split_group,
             window=window,
             part=part,
         )
@@ -191,23 +191,25 @@ class TritonPlan:
         needed = max((work.num_places for work in works), default=0)
         if sums is None or sums.num_places < needed:
             sums = Sums.of(needed, heads, device)
-        packet = Packet(fields(num_rows, len(works), words_needed(self.batch, works)), device)
-        packet.upload(fill(packet.open(), self.batch, works))
-        take_ahead(self.batch, packet.device)
+        graph_inputs = GraphInputs(
+            fields(num_rows, len(works), words_needed(self.batch, works)), device
+        )
+        graph_inputs.upload(fill(graph_inputs.open(), self.batch, works))
+        take_device_tokens(self.batch, graph_inputs.device)
         kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
         tables = self.geometry.rope.table(self.last_stop)
-        return device_plan(self.geometry, packet, kinds, sums, tables)
+        return device_plan(self.geometry, graph_inputs, kinds, sums, tables)
 
 
 def device_plan(
     geometry: Geometry,
-    packet: Packet,
+    graph_inputs: GraphInputs,
     kinds: Mapping[int | None, Sequence[Kinds]],
     sums: Sums,
     tables: tuple[Tensor, Tensor],
 ) -> DevicePlan:
     """The views of a packet with the `fields` of the work lists of each window, in that order."""
-    views, numbers = packet.device, count()
+    views, numbers = graph_inputs.device, count()
     works = {
         window: [_work(views, next(numbers), needed) for needed in each]
         for window, each in kinds.items()

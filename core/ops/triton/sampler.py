@@ -5,9 +5,9 @@ leaves the reading for later. A plain batch takes two kernels, whatever its mix 
 sampled rows: greatest values by tiles, then the race. Rows under top-k or top-p take one more,
 edited rows two. Without edits they may be part of a pass's graph: see head.py.
 
-core/verify.py is the oracle: what this chooses differs from it only where two scores, or a token's
-mass and the edge of top-p, are as near as the last bits of a logarithm. A row's token depends on
-that row alone, bit for bit.
+core/sampling/verifier.py is the oracle: what this chooses differs from it only where two scores, or
+a token's mass and the edge of top-p, are as near as the last bits of a logarithm. A row's token
+depends on that row alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...batch import Draws
-from ...noise import vocabulary_hashes
-from ...sampling import SampleRow
-from ...verify import ALL_BANNED, NOT_FINITE, Choice, Place, Verified, VerifyRow, walk_drafts
-from . import choose
-from .controls import Controls, EditLists, write_controls, write_plain_controls
-from .packet import FLIGHTS, Field, Packet, Reply
-from .race import TILE, Race, SentEdits
+from ...sampling.gumbel import vocabulary_hashes
+from ...sampling.logits_processors import SampleRow
+from ...sampling.verifier import (
+    ALL_BANNED,
+    NOT_FINITE,
+    Choice,
+    LogitsRow,
+    Verified,
+    VerifyRow,
+    walk_drafts,
+)
+from ..batch import SamplingPlan
+from . import gumbel_argmax_kernels
+from .graph_inputs import NUM_BUFFERS, AsyncCopy, Field, GraphInputs
+from .gumbel_argmax import TILE, GumbelArgmax, SentEdits
+from .sampling_inputs import EditLists, SamplingInputs, write_controls, write_plain_controls
 
 # Logits handled at once: bounds the working space. A step's second block writes where the one of
 # the launch ahead of it was, and may wait for that: 256 rows of the largest vocabularies must fit
@@ -36,7 +44,10 @@ BLOCK = 2**26
 _ALIGN = 4  # numbers: 16 bytes
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _LAST_ID = 2**31 - 1
-_ERRORS = {choose.NOT_FINITE.value: NOT_FINITE, choose.ALL_BANNED.value: ALL_BANNED}
+_ERRORS = {
+    gumbel_argmax_kernels.NOT_FINITE.value: NOT_FINITE,
+    gumbel_argmax_kernels.ALL_BANNED.value: ALL_BANNED,
+}
 
 
 class TritonSampler:
@@ -50,52 +61,62 @@ class TritonSampler:
         self._post = _Post()
 
     def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
-        """Compare drafts with the target's own tokens; see `core.verify.verify`."""
+        """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
         return walk_drafts(logits, rows, lambda places: self._choose(logits, places, 1.0))
 
     def sample(
-        self, logits: Tensor, rows: Sequence[SampleRow], *, tau: float = 1.0
+        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
     ) -> list[Choice]:
-        """Draw one token per row; see `core.verify.sample`."""
+        """Draw one token per row; see `core.sampling.verifier.sample`."""
         _check(len(logits), len(rows))
-        return self._choose(logits, list(enumerate(rows)), tau)
+        return self._choose(logits, list(enumerate(rows)), temperature_scale)
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonDrawing:
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonPendingTokens:
         """As `sample` of a row or more, without waiting."""
         if not rows:
             raise ValueError("no token to draw")
         _check(len(logits), len(rows))
         return self._begin(logits, list(enumerate(rows)), 1.0)
 
-    def plain_controls(self, draws: Draws, num_logits: int, vocab_size: int) -> Controls | None:
-        """What `race` must know of tokens to be drawn; None where a row is edited."""
+    def plain_controls(
+        self, draws: SamplingPlan, num_logits: int, vocab_size: int
+    ) -> SamplingInputs | None:
+        """What `gumbel_argmax` must know of tokens to be drawn; None where a row is edited."""
         _check(num_logits, sum(draws.counts))
         return write_plain_controls(draws, vocab_size)
 
-    def race(self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor) -> Tensor:
-        """Winners of places without edits, int64 [num_places], for a graph; see `Race`."""
-        return Race(logits, controls, cuts, hashes, tile=self._tile).run()
+    def gumbel_argmax(
+        self, logits: Tensor, controls: Tensor, cuts: Tensor, hashes: Tensor
+    ) -> Tensor:
+        """Winners of places without edits, int64 [num_places], for a graph; see `GumbelArgmax`."""
+        return GumbelArgmax(logits, controls, cuts, hashes, tile=self._tile).run()
 
-    def _choose(self, logits: Tensor, places: Sequence[Place], tau: float) -> list[Choice]:
-        return self._begin(logits, places, tau).choices() if places else []
+    def _choose(
+        self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
+    ) -> list[Choice]:
+        return self._begin(logits, places, temperature_scale).choices() if places else []
 
     @torch.inference_mode()
-    def _begin(self, logits: Tensor, places: Sequence[Place], tau: float) -> TritonDrawing:
+    def _begin(
+        self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
+    ) -> TritonPendingTokens:
         vocab_size = logits.shape[-1]
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         step = max(1, BLOCK // vocab_size)
         winners, refusals = [], dict[int, str]()
         for start in range(0, len(places), step):
-            controls = write_controls(places[start : start + step], vocab_size, tau)
+            controls = write_controls(places[start : start + step], vocab_size, temperature_scale)
             refusals |= {start + index: why for index, why in controls.refusals.items()}
             winners.append(self._winners(logits, controls))
-        return TritonDrawing(winners[0] if len(winners) == 1 else torch.cat(winners), refusals)
+        return TritonPendingTokens(
+            winners[0] if len(winners) == 1 else torch.cat(winners), refusals
+        )
 
-    def _winners(self, logits: Tensor, controls: Controls) -> Tensor:
+    def _winners(self, logits: Tensor, controls: SamplingInputs) -> Tensor:
         columns, cuts, *edits = self._post.send(_arrays(controls), logits.device)
         hashes = vocabulary_hashes(logits.shape[-1], logits.device)
         sent = SentEdits(*edits) if edits else None
-        return Race(logits, columns, cuts, hashes, sent, tile=self._tile).run()
+        return GumbelArgmax(logits, columns, cuts, hashes, sent, tile=self._tile).run()
 
 
 def _check(num_logits: int, num_tokens: int) -> None:
@@ -103,12 +124,12 @@ def _check(num_logits: int, num_tokens: int) -> None:
         raise ValueError(f"{num_logits} rows of logits for {num_tokens} tokens to draw")
 
 
-class TritonDrawing:
-    """`Drawing`: the winners' words, on the device and on their way to the host."""
+class TritonPendingTokens:
+    """`PendingTokens`: the winners' words, on the device and on their way to the host."""
 
     def __init__(self, words: Tensor, refusals: dict[int, str]) -> None:
         self.words = words
-        self._reply, self._refusals = Reply(words), refusals
+        self._reply, self._refusals = AsyncCopy(words), refusals
 
     def choices(self) -> list[Choice]:
         """Wait for the words."""
@@ -120,7 +141,7 @@ def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Choice]
     choices = [Choice(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
     for index, why in refusals.items():
         choices[index] = Choice(-1, why)
-    for index in np.flatnonzero(words >= choose.NOT_FINITE.value).tolist():
+    for index in np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist():
         choices[index] = Choice(-1, _ERRORS[int(words[index])])
     return choices
 
@@ -129,7 +150,7 @@ class _Post:
     """Carries arrays to the device, all of them in one copy."""
 
     def __init__(self) -> None:
-        self._packet: Packet | None = None
+        self._graph_inputs: GraphInputs | None = None
         self._capacity = 0  # numbers
 
     def send(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
@@ -138,25 +159,25 @@ class _Post:
         They hold until the next call: its copy is in the stream behind the kernels that read them.
         """
         stops = np.cumsum([-(-array.nbytes // (4 * _ALIGN)) * _ALIGN for array in arrays]).tolist()
-        packet = self._packet_of(stops[-1], device)
-        host, there = packet.open()["numbers"], packet.device["numbers"]
+        graph_inputs = self._packet_of(stops[-1], device)
+        host, there = graph_inputs.open()["numbers"], graph_inputs.device["numbers"]
         sent = []
         for array, start in zip(arrays, [0, *stops], strict=False):
             stop = start + array.nbytes // 4
             host[start:stop] = array.reshape(-1).view(np.int32)
             sent.append(there[start:stop].view(_DTYPES[array.dtype.name]))
-        packet.upload(stops[-1])
+        graph_inputs.upload(stops[-1])
         return sent
 
-    def _packet_of(self, size: int, device: torch.device) -> Packet:
-        if self._packet is None or size > self._capacity:
+    def _packet_of(self, size: int, device: torch.device) -> GraphInputs:
+        if self._graph_inputs is None or size > self._capacity:
             self._capacity = max(2**12, 1 << (size - 1).bit_length())
             field = Field("numbers", self._capacity)
-            self._packet = Packet([field], device, num_hosts=FLIGHTS)
-        return self._packet
+            self._graph_inputs = GraphInputs([field], device, num_hosts=NUM_BUFFERS)
+        return self._graph_inputs
 
 
-def _arrays(controls: Controls) -> list[NDArray[Any]]:
+def _arrays(controls: SamplingInputs) -> list[NDArray[Any]]:
     lists = controls.edits
     arrays: list[NDArray[Any]] = [controls.columns, controls.cuts]
     if lists is not None:

@@ -12,18 +12,18 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ...batch import Draws, Taps, Wanted
-from ...kv_pool import KVPool
 from ..base import DecoderWeights, ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
+from ..batch import SamplingPlan, Taps, Wanted
+from ..kv_pool import KVPool
 from ..layers import run_layers
-from . import ahead
+from . import device_tokens
+from .graph_inputs import NUM_BUFFERS, GraphInputs
 from .graphs import Graph, MakeGraph
-from .head import MAX_ROWS, Head, Outcome
-from .packet import FLIGHTS, Packet
-from .pass_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
+from .input_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
+from .lm_head import MAX_ROWS, FusedLmHead, GraphOutputs
 from .plan import DevicePlan, Geometry, Kinds, Sums, TritonPlan, device_plan, max_places
 from .sampler import TritonSampler
-from .work_list import NARROW_LEN, SPLIT, WorkList
+from .tile_schedule import NARROW_LEN, SPLIT, TileSchedule
 
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
@@ -36,34 +36,36 @@ class _Captured:
     """A graph, the packet that it reads and what it leaves."""
 
     graph: Graph
-    packet: Packet
-    head: Head | None  # what it does behind the layers
-    outcome: Outcome
+    graph_inputs: GraphInputs
+    head: FusedLmHead | None  # what it does behind the layers
+    outcome: GraphOutputs
     num_positions: int  # of the RoPE tables
     num_places: int  # for sums
 
-    def fits(self, plan: TritonPlan, works: list[WorkList]) -> bool:
+    def fits(self, plan: TritonPlan, works: list[TileSchedule]) -> bool:
         """Whether the buffers have room for a pass."""
         return (
             plan.last_stop <= self.num_positions
             and max(work.num_places for work in works) <= self.num_places
-            and words_needed(plan.batch, works) <= len(self.packet.device["words"])
+            and words_needed(plan.batch, works) <= len(self.graph_inputs.device["words"])
         )
 
-    def run(self, plan: TritonPlan, works: list[WorkList], draws: Draws | None) -> LayersOutput:
+    def run(
+        self, plan: TritonPlan, works: list[TileSchedule], draws: SamplingPlan | None
+    ) -> LayersOutput:
         """Replay for a pass that fits; its rows hold until the next.
 
         Buffers of the device serve two launches in turn without a mark: the copy, the tokens taken
         and the replay of the second are in the stream behind all that the first asked for, the
         logits of its rows and its tokens' way to the host included.
         """
-        batch, to = plan.batch, self.packet.open()
+        batch, to = plan.batch, self.graph_inputs.open()
         num_words = fill(to, batch, works)
         has_chosen = self.head is not None and self.head.fill(to, draws, batch.num_logits)
-        self.packet.upload(num_words)
-        ahead.take_ahead(batch, self.packet.device)
+        self.graph_inputs.upload(num_words)
+        device_tokens.take_device_tokens(batch, self.graph_inputs.device)
         self.graph.replay()
-        logit_rows = self.packet.device["logit_rows"][: len(batch.logit_rows)]
+        logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
 
 
@@ -105,7 +107,7 @@ def _num_positions(geometry: Geometry) -> int:
 
 
 class TritonStep:
-    """`Fused` for the Triton kernels.
+    """`CompiledForward` for the Triton kernels.
 
     A graph computes a fixed number of rows, a *bucket*, of which a pass leaves some empty; what
     is in them it reads from its packet. Long chunks have kernels of their own, so that a bucket
@@ -146,13 +148,13 @@ class TritonStep:
         shared = self._graphs.get(plan.geometry.pool)
         sums = None if shared is None else shared.sums
         device = plan.on_device(self._windows, bucket or num_rows, sums)
-        found = Outcome.of(self._layers(device, wanted.taps))
+        found = GraphOutputs.of(self._layers(device, wanted.taps))
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
-        ahead.warm_up(len(self._weights.embedding), pool.data.device)
+        device_tokens.warm_up(len(self._weights.embedding), pool.data.device)
         geometry = Geometry(pool, heads, rope, self._one_tile)
         known = self._graphs.get(pool)
         if known is not None and known.num_positions < _num_positions(geometry):
@@ -196,7 +198,7 @@ class TritonStep:
         bucket, has_wide, _ = shape
         if bucket <= MAX_ROWS and not has_wide:
             try:
-                head = Head(self._ops, self._weights, self._sampler)
+                head = FusedLmHead(self._ops, self._weights, self._sampler)
                 return self._record(make_graph(), geometry, shared, shape, head)
             except Exception:
                 logger.warning("no graph of %d rows that chooses, too", bucket, exc_info=True)
@@ -208,24 +210,24 @@ class TritonStep:
         geometry: Geometry,
         shared: _PoolGraphs,
         shape: _Shape,
-        head: Head | None,
+        head: FusedLmHead | None,
     ) -> _Captured:
         pool, windows, (bucket, has_wide, taps) = geometry.pool, self._windows, shape
         num_words = shared.num_words(bucket, pool.page_size, len(windows))
         room = fields(bucket, len(windows), num_words, bucket if head else 0)
-        packet = Packet(room, pool.data.device, num_hosts=FLIGHTS)
-        packet.upload(fill_idle(packet.open()))
+        graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
+        graph_inputs.upload(fill_idle(graph_inputs.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, sums=True),))
-        plan = device_plan(geometry, packet, kinds, shared.sums, shared.tables)
+        plan = device_plan(geometry, graph_inputs, kinds, shared.sums, shared.tables)
         tapped = shared.tapped(taps, bucket, self._weights.embedding)
 
-        def work() -> Outcome:
+        def work() -> GraphOutputs:
             found = self._layers(plan, taps, tapped)
-            return Outcome.of(found) if head is None else head.compute(found, packet)
+            return GraphOutputs.of(found) if head is None else head.compute(found, graph_inputs)
 
         outcome = graph.capture(work)
         positions, places = shared.num_positions, shared.sums.num_places
-        return _Captured(graph, packet, head, outcome, positions, places)
+        return _Captured(graph, graph_inputs, head, outcome, positions, places)
 
     def _layers(self, plan: DevicePlan, taps: Taps, tapped: Tensor | None = None) -> LayersOutput:
         return run_layers(self._ops, self._weights, plan.token_ids, plan, taps, tapped=tapped)

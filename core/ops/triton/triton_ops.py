@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...batch import RaggedBatch
 from ...errors import ModelLoadError
-from ...kv_pool import KVPool
-from ...quantize import Quantize, QuantizedWeight, WeightKind
 from ..base import DecoderWeights, Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
+from ..batch import RaggedBatch
+from ..kv_pool import KVPool
+from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .attention import attend_kernel, merge_kernel
 from .elementwise import rms_norm_kernel, rope_write_kernel, silu_mul_kernel
 from .graphs import MakeGraph, cuda_graphs
-from .pass_fields import ITEM_WORDS
+from .input_fields import ITEM_WORDS
 from .plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
 from .sampler import TritonSampler
 from .step import TritonStep
+from .tile_schedule import SPLIT
 from .tiled_linear import TiledLinear, pack_tiled, tiled_linear
-from .work_list import SPLIT
 
 KEYS_TILE = 32  # positions
 ACTIVATION_TILE = 1024  # columns
@@ -63,7 +63,7 @@ class TritonOps:
         """The host's threads, for what little it computes."""
         torch.set_num_threads(count)
 
-    def fuse(self, weights: DecoderWeights) -> TritonStep:
+    def compile_forward(self, weights: DecoderWeights) -> TritonStep:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
@@ -185,7 +185,7 @@ def _attend(
         q, out, pool.data, _scales(pool), sums.sums, sums.tops, sums.totals,
         plan.positions, work.places, work.counts, plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
-        **_shape(heads, pool), SPLIT=SPLIT, STRETCH=geometry.stretch, TILE=KEYS_TILE,
+        **_shape(heads, pool), SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group, TILE=KEYS_TILE,
         TILE_ROWS=geometry.narrow_tile if is_narrow else geometry.wide_tile,
         WINDOW=window or 0, IS_NARROW=is_narrow, ITEM_WORDS=ITEM_WORDS,
     )  # fmt: skip
@@ -198,7 +198,7 @@ def _merge(out: Tensor, plan: DevicePlan, work: Work, window: int | None) -> Non
     merge_kernel[(len(out), heads.num_heads // heads_each)](
         out, sums.sums, sums.tops, sums.totals, plan.positions, work.places, plan.lanes,
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
-        HEAD_DIM=heads.head_dim, SPLIT=SPLIT, STRETCH=geometry.stretch,
+        HEAD_DIM=heads.head_dim, SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,
         WIDE_TILE=geometry.wide_tile, WINDOW=window or 0,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from foretoken.api.messages.breakpoints import Breakpoints, common_len
-from foretoken.core.caching import Pin
+from foretoken.core.interface.request import Pin
 
 HERE = {"cache_control": {"type": "ephemeral"}}
 HOUR = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}

@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         "audit-at-rest-holds-the-loop",
         "Auditor._inspect_slowly",
-        "if (violation := _go_on(steps, SLICE)) is not None:",
-        "if (violation := _go_on(steps, None)) is not None:",
+        "if (violation := _advance(steps, SLICE)) is not None:",
+        "if (violation := _advance(steps, None)) is not None:",
         ("test_others_have_their_turns_between_the_slices_of_an_audit",),
         "an audit at rest holds nobody up",
     ),
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "audits-fill-every-pause",
-        "Auditor.rest",
+        "Auditor.audit_while_idle",
         "        if self._was_cut:\n",
         "        if False:\n",
         ("test_an_audit_that_was_cut_short_is_begun_again_only_when_it_is_quiet",),
@@ -31,16 +31,16 @@ MUTATIONS = (
     ),
     Mutation(
         "engine-forgets-who-came-while-it-audits",
-        "Engine._rest",
-        "            await self._auditor.rest(self._clock(), self._mail.wake)\n",
-        "            await self._auditor.rest(self._clock(), self._mail.wake)\n"
-        "            self._mail.wake.clear()\n",
+        "Engine._wait_for_work",
+        "            await self._auditor.audit_while_idle(self._clock(), self._inbox.wake)\n",
+        "            await self._auditor.audit_while_idle(self._clock(), self._inbox.wake)\n"
+        "            self._inbox.wake.clear()\n",
         ("test_audit.py",),
         "what comes into an idle moment wakes the engine",
     ),
     Mutation(
         "scheduler-charges-twice-where-memory-ran-out",
-        "Scheduler.settle",
+        "Scheduler.credit_unfinished",
         "request.num_prepaid += max(0, row.stop - request.num_computed)",
         "request.num_prepaid += 0",
         ("test_a_tenant_pays_once_for_what_a_step_without_memory_did_not_get_to",),

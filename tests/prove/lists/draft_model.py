@@ -7,7 +7,7 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "tau-judges-the-token-before",
-        "TauTuner.settle",
+        "TemperatureTuner.settle",
         "token_id == row.tokens[at] for token_id in drawn",
         "token_id == row.tokens[at - 1] for token_id in drawn",
         ("test_each_tau_is_judged_by_what_it_would_have_drawn",),
@@ -15,7 +15,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tau-keeps-logits-that-change",
-        "TauTuner.keep",
+        "TemperatureTuner.keep",
         "len(row.tokens), logits.clone()",
         "len(row.tokens), logits",
         ("test_logits_that_change_later_do_not_matter",),
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tau-wins-and-losses-swapped",
-        "TauTuner.judge",
+        "TemperatureTuner.judge",
         "np.outer(right, ~right)",
         "np.outer(~right, right)",
         ("test_an_under_confident_draft_is_sharpened_and_accepted_more_often",),
@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tau-remembers-who-left",
-        "TauTuner",
+        "TemperatureTuner",
         "            self._kept.pop(request_id, None)\n\n    def judge",
         "            self._kept.get(request_id, None)\n\n    def judge",
         ("test_nothing_is_kept_of_requests_that_left_or_have_no_answer",),
@@ -91,8 +91,8 @@ MUTATIONS = (
     Mutation(
         "lm-draws-in-a-graph-without-tau",
         "LmProposer._forward",
-        "Draws(asked, [1] * len(asked), self.tau)",
-        "Draws(asked, [1] * len(asked))",
+        "SamplingPlan(sample_rows, [1] * len(sample_rows), self.temperature_scale)",
+        "SamplingPlan(sample_rows, [1] * len(sample_rows))",
         ("test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it",),
         "a draft is as sharp in a graph as out of it",
     ),

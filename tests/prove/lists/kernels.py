@@ -182,15 +182,15 @@ MUTATIONS = (
     Mutation(
         "kernel-min-tokens-one-more",
         "is_early",
-        "- wishes->prompt_len < wishes->min_tokens;",
-        "- wishes->prompt_len <= wishes->min_tokens;",
+        "- sampling->prompt_len < sampling->min_tokens;",
+        "- sampling->prompt_len <= sampling->min_tokens;",
         ("test_sampler.py::test_drafts_are_followed_as_torch_follows_them",),
         "stop tokens are banned below min_tokens only",
     ),
     Mutation(
         "kernel-presence-counts-the-prompt",
         "output_penalty",
-        "count_path(path, wishes->prompt_len, vocab, counts);",
+        "count_path(path, sampling->prompt_len, vocab, counts);",
         "count_path(path, 0, vocab, counts);",
         ("test_sampler.py::test_any_mixture_of_parameters_draws_what_torch_draws",),
         "presence and frequency count the output alone",
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-sampler-keeps-another-vocabulary",
-        "RowSampling.form",
+        "SamplingMetadata.form",
         "key = (make, *args)",
         "key = make",
         ("test_sampler.py::test_what_is_known_of_a_request_is_known_of_one_width_of_logits",),

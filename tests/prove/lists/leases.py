@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         "cache-extend-is-not-fresh",
         "PrefixCache.extend",
-        "        self._fresh += taken\n",
+        "        self._newly_allocated += taken\n",
         "",
         ("test_fresh_pages_are_those_handed_out_since_the_last_call_each_once",),
         "law 3: other pools learn that a page changed hands",

@@ -114,7 +114,7 @@ MUTATIONS = (
         "_weigh",
         "_masked(weights, block, block.seen).mul_(block.seen)",
         "_masked(weights, block, block.seen).mul(block.seen)",
-        ("test_ops_torch.py::test_hidden_values_weigh_exactly_nothing",),
+        ("test_torch_ops.py::test_hidden_values_weigh_exactly_nothing",),
         "I5: what is hidden weighs exactly nothing",
     ),
     Mutation(

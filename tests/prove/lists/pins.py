@@ -7,7 +7,7 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "pins-outgrow-their-quota",
-        "PinBoard._shrink",
+        "PinnedPrefixes._shrink",
         "while self._num_pages[own] > self.quota:",
         "while self._num_pages[own] > 2 * self.quota:",
         ("test_a_namespace_beyond_its_quota_loses_its_own_oldest_pin",),
@@ -15,7 +15,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-outgrow-the-pool",
-        "PinBoard._shrink",
+        "PinnedPrefixes._shrink",
         "while self._tree.counts.num_pinned > self.total_quota:",
         "while self._tree.counts.num_pinned > 2 * self.total_quota:",
         ("test_all_together_pin_at_most_half_and_the_biggest_namespace_gives_way",),
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-never-expire",
-        "PinBoard.expire",
+        "PinnedPrefixes.expire",
         "while self._due and self._due.peekitem(0)[0][0] <= now:",
         "while self._due and self._due.peekitem(0)[0][0] < 0:",
         ("test_a_pin_decays_to_ordinary_cache_when_its_time_is_over",),
@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-shorten-each-other",
-        "PinBoard.keep",
+        "PinnedPrefixes.keep",
         "known.ttl = max(known.ttl, ttl)",
         "known.ttl = ttl",
         ("test_pinning_again_prolongs_and_never_shortens",),
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-leak-a-receipt",
-        "PinBoard.keep",
+        "PinnedPrefixes.keep",
         "        if known is not None:\n            self._tree.unlock(lock)\n",
         "        if known is not None:\n",
         ("test_random_tenants_lose_no_page_and_never_lock_the_pool",),
@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-do-not-live-on",
-        "PinBoard.touch",
+        "PinnedPrefixes.touch",
         "                if passed.pins and (pinned := self._pins.get(passed)) is not None:\n"
         "                    self._renew(pinned)",
         "                if passed.pins and (pinned := self._pins.get(passed)) is not None:\n"
@@ -57,15 +57,15 @@ MUTATIONS = (
     ),
     Mutation(
         "pins-give-way-in-vain",
-        "PinBoard.give_way",
-        "if pin.lock.node.locks == 1))",
-        "if pin.lock.node.locks))",
+        "PinnedPrefixes.evict_pin",
+        "if pin.lock.node.ref_count == 1))",
+        "if pin.lock.node.ref_count))",
         ("test_pins_of_pages_that_a_request_reads_do_not_give_way_in_vain",),
         "a pin gives way only where pages become evictable",
     ),
     Mutation(
         "pages-ignore-the-wish-not-to-write",
-        "give_back",
+        "release_kv",
         "keep = keep and request.cache.write",
         "keep = keep and request.cache is not None",
         ("test_who_does_not_write_leaves_nothing_and_may_still_read",),
@@ -89,7 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pages-note-a-preempted-hit",
-        "borrow",
+        "acquire_kv",
         "is_first = request.num_preemptions == 0",
         "is_first = request.num_preemptions >= 0",
         ("test_preemption_counts_no_token_as_written_twice",),

@@ -7,7 +7,7 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "cuts-top-p-loses-the-token-that-crosses",
-        "Cuts.keep",
+        "TopKTopP.keep",
         "(reached - mass < self._limit(",
         "(reached < self._limit(",
         ("test_any_mixture_of_parameters_equals_the_reference",),
@@ -15,15 +15,15 @@ MUTATIONS = (
     ),
     Mutation(
         "cuts-min-p-excludes-its-bound",
-        "Cuts.keep",
-        "keep &= ranked >= self.floor",
-        "keep &= ranked > self.floor",
+        "TopKTopP.keep",
+        "keep &= ranked >= self.min_p_logit",
+        "keep &= ranked > self.min_p_logit",
         ("test_min_p_is_relative_to_the_best_after_temperature",),
         "min_p = 1 keeps the best token",
     ),
     Mutation(
         "cuts-a-lone-row-loses-ties",
-        "Cuts._narrowed",
+        "TopKTopP._narrowed",
         "nonzero(values[0] >= values[0].topk(top_k).values[-1])",
         "nonzero(values[0] > values[0].topk(top_k).values[-1])",
         ("test_a_row_is_processed_alike_alone_and_in_any_company",),
@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "cuts-narrow-too-far",
-        "Cuts._narrowed_by_top_p",
+        "TopKTopP._narrowed_by_top_p",
         "math.log(share) - 1e-5",
         "math.log(share) + 1.0",
         ("test_top_p_over_a_flat_row_of_many_tokens_is_the_same_alone",),
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-min-tokens-not-edited",
-        "RowSampling.is_edited_at",
+        "SamplingMetadata.has_processors_at",
         "or position < self.params.min_tokens",
         "or position + 1 < self.params.min_tokens",
         ("test_only_rows_with_a_wish_count_as_edited_or_cut",),
@@ -127,7 +127,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-top-p-alone-is-not-cut",
-        "is_cut",
+        "has_truncation",
         "return 0 < params.top_k < vocab_size or params.min_p > 0.0 or params.top_p < 1.0",
         "return 0 < params.top_k < vocab_size or params.min_p > 0.0",
         ("test_only_rows_with_a_wish_count_as_edited_or_cut",),
@@ -143,10 +143,12 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-rules-of-another-vocabulary",
-        "RowSampling.form",
+        "SamplingMetadata.form",
         "key = (make, *args)",
         "key = (make,)",
-        ("test_sampling.py::test_what_is_known_of_a_request_is_known_of_one_width_of_logits",),
+        (
+            "test_logits_processors.py::test_what_is_known_of_a_request_is_known_of_one_width_of_logits",
+        ),
         "a draft model may have another width of logits",
     ),
 )

@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "quota-forgets-who-came-back",
-        "OwnedPages.use",
+        "NamespaceQuota.use",
         "            self._used[namespace] = num_evicted\n",
         "            self._used.setdefault(namespace, num_evicted)\n",
         ("test_quota.py",),

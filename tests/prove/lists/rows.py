@@ -39,7 +39,7 @@ MUTATIONS = (
     ),
     Mutation(
         "drafting-leaves-prompts-nothing",
-        "share_of",
+        "draft_row_budget",
         "max(0, budget // 2 if others_wait else budget)",
         "max(0, budget)",
         ("test_half_of_the_budget_is_kept_for_prompts_that_wait",),
@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "drafting-counts-cached-pages-as-free",
-        "fit_pages",
+        "allocate_draft_pages",
         "room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size",
         "room = (len(lease.page_ids) + cache.num_available_pages) * cache.page_size",
         ("test_what_is_cached_is_never_evicted_for_a_draft",),

@@ -8,8 +8,8 @@ MUTATIONS = (
     Mutation(
         "scheduler-cancel-frees-nothing",
         "Scheduler._finish",
-        "            self._release(request, keep=keep)\n        self.roster.discard",
-        "            pass\n        self.roster.discard",
+        "            self._release(request, keep=keep)\n        self.request_table.discard",
+        "            pass\n        self.request_table.discard",
         ("test_an_answer_is_the_models_own",),
         "I3: a finished request owns nothing",
     ),
@@ -47,7 +47,7 @@ MUTATIONS = (
     ),
     Mutation(
         "roster-lets-in-out-of-order",
-        "Roster.let_in",
+        "RequestTable.admit",
         "if request.order < last.order:",
         "if request.order > last.order:",
         ("test_running_requests_stay_in_order_whenever_they_come_or_come_back",),
@@ -64,14 +64,14 @@ MUTATIONS = (
     Mutation(
         "scheduler-forgets-who-departed",
         "Scheduler._release",
-        "        self._departed.append(request.request_id)\n",
+        "        self._released_request_ids.append(request.request_id)\n",
         "",
         ("test_who_left_is_told_with_the_next_plan_even_after_idle_turns",),
         "the draft model lets go of requests that left",
     ),
     Mutation(
         "scheduler-admits-beyond-max-running",
-        "Roster.candidates",
+        "RequestTable.candidates",
         "if len(self.running) >= self._limits.max_running:",
         "if len(self.running) > self._limits.max_running:",
         ("test_lower_priority_values_run_first",),
@@ -79,7 +79,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-small-newcomers-first",
-        "Roster.candidates",
+        "RequestTable.candidates",
         "                return  # those behind it must not take the pages that it waits for\n",
         "                self.waiting.pass_over(request)\n                continue\n",
         ("test_small_newcomers_do_not_starve_a_large_request",),
@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-queue-without-a-bound",
-        "Roster._check_room",
+        "RequestTable._check_room",
         "        if num_free <= 0:\n",
         "        if num_free <= -most:\n",
         ("test_a_full_queue_refuses_and_loses_nothing",),
@@ -103,7 +103,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-deadline-of-running-alone",
-        "Roster.late",
+        "RequestTable.expired",
         "return list(self._due.values()[:count])",
         "return [each for each in self._due.values()[:count] if each.request_id in self.running]",
         ("test_a_deadline_ends_waiting_and_running_requests",),
@@ -160,14 +160,14 @@ MUTATIONS = (
     Mutation(
         "admission-reads-the-cache-for-prompt-logprobs",
         "cache_limit",
-        "return told if asks and told < wanted else None",
+        "return num_sent if wants_logprobs and num_sent < wanted else None",
         "return None",
         ("test_prompt_logprobs_have_a_row_for_every_prompt_token_but_the_first",),
         "rows of asked log-probabilities are computed",
     ),
     Mutation(
         "roster-deadline-outlives-its-request",
-        "Roster.discard",
+        "RequestTable.discard",
         "            del self._due[request.arrival_time + request.deadline, request.serial]\n",
         "            pass\n",
         ("test_a_deadline_ends_waiting_and_running_requests",),
@@ -175,7 +175,7 @@ MUTATIONS = (
     ),
     Mutation(
         "roster-flooder-takes-every-place",
-        "Roster._check_room",
+        "RequestTable._check_room",
         "if num_own - num_soon >= min(num_free, self._limits.max_queued):",
         "if num_own - num_soon >= self._limits.max_queued:",
         ("test_a_flood_leaves_room_for_other_tenants",),
@@ -191,7 +191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tenants-idle-time-is-credit",
-        "TokenCounters.lift",
+        "VirtualTokenCounter.lift",
         "self._counts[tenant] = max(self[tenant], self.floor)",
         "self._counts[tenant] = self[tenant]",
         ("test_a_tenant_that_was_served_before_gains_nothing_by_a_pause",),
@@ -208,9 +208,9 @@ MUTATIONS = (
     Mutation(
         "queue-newcomers-pass-who-is-served",
         "WaitingQueue._join",
-        "least = [line.place[0] for line in self._urgent()]",
-        "least = [self._least(line).place[0] for line in self._levels.values()]",
-        ("test_queue.py",),
+        "least = [tenant_queue.sort_key[0] for tenant_queue in self._urgent()]",
+        "least = [self._least(tenant_queue).place[0] for tenant_queue in self._levels.values()]",
+        ("test_request_queue.py",),
         "a parked request gives newcomers no credit",
     ),
     Mutation(

@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         "tree-split-forgets-locks",
         "Node.cut_front",
-        "        upper.locks, upper.pins = self.locks, self.pins\n",
+        "        upper.ref_count, upper.pins = self.ref_count, self.pins\n",
         "",
         ("test_insert_below_adopts_what_another_published_first",),
         "I2: the upper half of a split is held, too",
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(
         "tree-grows-a-shared-leaf-in-place",
         "RadixTree._append",
-        "if node.locks > 1 or node.children or node.parent is None:",
+        "if node.ref_count > 1 or node.children or node.parent is None:",
         "if node.children or node.parent is None:",
         ("test_a_leaf_pinned_by_another_too_is_not_grown_in_place",),
         "another's receipt does not grow",
@@ -120,7 +120,7 @@ MUTATIONS = (
     Mutation(
         "tree-flush-takes-what-is-borrowed",
         "RadixTree._drop_upwards",
-        "while node.parent is not None and not node.locks and not node.children:",
+        "while node.parent is not None and not node.ref_count and not node.children:",
         "while node.parent is not None and not node.children:",
         ("test_flush_of_all_drops_every_unlocked_node",),
         "law 2: what a request borrows is not dropped",

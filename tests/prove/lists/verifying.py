@@ -34,7 +34,7 @@ MUTATIONS = (
         "processed",
         "errors = _unfit(values, NOT_FINITE)",
         "errors: list[str | None] = [None] * len(values)",
-        ("test_verify.py::test_logits_that_are_not_finite_fail_their_own_request_only",),
+        ("test_verifier.py::test_logits_that_are_not_finite_fail_their_own_request_only",),
         "a NaN row fails its own request",
     ),
     Mutation(
@@ -42,7 +42,7 @@ MUTATIONS = (
         "_draw_sound",
         "values = values if len(sound) == len(rows) else values[sound]",
         "values = values[: len(sound)]",
-        ("test_verify.py::test_logits_that_are_not_finite_fail_their_own_request_only",),
+        ("test_verifier.py::test_logits_that_are_not_finite_fail_their_own_request_only",),
         "I5: neighbours of a NaN row are unchanged",
     ),
     Mutation(
@@ -55,8 +55,8 @@ MUTATIONS = (
     ),
     Mutation(
         "verify-tau-is-lost",
-        "_draw_race",
-        "return argmax(noise.add_(scaled(values, rows, tau)))",
+        "_draw_gumbel",
+        "return argmax(noise.add_(scaled(values, rows, temperature_scale)))",
         "return argmax(noise.add_(scaled(values, rows)))",
         ("test_tau_sharpens_what_a_drafter_draws",),
         "a drafter's sharpening",
@@ -82,7 +82,7 @@ MUTATIONS = (
         "_blocks",
         "yield indices[start : start + step], edited, _DRAWS[kind]",
         "yield indices[start : start + max(1, step - 1)], edited, _DRAWS[kind]",
-        ("test_verify.py::test_the_block_size_changes_nothing",),
+        ("test_verifier.py::test_the_block_size_changes_nothing",),
         "every place is decided",
     ),
     Mutation(
@@ -152,8 +152,8 @@ MUTATIONS = (
     Mutation(
         "graph-chooses-for-edited-rows",
         "write_plain_controls",
-        "if wishes.is_edited or first < wishes.min_tokens:",
-        "if first < wishes.min_tokens:",
+        "if form.is_edited or first < form.min_tokens:",
+        "if first < form.min_tokens:",
         ("test_beside_an_edited_row_all_are_chosen_behind_the_graph",),
         "law 4: the same token in a graph and out of it",
     ),

@@ -1,0 +1,116 @@
+"""Auditor: checks the invariants of requests and pages, on request and while idle."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from itertools import islice
+
+from ...radix_cache.audit import Steps
+from ..scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+SECONDS = 60.0  # between two audits in idle moments, at least
+SLICE = 1000  # steps of an audit in an idle moment between turns of others: about a millisecond
+QUIET = 1.0  # seconds without a request until an audit that one cut short is begun again
+AuditResult = dict[str, object]
+
+
+def inspect(scheduler: Scheduler) -> AuditResult:
+    """Check all invariants now: ``ok`` with the counts, or the ``violation``. O(pages)."""
+    if violation := _advance(scheduler.checks(), None):
+        return {"ok": False, "violation": violation}
+    cache = scheduler.cache
+    free, tree = cache.num_free_pages, cache.tree.num_pages
+    pages = {
+        "total": cache.num_total_pages,
+        "free": free,
+        "tree": tree,
+        "private": cache.num_total_pages - free - tree,
+        "evictable": cache.num_evictable_pages,
+        "pinned": cache.num_pinned_pages,
+    }
+    requests = {"running": len(scheduler.running), "waiting": len(scheduler.waiting)}
+    return {"ok": True, "pages": pages, "requests": requests}
+
+
+def _advance(steps: Steps, num_steps: int | None) -> str | None:
+    """Take ``num_steps`` steps, or all. None: there are more; else the violation or ""."""
+    try:
+        num_done = sum(1 for _ in islice(steps, num_steps))
+    except AssertionError as violation:
+        return str(violation) or "an invariant does not hold"
+    except Exception as error:  # the check itself failed; the error's text may quote tokens
+        return f"the check failed: {type(error).__name__}"
+    return None if num_done == num_steps else ""
+
+
+class Auditor:
+    """Audits an engine between its steps: on request, and from time to time while it is idle."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.num_failures = 0
+        self._scheduler = scheduler
+        self._requests: list[asyncio.Future[AuditResult]] = []
+        self._passed = -SECONDS  # time of the last complete idle audit
+        self._was_cut = False  # whether the last idle audit was interrupted
+
+    def request(self) -> asyncio.Future[AuditResult]:
+        """Return a future that the next `answer_requests` resolves."""
+        self._requests.append(result := asyncio.get_running_loop().create_future())
+        return result
+
+    def answer_requests(self) -> None:
+        """Audit if requested, and resolve the futures; called between two steps."""
+        waiting = [each for each in self._requests if not each.done()]  # the others were cancelled
+        self._requests.clear()
+        if waiting:
+            result = self._inspect()  # one audit a round resolves all of them
+            for each in waiting:
+                each.set_result(result)
+
+    async def audit_while_idle(self, now: float, wake: asyncio.Event) -> None:
+        """Audit while no request is there, at most every `SECONDS`: a large pool takes a while.
+
+        Other tasks run in between. Setting ``wake`` interrupts the audit; the next one then waits
+        for a longer pause, or short pauses would be full of audits that never end.
+        """
+        if now - self._passed < SECONDS:
+            return
+        if self._was_cut:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUIET):
+                    await wake.wait()
+        self._was_cut = True
+        while self._was_cut and not wake.is_set():
+            if await self._inspect_slowly(wake):
+                self._passed, self._was_cut = now, False
+
+    async def _inspect_slowly(self, wake: asyncio.Event) -> bool:
+        """Audit in slices; return whether it ended before the cache changed."""
+        tree, steps = self._scheduler.cache.tree, self._scheduler.checks()
+        version = tree.version
+        while tree.version == version and not wake.is_set():
+            if (violation := _advance(steps, SLICE)) is not None:
+                self._note(violation)
+                return True
+            await asyncio.sleep(0)
+        return False
+
+    def close(self, error: Exception) -> None:
+        """Fail the requests for an audit that are open."""
+        waiting, self._requests = self._requests, []
+        for each in waiting:
+            if not each.done():
+                each.set_exception(error)
+
+    def _inspect(self) -> AuditResult:
+        result = inspect(self._scheduler)
+        self._note(str(result.get("violation", "")))
+        return result
+
+    def _note(self, violation: str) -> None:
+        if violation:
+            self.num_failures += 1
+            logger.warning("the audit failed: %s", violation)

@@ -1,0 +1,165 @@
+"""Crash dumps: a JSON file that describes an engine, written when it dies or on request.
+
+It has requests by id and counts, pools, the last steps and each thread's stack. It never has a
+prompt, an answer, a key, a cache salt, or the text of an exception, which may quote any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ..._version import __version__
+from ..interface.request import Request
+from ..interface.step import StepPlan
+from ..scheduling.scheduler import Scheduler
+from .audit import inspect
+
+logger = logging.getLogger(__name__)
+MAX_STEPS = 64
+CrashReport = dict[str, object]
+_NUMBERS = itertools.count(1)  # two dumps of one second
+
+
+class StepRecord(NamedTuple):
+    """One run of the model thread."""
+
+    began: float  # on the engine's clock
+    seconds: float
+    num_rows: int
+    num_tokens: int
+    failure: str | None  # the kind of exception
+
+
+class StepLog:
+    """The last runs of the model thread and the present one. Cheap: written every step."""
+
+    def __init__(self) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self.began: float | None = None  # of the run under way, on the engine's clock
+
+    def begin(self, now: float) -> None:
+        """Record the start of a run."""
+        self.began = now
+
+    def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
+        """Record its end."""
+        began, self.began = self.began, None
+        if began is not None:
+            kind = None if failure is None else type(failure).__name__
+            seconds = now - began
+            self.records.append(StepRecord(began, seconds, len(plan.rows), plan.num_tokens, kind))
+
+    def seconds_under_way(self, now: float) -> float:
+        """Seconds since the present run began; 0 between two runs."""
+        return 0.0 if self.began is None else now - self.began
+
+
+def make_report(
+    reason: str,
+    scheduler: Scheduler,
+    steps: StepLog,
+    now: float,
+    *,
+    failure: BaseException | None = None,
+    about: Mapping[str, object] | None = None,
+) -> CrashReport:
+    """Describe the engine. A part that cannot be made is replaced by the reason.
+
+    It only reads, so another thread may call it while the event loop is stuck.
+    """
+    parts: dict[str, Callable[[], object]] = {
+        "failure": lambda: None if failure is None else _describe_failure(failure),
+        "audit": lambda: inspect(scheduler),
+        "requests": lambda: [_describe(request, now) for request in _requests(scheduler)],
+        "step_under_way_seconds": lambda: steps.seconds_under_way(now),
+        "steps": lambda: [note._asdict() for note in tuple(steps.records)],
+        "threads": stacks,
+        "config": lambda: dict(about or {}),
+    }
+    versions = {"foretoken": __version__, "python": platform.python_version()}
+    head: CrashReport = {"reason": reason, "time": _now("%Y-%m-%dT%H:%M:%SZ"), "version": versions}
+    return (
+        head
+        | {"now": now, "pid": os.getpid()}
+        | {k: _value_or_error(part) for k, part in parts.items()}
+    )
+
+
+def write_report(report: CrashReport, folder: Path) -> Path | None:
+    """Write a report to a new file that only this user may read; None and a log line on failure."""
+    name = f"foretoken-{os.getpid()}-{_now('%Y%m%dT%H%M%SZ')}-{next(_NUMBERS)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Exclusive: in a shared folder the name may be a link made by another user.
+        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "w") as file:
+            json.dump(report, file, indent=1, default=str)
+    except (OSError, ValueError, TypeError):
+        logger.exception("no crash dump could be written to %s", folder)
+        return None
+    logger.critical("%s: crash dump in %s", report["reason"], folder / name)
+    return folder / name
+
+
+def stacks() -> dict[str, list[str]]:
+    """The stack of each thread by its name: places in the code, no values."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        f"{names.get(ident, 'unknown')} ({ident})": _places(traceback.extract_stack(frame))
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def _value_or_error(part: Callable[[], object]) -> object:
+    try:
+        return part()
+    except Exception as error:  # a broken engine is what this is for
+        return f"cannot be told: {type(error).__name__}"
+
+
+def _describe_failure(failure: BaseException) -> object:
+    places = _places(traceback.extract_tb(failure.__traceback__))
+    return {"kind": type(failure).__name__, "places": places}
+
+
+def _places(stack: traceback.StackSummary) -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in stack]
+
+
+def _requests(scheduler: Scheduler) -> Iterator[Request]:
+    yield from list(scheduler.running.values())
+    yield from list(scheduler.waiting)
+
+
+def _describe(request: Request, now: float) -> CrashReport:
+    lease, deadline = request.lease, request.deadline
+    age = now - request.arrival_time
+    return {
+        "id": request.request_id,
+        "state": request.status.value,
+        "prompt_tokens": request.prompt_len,
+        "output_tokens": request.num_output,
+        "computed_tokens": request.num_computed,
+        "pages": 0 if lease is None else len(lease.page_ids),
+        "shared_pages": 0 if lease is None else lease.num_shared_pages,
+        "priority": request.priority,
+        "preemptions": request.num_preemptions,
+        "age_seconds": age,
+        "deadline_in_seconds": None if deadline is None else deadline - age,
+    }
+
+
+def _now(form: str) -> str:
+    return time.strftime(form, time.gmtime())

@@ -1,0 +1,330 @@
+"""Engine: the asyncio loop between callers and the model thread.
+
+One loop, one model thread. The loop's task alone changes requests and the cache, and it is
+suspended while the model thread runs a step; callers only append to the inbox and read streams.
+So there are no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from array import array
+from collections.abc import Callable
+
+from ..errors import EngineDead, InvalidRequest, QueueFull
+from ..interface.request import Request
+from ..interface.step import StepOutput, StepPlan
+from ..interface.step_runner import StepRunner
+from ..scheduling.kv_ops import describe_cache
+from ..scheduling.scheduler import Scheduler
+from ..telemetry.metrics import EngineMetrics
+from ..telemetry.spec_decode_stats import SpecDecodeLog
+from .audit import Auditor, AuditResult
+from .crash_dump import CrashReport, make_report, write_report
+from .inbox import RequestInbox, TokenStream
+from .model_thread import ModelThread, StepThread
+from .step_executor import OverlapWork, StepExecutor
+from .watchdog import Supervision, Watchdog
+
+logger = logging.getLogger(__name__)
+FEW_EVENTS = 2  # are delivered sooner than the loop can be woken
+DEFAULT_SUPERVISION = Supervision()
+CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stopped"
+
+
+class Engine:
+    """Serves requests until closed.
+
+    If a step raises, its rows are run again in parts: the requests whose rows fail alone end, the
+    others are not affected. After three steps in a row without a successful part, or one that does
+    not return, the engine ends: every stream gets an error, and a crash dump is written.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        on_thread_start: Callable[[], None] = lambda: None,
+        warm_up: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        make_thread: Callable[[str, Callable[[], None]], StepThread] = ModelThread,
+        supervision: Supervision = DEFAULT_SUPERVISION,
+        overlap: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.metrics = EngineMetrics(scheduler, self)
+        self._log = SpecDecodeLog(
+            self.metrics.spec_stats, scheduler.speculator.describe, clock=clock
+        )
+        self.failure: BaseException | None = None
+        self.draining = False
+        self.runner = runner
+        self.supervision = supervision
+        self.num_crash_dumps = 0
+        self._clock = clock
+        self._warm_up = warm_up
+        self._thread = make_thread("foretoken-model", on_thread_start)
+        self._task: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._round_began = 0.0
+        self._inbox = RequestInbox(scheduler, self.metrics)
+        self._auditor = Auditor(scheduler)
+        self._watchdog = Watchdog(supervision.step_timeout)
+        self._step_executor = StepExecutor(
+            scheduler,
+            self.metrics,
+            self._thread,
+            self._watchdog,
+            on_events=self._inbox.queue_events,
+            overlap_work=OverlapWork(self._work_behind_kernels, self._has_much_work),
+            clock=clock,
+            overlap=overlap,
+        )
+
+    # -- callers --------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop runs; false before `start`, after `close` and when steps fail."""
+        task = self._task
+        return task is not None and not task.done() and not task.cancelling()
+
+    @property
+    def hung(self) -> bool:
+        """Whether a step did not return in time and its thread was abandoned."""
+        return self._watchdog.gave_up
+
+    @property
+    def readiness(self) -> str | None:
+        """Why the engine cannot take new requests now; None if it can. Cheap."""
+        if self.draining:
+            return "the engine is shutting down"
+        if not self.alive:
+            return self._death_reason()
+        if (
+            self._step_executor.log.seconds_under_way(self._clock())
+            > self.supervision.ready_step_seconds
+        ):
+            return "a step takes very long"
+        return None
+
+    @property
+    def now(self) -> float:
+        """Seconds on the engine's clock, by which arrivals, pins and evictions are timed."""
+        return self._clock()
+
+    def submit(self, request: Request) -> TokenStream:
+        """Accept a request; its answer arrives on the stream.
+
+        Raises `EngineDead`, `QueueFull`, and what `Scheduler.check` raises.
+        """
+        if not self.alive or self.draining:
+            raise EngineDead(
+                "the engine is shutting down" if self.draining else self._death_reason()
+            )
+        if request.request_id in self._inbox.streams:
+            raise InvalidRequest("request_id is in use", param="request_id")
+        try:
+            self.scheduler.check(request, pending=self._inbox.pending_arrivals(request.tenant))
+        except QueueFull as full:
+            full.retry_after = self._inbox.retry_after()
+            raise
+        self._step_executor.withdraw()  # or its first token would wait for another step
+        return self._inbox.accept(request, self._clock())
+
+    def abort(self, request_id: str) -> None:
+        """End a request between two steps; unknown and finished ones are ignored."""
+        self._inbox.abort(request_id)
+
+    def flush_cache(self, *namespaces: str | None) -> int:
+        """Drop cached prefixes that no request uses, and what drafts draw on.
+
+        Of these namespaces, of all when none is named. Returns how many pages that freed.
+        """
+        return self.scheduler.flush(*namespaces)
+
+    def flush_prefix(self, tokens: array[int], namespace: str | None = None) -> int:
+        """Drop what begins with these tokens and is not in use, pins or not.
+
+        Drafts of the namespace go altogether: they know no prefixes. Returns how many pages that
+        freed. Raises `InvalidRequest` for tokens that do not fill a page.
+        """
+        return self.scheduler.flush_prefix(tokens, namespace)
+
+    def cache_info(self, namespace: str | None = None) -> dict[str, object]:
+        """Occupancy and hit counters of the prefix cache, in pages and tokens.
+
+        ``pins`` lists those of one namespace only.
+        """
+        cache = self.scheduler.cache
+        cache.tick(self._clock())  # without steps nothing else expires pins
+        return describe_cache(cache, namespace)
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Runs of the model thread that raised."""
+        return self._step_executor.num_failed_steps
+
+    @property
+    def num_bisections(self) -> int:
+        """Steps that failed and were run again in parts."""
+        return self._step_executor.num_bisections
+
+    @property
+    def num_audit_failures(self) -> int:
+        """Audits that found something wrong."""
+        return self._auditor.num_failures
+
+    async def audit(self) -> AuditResult:
+        """Check every page and request between two steps; see `core.engine.audit.inspect`.
+
+        Raises `EngineDead`.
+        """
+        if not self.alive:
+            raise EngineDead(self._death_reason())
+        result = self._auditor.request()
+        self._inbox.notify()
+        return await result
+
+    def report(self, reason: str) -> CrashReport:
+        """Describe the engine as a crash dump does; works while the loop is stuck."""
+        about, now = self.supervision.about, self._clock()
+        failure = self.failure
+        return make_report(
+            reason, self.scheduler, self._step_executor.log, now, failure=failure, about=about
+        )
+
+    def dump(self, report: CrashReport) -> None:
+        """Write a report to the dump folder, if there is one."""
+        folder = self.supervision.dump_dir
+        if folder is not None and write_report(report, folder) is not None:
+            self.num_crash_dumps += 1
+
+    def _death_reason(self) -> str:
+        return STEPS_FAILED if self.failure else "the engine is not running"
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start serving on the running event loop, after the warm-up of the model thread.
+
+        Raises `EngineDead` after `close`, and what the warm-up raises.
+        """
+        self._require_open()
+        if self._task is None:
+            await self._thread.start(self._warm_up).result()
+            self._require_open()  # `close` may have been called meanwhile
+        if self._task is None:
+            self._inbox.idle.set()
+            self._task = asyncio.create_task(self._run(), name="foretoken-engine")
+
+    def _require_open(self) -> None:
+        if self.draining:
+            raise EngineDead("the engine was closed")
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Stop: refuse new requests, wait for running ones, then abort those that are left.
+
+        A second call waits for the first.
+        """
+        self.draining = True
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_seconds))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, drain_seconds: float) -> None:
+        if self.alive and drain_seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._inbox.idle.wait(), drain_seconds)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._end_everything(None)  # a task that was cancelled before it ran ended no stream
+        self._thread.close()
+
+    async def _run(self) -> None:
+        """Run the loop; whatever ends it, every stream is ended."""
+        last: EngineDead | None = EngineDead(CLOSED)
+        self._round_began = self._clock()
+        try:
+            while True:
+                await self._turn()
+        except asyncio.CancelledError:
+            last = None if self.draining else last
+            raise
+        except EngineDead:  # the interpreter exits, and the model thread ended
+            logger.debug("the engine ends with its model thread")
+        except BaseException as failure:
+            logger.critical("the engine stops", exc_info=failure)
+            self.failure, last = failure, EngineDead(STEPS_FAILED)
+        finally:
+            self._end(last)
+
+    def _end(self, last: EngineDead | None) -> None:
+        """End the streams first: writing a crash dump may take a while."""
+        report = self.report("the engine died") if self.failure or self.hung else None
+        self._end_everything(last)
+        if report is not None:
+            self.dump(report)
+
+    async def _turn(self) -> None:
+        """One round: inbox, plan, step. Events are delivered while the model computes."""
+        self._inbox.drain(self._clock())
+        self._auditor.answer_requests()
+        plan = self._step_executor.planned_ahead or self.scheduler.schedule(self._clock())
+        if not plan.rows:
+            self._deliver()
+            await self._wait_for_work()
+            return
+        output = await self._step_executor.step(plan, self.runner)
+        if output is not None:
+            self._report_step(plan, output)
+        else:  # a step run in parts is not a measurement
+            self._round_began = self._clock()
+
+    def _has_much_work(self) -> bool:
+        """Whether the work of a step is long enough to wait until its kernels have started."""
+        return self._inbox.num_undelivered > FEW_EVENTS or self.scheduler.speculator.has_work()
+
+    def _work_behind_kernels(self) -> None:
+        """Deliver events and do the speculator's upkeep while the model thread computes."""
+        self._deliver()
+        if self.scheduler.speculator.has_work():
+            self.scheduler.speculator.work()
+
+    def _report_step(self, plan: StepPlan, output: StepOutput) -> None:
+        """Report a step's time from commit to commit: the host's share is a cost as well."""
+        self._log.tick()
+        now = self._clock()
+        self.metrics.observe_round(output, now - self._round_began)
+        self.scheduler.speculator.observe_step(plan, output, now - self._round_began)
+        self._round_began = now
+
+    async def _wait_for_work(self) -> None:
+        self._inbox.wake.clear()  # the inbox is empty; from here on an arrival sets it again
+        if not self.scheduler.num_requests:
+            self.scheduler.speculator.work()  # it forgets the requests that ended last
+            self._inbox.mark_idle()
+            await self._auditor.audit_while_idle(self._clock(), self._inbox.wake)
+        await self._inbox.wake.wait()
+        self._round_began = self._clock()
+
+    def _deliver(self) -> None:
+        self._inbox.deliver(self._clock())
+
+    def _end_everything(self, error: EngineDead | None) -> None:
+        """Abort all requests, or fail them with an error; those in the inbox included."""
+        last = error or EngineDead(CLOSED)
+        try:
+            self._step_executor.withdraw()
+            self._inbox.queue_events(self.scheduler.abort_all(self._clock(), error))
+            self._deliver()
+        except Exception:
+            logger.exception("the scheduler could not let go of its requests")
+        self._inbox.fail_streams(last)
+        self._auditor.close(last)
+        self._watchdog.close()

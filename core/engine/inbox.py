@@ -1,0 +1,188 @@
+"""RequestInbox: arrivals and aborts on their way to the loop, and deltas on their way back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from ..errors import DeadlineExceeded, EngineDead
+from ..interface.request import Delta, Request, Tenant
+from ..scheduling.admission import PendingArrivals
+from ..scheduling.scheduler import Event, Scheduler
+from ..telemetry.metrics import EngineMetrics
+
+
+class RequestInbox:
+    """Holds what callers submitted since the last step, and the streams of all requests.
+
+    Callers call `accept`, `abort` and `notify`, the engine's loop the others; all on one event
+    loop.
+    """
+
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
+        self.streams: dict[str, TokenStream] = {}  # of requests that have not ended
+        self.wake = asyncio.Event()  # an arrival or an abort
+        self.idle = asyncio.Event()  # no request is there
+        self._scheduler, self._metrics = scheduler, metrics
+        self._arrived: list[tuple[Request, float]] = []  # with the time of arrival
+        self._num_arrived: Counter[Tenant] = Counter()  # of each tenant
+        self._aborted: list[str] = []
+        self._events: list[Event] = []  # not delivered yet
+        self._rate = FinishRate()
+
+    def pending_arrivals(self, tenant: Tenant) -> PendingArrivals:
+        """Requests that were accepted and not passed to the scheduler yet. O(1)."""
+        return PendingArrivals(len(self._arrived), self._num_arrived[tenant])
+
+    def accept(self, request: Request, now: float) -> TokenStream:
+        """Accept a checked request and return its stream."""
+        stream = self.streams[request.request_id] = TokenStream(request)
+        self._arrived.append((request, now))
+        self._num_arrived[request.tenant] += 1
+        self._metrics.observe_arrival(request, now)
+        self.notify()
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request; unknown ids are ignored."""
+        if request_id in self.streams:
+            self._aborted.append(request_id)
+            self.notify()
+
+    def notify(self) -> None:
+        """Wake the loop for another round."""
+        self.idle.clear()
+        self.wake.set()
+
+    def retry_after(self) -> float:
+        """Seconds until the queue is empty, at the rate at which requests finished lately."""
+        return self._rate.seconds_for(len(self._scheduler.waiting) + len(self._arrived))
+
+    def drain(self, now: float) -> None:
+        """Pass arrivals and aborts to the scheduler, and end requests past their deadline."""
+        arrived, self._arrived = self._arrived, []
+        self._num_arrived.clear()
+        for request, arrival_time in arrived:
+            self._scheduler.add(request, arrival_time)
+        aborted, self._aborted = self._aborted, []
+        for request_id in aborted:
+            self.queue_events(self._scheduler.abort(request_id, now))
+        late = self._scheduler.expire(now)
+        for _, delta in late:
+            if isinstance(delta.error, DeadlineExceeded):
+                delta.error.retry_after = self.retry_after()
+        self.queue_events(late)
+
+    @property
+    def num_undelivered(self) -> int:
+        """Events that are not delivered yet."""
+        return len(self._events)
+
+    def queue_events(self, events: Iterable[Event]) -> None:
+        """Queue events; they are delivered while the model computes."""
+        self._events += events
+
+    def deliver(self, now: float) -> None:
+        """Push the queued events into their streams."""
+        events, self._events = self._events, []
+        for request, delta in events:
+            self.streams[request.request_id].push(delta)
+            self._metrics.observe_delta(request, delta, now)
+            if delta.terminal:
+                del self.streams[request.request_id]
+                if self._aborted:  # or the abort would end a later request with that id
+                    self._aborted = [id_ for id_ in self._aborted if id_ != request.request_id]
+                self._rate.note(now)
+
+    def mark_idle(self) -> None:
+        """Note that no request is there."""
+        self.idle.set()
+        self._rate.clear()
+
+    def fail_streams(self, error: EngineDead) -> None:
+        """Fail all open streams."""
+        for stream in self.streams.values():
+            stream.push(Delta(error=error))
+        self.streams.clear()
+        self._arrived.clear()
+        self._num_arrived.clear()
+        self.idle.set()
+
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+NUM_TIMES = 64
+
+
+class FinishRate:
+    """The rate over the last requests that finished without a pause between them."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=NUM_TIMES)
+
+    def note(self, now: float) -> None:
+        """Record the time at which a request finished."""
+        self._times.append(now)
+
+    def clear(self) -> None:
+        """Forget the times: a rate measured over idle time would be too low."""
+        self._times.clear()
+
+    def seconds_for(self, num_requests: int) -> float:
+        """Seconds until ``num_requests`` have finished at this rate; 1 to 60."""
+        times = self._times
+        if len(times) < 2 or times[-1] <= times[0]:
+            return MIN_RETRY_SECONDS
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, num_requests / rate))
+
+
+class TokenStream:
+    """Async iterator over the `Delta`s of one request.
+
+    The engine never waits for a reader: deltas that are not read yet are merged, so a slow reader
+    costs one slot. The last delta has a finish reason; a failed
+    request raises its error instead.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._slot: Delta | None = None
+        self._ended = False  # the terminal delta was pushed; nothing may follow
+        self._arrived = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with this request, read or not."""
+        return self._ended
+
+    def push(self, delta: Delta) -> None:
+        """Add a delta; called by the engine, on the event loop."""
+        if self._ended:
+            return
+        if self._slot is None:
+            self._slot = delta
+        else:
+            self._slot.merge(delta)
+        self._ended = delta.terminal
+        self._arrived.set()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while self._slot is None:
+            if self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        delta, self._slot = self._slot, None
+        if delta.error is None:
+            return delta
+        if delta.token_ids:  # the tokens first, then the error, as a fast reader gets them
+            self._slot = Delta(error=delta.error)
+            delta.error = None
+            return delta
+        raise delta.error.with_traceback(
+            None
+        )  # streams may share the error: its traceback would grow with each

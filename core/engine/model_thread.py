@@ -1,0 +1,163 @@
+"""ModelThread: the one thread that computes, seen from the event loop.
+
+What `concurrent.futures` and `asyncio.shield` do for the same costs locks, callbacks and turns of
+the loop, a tenth of a millisecond a step: as long as a small model takes for a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..errors import EngineDead
+
+T = TypeVar("T")
+EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a call under way
+
+
+class Job(Generic[T]):
+    """A call under way. Belongs to the event loop on which it was started."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.loop = asyncio.get_running_loop()
+        self.is_over = False
+        self._ended: asyncio.Future[None] = self.loop.create_future()
+        self._result: T | None = None
+        self._failure: BaseException | None = None
+
+    async def result(self) -> T:
+        """Wait for what the call returns or raises, to its end even if the caller is cancelled."""
+        cancelled: asyncio.CancelledError | None = None
+        while not self.is_over:
+            try:
+                await self._ended
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._ended = self.loop.create_future()  # only the waiting was cancelled
+        if cancelled is not None:
+            raise cancelled
+        if self._failure is not None:
+            raise self._failure
+        return self._result  # type: ignore[return-value] # a T where nothing was raised
+
+    def end(self, result: T | None, failure: BaseException | None) -> None:
+        """Called on the event loop. The first call counts: an abandoned job stays abandoned."""
+        if self.is_over:
+            return
+        self._result, self._failure, self.is_over = result, failure, True
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+
+class StepThread(Protocol):
+    """Where an engine computes: a thread, or what a test puts in its place."""
+
+    def start(self, work: Callable[[], T]) -> Job[T]:
+        """Begin a call; its outcome is passed to ``Job.end`` on the event loop."""
+
+    def close(self) -> None:
+        """Begin nothing more."""
+
+
+class _Inbox:
+    """Calls for one thread, in order, and its end."""
+
+    current: Job[Any] | None = None  # the call that the thread is in
+    _latest: weakref.ref[Job[Any]] | None = None  # that was put in
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # no job behind the end
+        self._is_closed = False
+
+    def put(self, job: Job[Any]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise EngineDead("the engine was closed")
+            self._jobs.put(job)
+            self._latest = weakref.ref(job)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._jobs.put(None)
+
+    def get(self) -> Job[Any] | None:
+        self.current = None  # while it waits it holds nothing
+        self.current = self._jobs.get()
+        return self.current
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the thread is in a call that was abandoned.
+
+        A launch has no waiting caller; then the call put in behind it decides.
+        """
+        job, latest = self.current, None if self._latest is None else self._latest()
+        return job is not None and (job.is_over or (latest is not None and latest.is_over))
+
+
+class ModelThread:
+    """Runs one call after the other until it is closed or no reference to it is left.
+
+    ``on_start`` runs in it first; every call raises what that raises.
+    """
+
+    def __init__(self, name: str, on_start: Callable[[], None]) -> None:
+        self._inbox = _Inbox()
+        # A daemon: an engine that was not closed must not keep the interpreter from exiting.
+        self._thread = threading.Thread(
+            target=_serve, args=(self._inbox, on_start), name=name, daemon=True
+        )
+        _RUNNING[self._thread] = self._inbox
+        self._thread.start()
+        weakref.finalize(self, self._inbox.close)
+
+    def start(self, work: Callable[[], T]) -> Job[T]:
+        """Begin a call on behalf of the running event loop. Raises `EngineDead` once closed."""
+        job = Job(work)
+        self._inbox.put(job)
+        return job
+
+    def close(self) -> None:
+        """End the thread after the calls that it was given."""
+        self._inbox.close()
+
+
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Inbox] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Kernels must not run while the memory that they read is torn down."""
+    running = list(_RUNNING.items())
+    for _, inbox in running:
+        inbox.close()
+    for thread, inbox in running:
+        if not inbox.is_given_up:
+            thread.join(EXIT_SECONDS)
+
+
+def _serve(inbox: _Inbox, on_start: Callable[[], None]) -> None:
+    """The thread: it holds nothing but what it runs, so that it ends with its `ModelThread`."""
+    _, failure = _outcome(on_start)
+    del on_start
+    while (job := inbox.get()) is not None:
+        outcome = _outcome(job.work) if failure is None else (None, failure)
+        with contextlib.suppress(RuntimeError):  # its loop is closed: no caller waits
+            job.loop.call_soon_threadsafe(job.end, *outcome)
+        del job, outcome
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as failure:  # raised where it is waited for
+        return None, failure

@@ -1,0 +1,366 @@
+"""StepExecutor: computes a plan in the model thread and commits it, failures included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from ..errors import ForetokenError
+from ..interface.step import StepOutput, StepPlan
+from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, StepRunner
+from ..scheduling.async_scheduling import plan_next, replan
+from ..scheduling.scheduler import Event, Scheduler
+from ..telemetry.metrics import EngineMetrics
+from .crash_dump import StepLog
+from .model_thread import Job, StepThread
+from .step_bisection import (
+    StepBisection,
+    drafts,
+    forget_frames,
+    is_out_of_memory,
+    may_have_lost_gpu,
+)
+from .watchdog import StepHung, Watchdog
+
+logger = logging.getLogger(__name__)
+MAX_FAILURES = 3  # steps in a row without a successful part
+OnEvents = Callable[[list[Event]], None]
+
+
+# Shadow: what the event loop does for others while the model thread computes.
+#
+# Python lets one thread run at a time. At the beginning of a step that must be the model thread,
+# which prepares its kernels: whatever the loop does then, the step waits for. So the loop waits to
+# be told that the kernels begin, and does its work behind them. That it is told costs something,
+# too: two threads' time to wake one. So what is little is done at once.
+
+
+class OverlapWork:
+    """Does the event loop's own work while the model thread computes.
+
+    One thread at a time holds Python's lock. At the beginning of a step that must be the model
+    thread, which prepares its kernels: work done by the loop then delays the step. So the loop
+    waits for `kernels_started`. Waking it costs two threads' time, so a small amount of work is
+    done at once. ``work`` is called once for each step, before it ends. All but
+    `kernels_started` is called on the event loop.
+    """
+
+    def __init__(self, work: Callable[[], None], is_much: Callable[[], bool]) -> None:
+        self._work, self._is_much = work, is_much
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_due = False
+        self._has_entered = False  # whether the kernels of the step have started
+        self._failure: BaseException | None = None
+
+    def begin(self, *, is_notified: bool) -> None:
+        """Begin a step. ``is_notified``: `kernels_started` will be called in it."""
+        is_late, self._has_entered = self._has_entered, False
+        if is_notified and not is_late and self._is_much():
+            self._loop, self._is_due = asyncio.get_running_loop(), True
+        else:
+            self._work()
+
+    def kernels_started(self) -> None:
+        """Note that the kernels start. Called in the model thread."""
+        self._has_entered = True  # `begin` may come later
+        if self._is_due and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._run_late)
+
+    def _run_late(self) -> None:
+        try:
+            self.finish()
+        except BaseException as failure:  # raised by `finish`
+            self._failure = failure
+
+    def finish(self) -> None:
+        """End a step: do the work now if it is still due. Raises what the work raised."""
+        self._has_entered = False
+        if self._is_due:
+            self._is_due = False
+            self._work()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def cancel(self) -> None:
+        """Drop the work that is due."""
+        self._is_due, self._has_entered, self._failure = False, False, None
+
+
+class InFlightStep:
+    """A step in the model thread, which may begin before the output of the last one is read.
+
+    A plan made ahead lacks the last token of each row: the step before it, ``after``, chooses
+    them. A runner that launches gets both steps before the first one's output is waited for;
+    others compute one step after the other. ``splits``: the thread launches the step in one call
+    and waits for it in another, so that the next launch may come between.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        runner: StepRunner,
+        began: float,
+        on_kernels_started: OnKernelsStarted,
+        *,
+        after: InFlightStep | None = None,
+        splits: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.began = began  # on the engine's clock
+        self.is_ahead = after is not None
+        self._runner = runner
+        self._on_kernels_started = on_kernels_started
+        self._after = after
+        self._splits = splits
+        self._claims = [
+            None
+        ]  # one item: the thread that pops it decides whether the step is computed
+        self._job: Job[StepOutput] | None = None
+        self._pending: Pending | None = None
+        self._failure: BaseException = StepCancelled()  # why nothing is pending
+
+    def start(self, thread: StepThread) -> None:
+        """Have the thread begin the step as soon as it can."""
+        if self._splits:
+            thread.start(self._launch)
+        else:
+            self._job = thread.start(self._run)
+
+    def outcome(self, thread: StepThread) -> Job[StepOutput]:
+        """The call that ends with the step; call it after the start of the step behind it."""
+        if self._job is None:
+            self._job = thread.start(self._finish)
+        return self._job
+
+    def withdraw(self) -> bool:
+        """Cancel the step if the thread has not begun it; return whether it is cancelled."""
+        return self._claim()
+
+    # -- in the model thread --------------------------------------------------------------------
+
+    def _claim(self) -> bool:
+        try:
+            self._claims.pop()  # one of two threads succeeds
+        except IndexError:
+            return False
+        return True
+
+    def _take_previous(self) -> Pending | None:
+        """Return the step before and drop the reference: or each step would keep all before it."""
+        after, self._after = self._after, None
+        if not self._claim() or (after is not None and after._pending is None):
+            raise StepCancelled
+        return None if after is None else after._pending
+
+    def _run(self) -> StepOutput:
+        self._launch()
+        return self._finish()
+
+    def _launch(self) -> None:
+        try:
+            self._pending = self._runner.launch(
+                self.plan, self._take_previous(), self._on_kernels_started
+            )
+        except StepCancelled:  # `_failure` is set already; this one's frames hold the step before
+            return
+        except BaseException as failure:  # raised by `_finish`
+            self._failure = failure
+
+    def _finish(self) -> StepOutput:
+        if self._pending is None:
+            raise self._failure
+        try:
+            return self._pending.finish()
+        except BaseException:
+            self._pending = None  # the step behind it is not computed
+            raise
+
+
+class StepExecutor:
+    """Computes an engine's steps, and the next one ahead if its plan is known.
+
+    ``on_events`` takes the events of what was committed; ``overlap_work`` works while the thread
+    computes. ``overlap``: whether a step may be given to the thread before the one ahead of it is
+    committed. The rows of a step that raises are run again in parts: those that fail by themselves
+    end, the others never know.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        thread: StepThread,
+        watchdog: Watchdog,
+        *,
+        on_events: OnEvents,
+        overlap_work: OverlapWork,
+        clock: Callable[[], float],
+        overlap: bool = False,
+    ) -> None:
+        self.log = StepLog()
+        self.num_failed_steps = 0  # runs that raised
+        self.num_bisections = 0  # steps that were run again in parts
+        self._scheduler, self._metrics = scheduler, metrics
+        self._thread, self._watchdog = thread, watchdog
+        self._on_events, self._clock = on_events, clock
+        self._overlap_work = overlap_work
+        self._overlap = overlap
+        self._next: InFlightStep | None = None  # of a plan made ahead
+        self._ended = 0.0  # when the last run did, on the clock
+        self._num_failures = 0  # steps in a row without a successful part
+
+    @property
+    def planned_ahead(self) -> StepPlan | None:
+        """The plan of the step that was started ahead, if there is one."""
+        return None if self._next is None else self._next.plan
+
+    def withdraw(self) -> None:
+        """A request arrived: cancel the step started ahead, if it has not begun."""
+        if self._next is not None and self._next.withdraw():
+            self._drop()
+
+    async def step(self, plan: StepPlan, runner: StepRunner) -> StepOutput | None:
+        """Compute and commit a plan; None if it was run in parts.
+
+        Raises `StepHung`, and what the step raised if it is the third in a row without a
+        successful part and a dummy step fails as well.
+        """
+        in_flight, self._next = self._next, None
+        if in_flight is None:
+            in_flight = self._start(plan, runner)
+        self._start_next(in_flight, runner)
+        output = await self._run(in_flight)
+        if isinstance(output, Exception):
+            await self._abandon_next()
+            plan = replan(self._scheduler, in_flight.plan) if in_flight.is_ahead else plan
+            if plan.rows:
+                await self._recover(plan, runner, output)
+            else:  # the runner may not have read its ids and pages
+                self._scheduler.discard_plan(plan)
+            return None
+        self._num_failures = 0
+        return output
+
+    def _start(
+        self, plan: StepPlan, runner: StepRunner, after: InFlightStep | None = None
+    ) -> InFlightStep:
+        splits = self._overlap and runner.launches
+        on_kernels_started = self._overlap_work.kernels_started
+        in_flight = InFlightStep(
+            plan, runner, self._clock(), on_kernels_started, after=after, splits=splits
+        )
+        in_flight.start(self._thread)
+        return in_flight
+
+    def _start_next(self, in_flight: InFlightStep, runner: StepRunner) -> None:
+        plan = plan_next(self._scheduler, in_flight.plan, self._clock()) if self._overlap else None
+        if plan is not None:
+            self._next = self._start(plan, runner, after=in_flight)
+
+    async def _abandon_next(self) -> None:
+        """Discard the step started ahead of one that failed."""
+        in_flight = self._next
+        if in_flight is not None:
+            output = await self._compute(in_flight, self._clock())  # to its end
+            if isinstance(output, Exception):
+                forget_frames(output)
+            self._drop()
+
+    def _drop(self) -> None:
+        in_flight, self._next = self._next, None
+        if in_flight is not None:
+            self._scheduler.discard_plan(in_flight.plan)
+
+    async def _run(self, in_flight: InFlightStep) -> StepOutput | Exception:
+        began = max(in_flight.began, self._ended)
+        output = await self._compute(in_flight, began)
+        if not isinstance(output, Exception):
+            plan, self._ended = in_flight.plan, self._clock()
+            self._on_events(self._scheduler.commit(plan, output, self._ended))
+            self._metrics.observe_step(
+                plan,
+                output,
+                began=began,
+                computed=self._ended,
+                ended=self._clock(),
+                is_ahead=in_flight.is_ahead,
+            )
+        return output
+
+    async def _compute(self, in_flight: InFlightStep, began: float) -> StepOutput | Exception:
+        job = in_flight.outcome(self._thread)
+        self.log.begin(began)
+        self._watchdog.watch(job)
+        try:
+            try:  # at a step made ahead the thread is already
+                self._overlap_work.begin(is_notified=not in_flight.is_ahead)
+            finally:
+                # requests must not change under it
+                output = await self._outcome(job, in_flight.plan)
+        except BaseException:
+            self._overlap_work.cancel()
+            raise
+        self._overlap_work.finish()
+        return output
+
+    async def _outcome(self, job: Job[StepOutput], plan: StepPlan) -> StepOutput | Exception:
+        failure: BaseException | None = None
+        try:
+            return await job.result()
+        except StepHung as hung:
+            failure = hung
+            raise
+        except Exception as raised:
+            failure = raised
+            self.num_failed_steps += not isinstance(raised, StepCancelled)
+            return raised
+        finally:
+            self._watchdog.disarm()
+            self.log.end(plan, self._clock(), failure)
+
+    async def _recover(self, plan: StepPlan, runner: StepRunner, failure: Exception) -> None:
+        self.num_bisections += 1
+        logger.error("a step failed; it is run again in parts", exc_info=failure)
+        if is_out_of_memory(failure):
+            self._scheduler.shrink_chunks(plan)
+        forget_frames(failure)
+        bisection = StepBisection(plan, failure)
+        while (part := bisection.next()) is not None:
+            output = await self._run(self._start(part, runner))
+            if isinstance(output, Exception):
+                forget_frames(output)
+                bisection.failed(part, output)
+            else:
+                bisection.passed()
+        self._scheduler.credit_unfinished(plan)
+        self._num_failures = 0 if bisection.num_passed else self._num_failures + 1
+        lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed
+        if lost or self._num_failures == MAX_FAILURES:
+            await self._check_health(bisection, runner)
+        if any(map(drafts, plan.rows)) and not bisection.failing_rows:
+            self._scheduler.speculator.broke_step()
+        self._fail_rows(bisection)
+
+    async def _check_health(self, bisection: StepBisection, runner: StepRunner) -> None:
+        """Raise the failure, unless a dummy step succeeds.
+
+        If it does, the model works, and each of these steps had only requests that fail alone. A
+        GPU that is lost fails every step: no request is blamed for that.
+        """
+        plan = bisection.health_check(self._scheduler.cache.page_size)
+        in_flight = self._start(plan, runner)
+        if isinstance(await self._compute(in_flight, in_flight.began), Exception):
+            raise bisection.failure
+        self._num_failures = 0
+
+    def _fail_rows(self, bisection: StepBisection) -> None:
+        failing_rows = [row.request_id for row in bisection.failing_rows]
+        logger.error(
+            "of a failed step %d parts came through; %s end", bisection.num_passed, failing_rows
+        )
+        failed = ForetokenError("the model failed at a step of this request")
+        self._on_events(self._scheduler.fail(bisection.failing_plan(), self._clock(), failed))

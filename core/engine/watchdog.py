@@ -1,0 +1,130 @@
+"""Watchdogs: for a step that does not return, and for an event loop that is stuck.
+
+Both count beats instead of subtracting times. So a clock that leaps, or a suspended machine,
+costs one beat and ends no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .model_thread import Job
+
+BEATS = 8  # after which a step is given up
+BEAT_SECONDS = 1.0  # of an event loop
+STEP_SECONDS, READY_SECONDS = 120.0, 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How long a step may take, and what is left behind when an engine dies.
+
+    ``step_timeout``: seconds after which a step is given up and the engine with it; 0 is never.
+    ``ready_step_seconds``: a longer step makes the engine unready meanwhile. ``dump_dir``: where
+    crash dumps go, None for none; ``about`` is put into them.
+    """
+
+    step_timeout: float = STEP_SECONDS
+    ready_step_seconds: float = READY_SECONDS
+    dump_dir: Path | None = None
+    about: Mapping[str, object] = field(default_factory=dict)
+
+
+class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the trouble
+    """The model thread did not return from a step."""
+
+
+class Watchdog:
+    """Gives up a call of the model thread that takes longer than ``seconds``; 0 is never.
+
+    The caller that waits for it gets `StepHung`; the thread itself cannot be ended. One timer runs
+    while calls follow each other, none while nothing is computed.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._period = seconds / BEATS
+        self._seconds = seconds
+        self._job: Job[Any] | None = None  # under way
+        self._num_jobs = 0  # so far
+        self._seen = 0  # of these, at the last beat
+        self._num_beats = 0  # since the present one was first seen
+        self._timer: asyncio.TimerHandle | None = None
+        self.gave_up = False
+
+    def watch(self, job: Job[Any]) -> None:
+        """Watch a call that begins, on the running event loop."""
+        self._job = job
+        self._num_jobs += 1
+        if self._timer is None and self._seconds > 0:
+            self._arm(job.loop)
+
+    def disarm(self) -> None:
+        """The call ended."""
+        self._job = None
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.disarm()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self._period, self._beat)
+
+    def _beat(self) -> None:
+        self._timer = None
+        job = self._job
+        if job is None:
+            return
+        self._num_beats = self._num_beats + 1 if self._seen == self._num_jobs else 0
+        self._seen = self._num_jobs
+        if self._num_beats < BEATS:
+            self._arm(job.loop)
+            return
+        self.gave_up = True
+        job.end(None, StepHung(f"a step did not come back in {self._seconds:g} s"))
+
+
+class LoopGuard:
+    """A thread that calls ``on_stuck`` once if `beat` was not called for ``seconds``.
+
+    The event loop calls `beat` while it runs. ``on_stuck`` runs in this thread: a stuck loop
+    cannot run it.
+    """
+
+    def __init__(
+        self, seconds: float, on_stuck: Callable[[], None], *, tick: float = BEAT_SECONDS
+    ) -> None:
+        self._on_stuck = on_stuck
+        self._tick = tick
+        self._most = max(1, round(seconds / tick))  # ticks without a beat
+        self._has_beaten = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="foretoken-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Report that the loop runs. Cheap; from any thread."""
+        self._has_beaten = True
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        num_missed = 0
+        while num_missed < self._most:
+            if self._ended.wait(self._tick):
+                return
+            num_missed = 0 if self._has_beaten else num_missed + 1
+            self._has_beaten = False
+        self._on_stuck()

@@ -1,0 +1,57 @@
+"""Proposer: the protocol of drafters with a model of their own.
+
+A proposer runs in the model thread: it proposes before the target's forward pass and observes
+the outcome of each step, also of those without its drafts. What it proposes can
+never change the output (see verify.py), only how many tokens a step yields, so it may fail,
+guess wrong or return nothing. A drafter that needs token ids alone is a source of the `Speculator`
+on the event loop's side (see speculation.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from ..interface.step import Draft, PlanRow, RowOutput
+from ..ops.batch import ForwardOutput, RaggedBatch, Taps
+
+DraftRow = PlanRow
+"""A row as a proposer sees it: it may propose at most ``max_draft`` tokens after ``tokens``."""
+
+
+class VerifiedRow(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of one plan row.
+
+    ``batch_rows[i]`` is the row of the batch that holds position ``row.start + i``: the pending
+    tokens, then the accepted draft tokens. There is none where the row failed.
+    """
+
+    row: PlanRow
+    batch_rows: Sequence[int]
+    output: RowOutput
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of a batch of requests."""
+
+    @property
+    def taps(self) -> Taps:
+        """Boundaries of the target's residual stream that `observe` is to find; fixed."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft]:
+        """One draft for each row, in order; each at most ``row.max_draft`` tokens long."""
+
+    def observe(
+        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
+    ) -> None:
+        """Every step, plain ones and prefill included, behind verification.
+
+        ``verified`` [num_rows of the plan]. All is lent for the call. Of a step behind which
+        another was launched already, ``output.hidden`` and ``output.logits`` are void.
+        """
+
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
+        """Forget requests that released their pages, and pages that were allocated anew."""

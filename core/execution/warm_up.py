@@ -1,0 +1,60 @@
+"""Warm-up: compile kernels, capture graphs and reserve memory before the first request."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from ..interface.sampling_params import SamplingParams
+from ..interface.step import SamplingMetadata
+from ..model.decoder import Decoder
+from ..ops.batch import Segment
+from ..ops.kv_pool import KVPool
+from ..sampling.logits_processors import SampleRow
+
+FEW_ROWS = 64  # beyond them the output layer has another kernel
+# One of each kind for which samplers have kernels.
+_KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=50),
+    SamplingParams(temperature=1.0, presence_penalty=1.0, logit_bias={0: 1.0}),
+)
+
+
+@torch.inference_mode()
+def warm_up(
+    decoder: Decoder, pool: KVPool, *, max_len: int, num_tokens: int, num_requests: int
+) -> None:
+    """Capture the graphs, then compute steps of the largest size.
+
+    ``max_len``: tokens of the longest request. ``num_tokens`` of a prompt and ``num_requests``
+    make the largest step. The pool's content is void afterwards. Raises what steps raise, which
+    is torch's own where memory runs out.
+    """
+    longest = min(max_len, pool.num_pages * pool.page_size)
+    decoder.warm_up(pool, longest)
+    prompt = array("q", [0] * min(num_tokens, longest))
+    _compute(decoder, pool, [_segment(pool, prompt)])
+    row = _segment(pool, prompt[:1])
+    _compute(decoder, pool, [row] * num_requests)
+    if num_requests <= FEW_ROWS:  # with drafts there may be more rows of logits
+        _compute(decoder, pool, [row] * (FEW_ROWS + 1))
+
+
+def _segment(pool: KVPool, tokens: array[int]) -> Segment:
+    num_pages = -(-len(tokens) // pool.page_size)
+    return Segment(tokens, 0, array("q", range(num_pages)), 1)
+
+
+def _compute(decoder: Decoder, pool: KVPool, segments: list[Segment]) -> None:
+    """A pass, and a token for each segment."""
+    logits = decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool).logits
+    rows = [
+        SampleRow(array("q", [0, 0]), SamplingMetadata(params=params, seed=0, prompt_len=1))
+        for params in (_KINDS * len(segments))[: max(len(segments), len(_KINDS))]
+    ]
+    for start in range(0, len(rows), len(segments)):
+        block = rows[start : start + len(segments)]
+        decoder.sampler.sample(logits[: len(block)], block)

@@ -1,0 +1,1 @@
+"""What the packages meet through: requests, steps, and the protocols of drafting."""

@@ -1,0 +1,195 @@
+"""Request: one object from admission to the end, written by the Scheduler alone."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Literal
+
+import msgspec
+
+from ...radix_cache import Eviction, KVLease
+from ..errors import ForetokenError, InvalidRequest
+from .step import SamplingMetadata, TokenLogprob
+
+OnToken = Callable[[int], str | None]
+"""Called with every served token in order; returns the stop string that it completes, or None."""
+
+
+Tenant = str | None
+
+
+MAX_TTL = 30 * 24 * 3600.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep the first ``num_tokens`` of the prompt, in whole pages, for ``ttl`` seconds.
+
+    More tokens than the prompt has mean all of it. Each hit begins the time anew. Raises
+    `InvalidRequest` for a number that is not positive or a time beyond 30 days.
+    """
+
+    num_tokens: int
+    ttl: float
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if self.num_tokens < 1:
+            raise InvalidRequest("a pin needs at least one token", param="cache")
+        if not 0 < self.ttl <= MAX_TTL:  # also false for nan
+            message = f"the ttl of a pin must be above 0 and at most {MAX_TTL:.0f} s"
+            raise InvalidRequest(message, param="cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """Whether a request reads from the prefix cache and writes to it, and what it pins.
+
+    Without ``read`` it uses no cached pages, and drafts come from the request alone. Without
+    ``write`` its pages are not published and its tokens not kept for later drafts; pins then have
+    no effect.
+    """
+
+    read: bool = True
+    write: bool = True
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def is_private(self) -> bool:
+        """Whether it does not share everything with other requests."""
+        return not (self.read and self.write)
+
+
+DEFAULT_CACHE = CacheOptions()
+
+
+class RequestStatus(Enum):
+    """The state of a request."""
+
+    WAITING = "waiting"  # owns no page: new, or preempted
+    RUNNING = "running"  # owns a lease and takes part in steps
+    FINISHED = "finished"  # owns nothing
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # the caller left, or its deadline passed
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """What an answer cost. Counts are tokens, times are seconds since arrival."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: their KV was in the prefix cache
+    cache_write_tokens: int = 0  # of the prompt: it was the first to put their KV there
+    cache_loss: Eviction | None = None  # why the first missing page was evicted, if known
+    completion_tokens: int = 0
+    proposed_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were served
+    verify_steps: int = 0  # steps that yielded tokens: the accepted run, mostly one more
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    proposed_by_source: dict[str, int] = field(default_factory=dict)
+    steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram
+    queue_time: float = 0.0
+    time_to_first_token: float = 0.0
+    total_time: float = 0.0
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What a step adds to an answer; a slow reader gets several steps merged."""
+
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
+    num_proposed: int = 0  # draft tokens that were verified
+    proposed_sources: list[str] = []  # [num_proposed]
+    accepted_sources: list[str] = []  # of each draft token served
+    token_sources: list[str] = []  # [token_ids] "" for the target's own
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string, if any
+    error: ForetokenError | None = None  # terminal, as finish_reason is
+
+    @property
+    def terminal(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish_reason is not None or self.error is not None
+
+    def merge(self, later: Delta) -> None:
+        """Append a later delta."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.num_proposed += later.num_proposed
+        self.proposed_sources += later.proposed_sources
+        self.accepted_sources += later.accepted_sources
+        self.token_sources += later.token_sources
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.error = later.error
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt on its way to an answer.
+
+    There is no prefill state and no decode state: ``num_pending`` tokens lack their KV. More than
+    one is a prefill, cut into chunks by the token budget; one is a decode, drafts ride behind it.
+    """
+
+    request_id: str
+    tokens: array[int]  # the prompt, then the output; grows in Scheduler.commit only
+    sampling: SamplingMetadata
+    stop_ids: frozenset[int] = frozenset()  # end the answer: eos and stop_token_ids
+    depth: int | Literal["auto"] | None = None  # draft tokens a step; None: as the engine is set
+    prediction: array[int] | None = None  # the caller's own guess at the answer
+    namespace: str | None = None  # cache_salt: shares KV and drafts with its like alone
+    tenant: Tenant = None  # the tenant that is charged
+    cache: CacheOptions = DEFAULT_CACHE
+    priority: int = 0  # lower runs first
+    deadline: float | None = None  # seconds after arrival
+    on_token: OnToken | None = None
+
+    arrival_time: float = 0.0  # set by the engine's clock
+    serial: int = 0  # order of arrival
+    urgency: float = 0.0  # arrival, a priority being so many seconds; lower goes first
+    max_len: int = 0  # tokens at which the answer ends by length
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed: int = 0  # tokens whose KV is in the lease's pages
+    lease: KVLease | None = None  # owned while RUNNING
+    usage: Usage = field(default_factory=Usage)
+    num_preemptions: int = 0
+    num_prepaid: int = 0  # tokens charged to its tenant in steps that did not compute them
+    num_prompt_logprobs: int = 0  # sent so far
+    num_noted: int = 0  # leading tokens counted as cached or written already
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.sampling.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The order of admission: by priority and time of arrival; it never changes."""
+        return self.urgency, self.serial
+
+
+def by_order(request: Request) -> tuple[float, int]:
+    """A key to sort by."""
+    return request.order

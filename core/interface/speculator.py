@@ -1,0 +1,252 @@
+"""Speculator: the protocol that decides what each request drafts, on the event loop's side.
+
+Before each step the scheduler calls `Speculator.plan` for the decoding requests, and after it
+`Speculator.observe` with the outcome. A speculator reads requests and never writes them. It cannot
+change the output, only how many tokens a step yields and what the step costs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol
+
+from .request import Request
+from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+MAX_FAILURES = 20  # in close succession
+FORGIVEN = 0.05  # of a failure, for each plan that succeeds
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What one request drafts in a step: known tokens, or a number for the proposer.
+
+    ``branches`` are alternatives for the same positions. Each is verified on pages of its own and
+    costs one row more than it has tokens. If pages are short, the last branch is dropped first.
+    """
+
+    draft: Draft = NO_DRAFT
+    max_draft: int = 0  # draft tokens that the proposer may guess instead
+    branches: Sequence[Draft] = ()
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens on the request's own pages."""
+        return max(len(self.draft.token_ids), self.max_draft)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass that it adds to a plain decode."""
+        return self.depth + sum(1 + len(branch.token_ids) for branch in self.branches)
+
+
+NO_DRAFT_PLAN = DraftPlan()
+
+
+class Speculator(Protocol):
+    """Decides what each decoding request drafts."""
+
+    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
+        """Return whether no request would draft, once each has ``num_new_tokens`` more.
+
+        If so, `plan` and `observe` are not called for the step, and it may be planned before the
+        step before it has ended.
+        """
+
+    def plan(
+        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+    ) -> Sequence[DraftPlan]:
+        """Return one plan for each request, in order.
+
+        ``limits`` [num_requests]: tokens that a draft of each may have at most, 0 included.
+        ``budget``: rows that all drafts together may add to the step. ``num_prefill``: pending
+        prompt tokens that share the step (about; at most what is left of the token budget).
+        """
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        """Learn from a committed row: the last ``num_served`` of ``request.tokens`` are new.
+
+        Called for rows that yield tokens, also of requests that have just ended.
+        """
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """Learn from a committed step; ``seconds`` since the last commit or its planning."""
+
+    def join(self, request: Request) -> None:
+        """Register a request that begins to run, for the first time or after a preemption."""
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that ended."""
+
+    def has_work(self) -> bool:
+        """Return whether `work` has something to do. Called often: it must be cheap."""
+
+    def work(self) -> None:
+        """Do upkeep while the model thread computes a step; about a millisecond at a time."""
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Forget the tokens seen in these namespaces, in all when none is named."""
+
+    def describe(self) -> Mapping[str, object]:
+        """Describe the decisions since the last call, for the log."""
+
+
+class NoSpeculation:
+    """A speculator without sources: it never drafts."""
+
+    def drafts_nothing(
+        self,
+        requests: Sequence[Request],  # noqa: ARG002
+        *,
+        num_new_tokens: int = 0,  # noqa: ARG002
+    ) -> bool:
+        """Always."""
+        return True
+
+    def plan(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],  # noqa: ARG002
+        *,
+        budget: int,  # noqa: ARG002
+        num_prefill: int,  # noqa: ARG002
+    ) -> Sequence[DraftPlan]:
+        """Nothing for every request."""
+        return [NO_DRAFT_PLAN] * len(requests)
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        """Nothing is learnt."""
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """Nothing is learnt."""
+
+    def join(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    def leave(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    def has_work(self) -> bool:
+        """Never."""
+        return False
+
+    def work(self) -> None:
+        """Nothing is to be done."""
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Nothing is remembered."""
+
+    def describe(self) -> Mapping[str, object]:
+        """Nothing is decided."""
+        return {}
+
+
+NO_SPECULATION = NoSpeculation()
+
+
+class GuardedSpeculator:
+    """Wraps a speculator: if a call fails, the step goes on without drafts and the error is logged.
+
+    After repeated failures drafting is turned off. A plan that exceeds its limits or its budget is
+    a failure, too.
+    """
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.inner = speculator
+        self._failures = 0.0  # faded
+
+    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
+        """Call the speculator; True if it fails."""
+        try:
+            return self.inner.drafts_nothing(requests, num_new_tokens=num_new_tokens)
+        except Exception:
+            self._failed()
+            return True
+
+    def plan(
+        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+    ) -> Sequence[DraftPlan]:
+        """Call the speculator; no drafts if it fails."""
+        try:
+            plans = self.inner.plan(requests, limits, budget=budget, num_prefill=num_prefill)
+            _check(plans, limits, budget)
+        except Exception:
+            self._failed()
+            return [NO_DRAFT_PLAN] * len(requests)
+        self._failures = max(0.0, self._failures - FORGIVEN)
+        return plans
+
+    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+        """Call the speculator."""
+        self._try(self.inner.observe, request, row, output, num_served)
+
+    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+        """Call the speculator."""
+        self._try(self.inner.observe_step, plan, output, seconds)
+
+    def join(self, request: Request) -> None:
+        """Call the speculator."""
+        self._try(self.inner.join, request)
+
+    def leave(self, request: Request) -> None:
+        """Call the speculator."""
+        self._try(self.inner.leave, request)
+
+    def has_work(self) -> bool:
+        """Call the speculator; False if it fails."""
+        try:
+            return self.inner.has_work()
+        except Exception:
+            self._failed()
+            return False
+
+    def work(self) -> None:
+        """Call the speculator."""
+        self._try(self.inner.work)
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Call the speculator; a failure is raised, because the caller relies on the flush."""
+        self.inner.flush(*namespaces)
+
+    def describe(self) -> Mapping[str, object]:
+        """Call the speculator."""
+        return self.inner.describe()
+
+    def broke_step(self) -> None:
+        """Count a step that failed with drafts and succeeded without them."""
+        self._count("drafts made a step fail")
+
+    def _try(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            self._failed()
+
+    def _failed(self) -> None:
+        """Log the exception that is being handled, and count it."""
+        logger.exception("the speculator failed; this step goes on without drafts")
+        self._count("the speculator fails")
+
+    def _count(self, what: str) -> None:
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            logger.error("%s again and again: drafting is off", what)
+            self.inner = NO_SPECULATION
+
+
+def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> None:
+    """Raise ValueError for plans that exceed the limits or the budget."""
+    if len(plans) != len(limits):
+        raise ValueError(f"{len(plans)} plans for {len(limits)} requests")
+    num_rows = 0
+    for plan, limit in zip(plans, limits, strict=True):
+        if plan is NO_DRAFT_PLAN:
+            continue
+        num_rows += plan.num_rows
+        longest = max([plan.depth, *(len(branch.token_ids) for branch in plan.branches)])
+        if longest > limit or num_rows > budget:
+            raise ValueError(f"a draft of {longest} tokens, {num_rows} rows: more than offered")

@@ -1,0 +1,233 @@
+"""StepPlan and StepOutput: what crosses between the event loop and the model thread.
+
+The scheduler writes a `StepPlan`, the model thread returns a `StepOutput`. While a step runs, the
+event loop changes no request, so a plan may lend the request's own ``tokens`` and page table
+instead of copying them; the model thread only reads them.
+
+Several of these objects are made for each request and step. They are msgspec structs because a
+dataclass takes several times as long to construct and is tracked by the garbage collector.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import TypeVar, cast
+
+import msgspec
+
+from .constraint import Constraint
+from .sampling_params import SamplingParams
+
+Form = TypeVar("Form")
+LEAST_CHUNK = 16  # prompt tokens that a step computes at least: smaller chunks are not cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class SamplingMetadata:
+    """What the samplers of all backends must know of one request, resolved once at admission.
+
+    ``has_processors``: logits processors apply at every position; below ``min_tokens`` they apply
+    in any case. ``reads_text``: choosing or reporting a token needs more than its logits and its
+    position. ``constraint`` belongs to the model thread; other threads fork it. Compared by
+    identity.
+    """
+
+    params: SamplingParams
+    seed: int  # the request's own seed, or the one drawn for it; 64 bits, unsigned
+    prompt_len: int  # tokens; output position = token index - prompt_len
+    stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
+    has_processors: bool = field(init=False)
+    reads_text: bool = field(init=False)
+    _forms: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The only list of parameters that edit logits; a new one is added here."""
+        params = self.params
+        reads_history = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+            or bool(self.bad_words_ids)
+            or self.constraint is not None
+        )
+        has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        object.__setattr__(self, "has_processors", reads_history or has_bias)
+        object.__setattr__(self, "reads_text", reads_history or wants_logprobs)
+
+    def has_processors_at(self, position: int) -> bool:
+        """Whether logits processors apply at this output position."""
+        return self.has_processors or position < self.params.min_tokens
+
+    def form(self, make: Callable[..., Form], *args: Hashable) -> Form:
+        """Return ``make(self, *args)``, made once: a backend's form of this request.
+
+        Kept as long as the request. Called in the model thread.
+        """
+        key = (make, *args)
+        if key not in self._forms:
+            self._forms[key] = make(self, *args)
+        return cast("Form", self._forms[key])
+
+
+class Draft(msgspec.Struct, frozen=True, gc=False):
+    """A tree of draft tokens behind a request's ``tokens``, and the source of each.
+
+    ``parents[i]`` is the node that node ``i`` follows: an earlier one, or -1 for the last of
+    ``tokens``. Nodes come depth first, the best child first, and siblings differ: so a prefix of
+    the nodes is a tree, too. A draft without ``parents`` is a chain: each token follows the one
+    before it.
+    """
+
+    token_ids: Sequence[int] = ()
+    sources: Sequence[str] = ()  # [len(token_ids)]
+    num_uncached_draft_tokens: int = 0  # tokens whose KV the draft model lacks
+    parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], source: str) -> Draft:
+        """A draft whose tokens all come from one source."""
+        return cls(token_ids, (source,) * len(token_ids))
+
+    def first(self, count: int) -> Draft:
+        """The tree of its first ``count`` nodes."""
+        if count >= len(self.token_ids):
+            return self
+        parts = (part[: max(0, count)] for part in (self.token_ids, self.sources, self.parents))
+        token_ids, sources, parents = parts
+        return msgspec.structs.replace(self, token_ids=token_ids, sources=sources, parents=parents)
+
+    def trunk(self) -> Draft:
+        """The chain of its best path: from the first node on, as far as each follows the last."""
+        if not self.parents:
+            return self
+        follows = map(int.__eq__, self.parents, count(-1))
+        return msgspec.structs.replace(self.first(sum(takewhile(bool, follows))), parents=())
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first level down to ``node``, which is the last of them."""
+        if not self.parents:
+            return list(range(node + 1))
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+
+NO_DRAFT = Draft()
+
+
+class Branch(msgspec.Struct, frozen=True, gc=False):
+    """An alternative draft of a request, verified beside its first one.
+
+    Its page table is the row's up to the page of the last token of ``tokens``; from that page on
+    it has pages of its own, which the step fills.
+    """
+
+    draft: Draft
+    page_ids: array[int]
+
+
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
+
+    ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
+    to ``stop`` and the longest of its drafts. A row that ``is_ahead`` has one pending token, at
+    ``stop - 1``, which the step under way is choosing: ``tokens`` holds those before it, and may
+    grow meanwhile.
+    """
+
+    request_id: str
+    tokens: array[int]  # prompt and output so far; lent, read only
+    start: int
+    stop: int
+    page_ids: array[int]  # page table; lent, read only
+    sampling: SamplingMetadata
+    draft: Draft = NO_DRAFT  # known draft tokens, or:
+    max_draft: int = 0  # tokens that the proposer may guess
+    branches: Sequence[Branch] = ()  # only where a single token is pending
+    is_ahead: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last token, so that its last row yields a new one."""
+        return self.is_ahead or self.stop == len(self.tokens)
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One ragged batch."""
+
+    rows: Sequence[PlanRow]
+    # taken from the free list since the last plan: their content is void
+    newly_allocated_pages: array[int]
+    is_plain: bool = False  # no row drafts: the speculator learns nothing from it
+    # requests that released their pages since the last plan: finished or preempted
+    released_request_ids: Sequence[str] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in this step, drafts not counted."""
+        return sum(row.stop - row.start for row in self.rows)
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every row decodes one token, without a draft, by its logits and position."""
+        return self.is_plain and all(
+            row.stop - row.start == 1 and row.samples and not row.sampling.reads_text
+            for row in self.rows
+        )
+
+
+def num_chunk_tokens(rows: Iterable[PlanRow]) -> int:
+    """Prompt tokens that these rows compute."""
+    return sum(row.stop - row.start for row in rows if row.stop - row.start > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the model's unprocessed distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), best first
+
+
+class Refusal(str):
+    """A row's error that the request's own parameters caused, for example its grammar."""
+
+    __slots__ = ()
+
+
+class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a step yields for one plan row.
+
+    ``token_ids`` is the accepted run followed by the recovered or bonus token; empty for a chunk
+    that does not reach the end. ``sources`` begins with the best path:
+    its first ``num_accepted`` tokens are accepted.
+    """
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    num_proposed: int = 0
+    num_accepted: int = 0
+    sources: Sequence[str] = ()  # [num_proposed] the source of each draft token
+    draft_len: int = 0  # tokens of the best path; the others are of other branches
+    # tokens whose KV the draft model lacks; 0 if it was not called
+    num_uncached_draft_tokens: int = 0
+    logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
+    error: str | None = None  # this row failed alone (NaN logits); `Refusal`: by its own parameters
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The outcome of a `StepPlan`, rows in its order. Times are in seconds."""
+
+    rows: Sequence[RowOutput]
+    times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
+    num_rows: int = 0  # that the target's forward pass computed

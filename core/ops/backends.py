@@ -1,0 +1,109 @@
+"""The backend of the operations: chosen once, at start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, TypeAlias
+
+import torch
+
+from ..errors import ModelLoadError
+from .base import Exactness, HeadLayout, Ops
+from .device import choose_device
+from .kv_pool import KvDtype
+from .quantize import Quantize
+from .torch.onednn import keep_rows_exact
+from .torch.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
+Backend: TypeAlias = Literal["auto", "native", "triton", "torch"]
+
+
+def choose_ops(
+    device: torch.device | str,
+    *,
+    exact: Exactness = "spec",
+    backend: Backend = "torch",
+    dtype: torch.dtype = torch.float32,
+    heads: HeadLayout | None = None,
+    quantize: Quantize = "none",
+    kv_dtype: KvDtype = "auto",
+) -> Ops:
+    """The backend for a device, a dtype, a shape of heads and what keys and values are kept as.
+
+    ``auto`` takes the kernels of the device, native or Triton's, where they can be had, else
+    torch; a log line says why. Raises `ModelLoadError` when the device is not there, or kernels
+    are asked for by name, by ``quantize`` or by fp8, and cannot be had.
+    """
+    device = choose_device(device)
+    found: Ops | str = "torch was asked for"
+    if backend == "triton" or (backend == "auto" and device.type == "cuda"):
+        found = _triton_ops(device, exact, dtype, heads, quantize, kv_dtype)
+    elif backend != "torch":
+        found = _native_ops(device, dtype, heads, quantize, kv_dtype)
+    if not isinstance(found, str):
+        return found
+    _refuse_torch(backend, quantize, kv_dtype, found)
+    if backend == "auto":
+        logger.warning("torch computes: %s", found)
+    if device.type == "cpu":
+        keep_rows_exact(exact)
+    return TorchOps(exact=exact)
+
+
+def _refuse_torch(backend: Backend, quantize: Quantize, kv_dtype: KvDtype, why: str) -> None:
+    """Where it cannot stand in for kernels that cannot be had."""
+    if backend in ("native", "triton"):
+        raise ModelLoadError(f"backend {backend} cannot be had here: {why}")
+    if quantize != "none":
+        others = " or triton" if quantize == "int8" else ""
+        raise ModelLoadError(f"quantize {quantize} needs the native backend{others}: {why}")
+    if kv_dtype == "fp8" and backend == "auto":  # torch would take longer than without it
+        raise ModelLoadError(f"kv_cache_dtype fp8 needs a GPU and the triton backend: {why}")
+
+
+def _triton_ops(
+    device: torch.device,
+    exact: Exactness,
+    dtype: torch.dtype,
+    heads: HeadLayout | None,
+    quantize: Quantize,
+    kv_dtype: KvDtype,
+) -> Ops | str:
+    """The Triton kernels, or why they do not suit. Triton is imported only if they do."""
+    from .triton.availability import launch_problem, unsuited
+
+    if quantize == "int4":
+        return "there are no Triton kernels for int4; device cpu has native ones"
+    if problem := unsuited(device, dtype, heads, kv_dtype):
+        return problem
+    from .triton.triton_ops import TritonOps
+
+    if device.type == "cuda" and (problem := launch_problem()):
+        return problem
+
+    return TritonOps(exact=exact, quantize=quantize)
+
+
+def _native_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: HeadLayout | None,
+    quantize: Quantize,
+    kv_dtype: KvDtype,
+) -> Ops | str:
+    """The native kernels, or why they do not suit."""
+    from .native import native_library
+    from .native.native_ops import NativeOps
+    from .native.plan import unsuited
+    from .native.products import bfloat16_products
+
+    problem = f"device {device.type}" if device.type != "cpu" else unsuited(dtype, heads, kv_dtype)
+    if problem:
+        return f"the native kernels do not support {problem}"
+    library = native_library()
+    if library is None:
+        return "the native kernels are not available (the log says why)"
+    if dtype != torch.bfloat16:
+        return NativeOps(library, quantize)
+    return NativeOps(library, quantize, products=bfloat16_products(library))

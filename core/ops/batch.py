@@ -1,0 +1,231 @@
+"""The ragged batch: what one forward pass computes, as index tensors shared by all layers.
+
+`Wanted` and `ForwardOutput` are what a caller asks of the pass besides, and what it gets.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..sampling.logits_processors import SampleRow
+    from ..sampling.sampler import PendingTokens
+
+IntArray: TypeAlias = NDArray[np.int64]
+Taps: TypeAlias = tuple[int, ...]
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False):
+    """One request's rows of a batch: compute KV of ``token_ids`` at positions ``start``, ...
+
+    Each row attends to every position up to its own; the KV of positions before ``start`` is in
+    the pages already. ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``.
+    Logits are wanted for the last ``num_logits`` rows.
+    """
+
+    token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
+    start: int
+    page_ids: array[int]  # lent, read only
+    num_logits: int
+
+    @property
+    def stop(self) -> int:
+        """First position after the segment."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTokens:
+    """Tokens of a batch that the device alone knows: a pass before this one is choosing them.
+
+    The host has a 0 in their place. ``words`` are what a `DeviceSampler` left of that pass: its
+    backend reads them. A place of which no token came gives an id of the vocabulary all the same:
+    the outcome of such a row is void.
+    """
+
+    words: Tensor  # [num_words], on the device
+    sources: NDArray[np.int32]  # [num_rows] the word of each row; -1: the host knows the token
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingPlan:
+    """What a batch's logits will decide, for a backend that can choose along with the pass.
+
+    Each of ``rows`` has a run of logits: the first decides the row's token, each of the others the
+    one behind a token more of a draft. Draft ids are not needed: without edits the logits alone
+    decide, and edited rows are not chosen along with the pass.
+    """
+
+    rows: Sequence[SampleRow]
+    counts: Sequence[int]  # [len(rows)] logits of each; together all of the batch's
+    temperature_scale: float = 1.0  # divides the logits on top of the temperature
+
+
+class Wanted(NamedTuple):
+    """What a caller wants of a pass besides KV, hidden states and logits.
+
+    ``draws``: the tokens that the logits will decide. A `DeviceSampler`'s backend may choose them
+    along with the pass; other backends do not look at them. ``taps``: boundaries of the residual
+    stream, each at most once: 0 is the embedding, ``b`` lies behind ``b`` layers, and the number of
+    layers before the final norm. ``on_kernels_started`` is called just before the kernels begin.
+    """
+
+    draws: SamplingPlan | None = None
+    taps: Taps = ()
+    on_kernels_started: Callable[[], None] | None = None
+
+
+NOTHING_MORE = Wanted()
+
+
+class ForwardOutput(NamedTuple):
+    """What a pass leaves, until the decoder's next pass."""
+
+    hidden: Tensor  # [num_rows, hidden]: the final norm's output
+    logits: Tensor  # [num_logits, vocab] float32
+    tokens: PendingTokens | None = None  # all of `Wanted.draws`, where the pass chose them
+    taps: Tensor | None = None  # [num_rows, num_taps * hidden] at `Wanted.taps`, in that order
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedBatch:
+    """Segments laid out row after row, then copies of the last row up to ``min_rows``.
+
+    Host arrays describe the segments, tensors the rows. Nothing changes once it is made.
+    """
+
+    token_ids: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+    slots: Tensor  # [num_rows] int64: page_id * page_size + offset in the page
+    logit_rows: Tensor  # [num_logits], or none; fewer than min_rows are filled up likewise
+    num_logits: int
+    page_size: int
+    starts: IntArray  # [num_segments] position of the first row
+    lens: IntArray  # [num_segments] rows
+    first_rows: IntArray  # [num_segments] index of the first row
+    page_counts: IntArray  # [num_segments]
+    pages: IntArray  # [sum of page_counts], segment after segment
+    # for a `DeviceSampler`'s backend; others have every token here
+    device_tokens: DeviceTokens | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to compute, the copies included."""
+        return len(self.token_ids)
+
+    @property
+    def stops(self) -> IntArray:
+        """First position after each segment, [num_segments]."""
+        return self.starts + self.lens
+
+    @cached_property
+    def first_pages(self) -> IntArray:
+        """Where in ``pages`` each segment's begin, [num_segments]."""
+        return np.cumsum(self.page_counts) - self.page_counts
+
+    @cached_property
+    def page_table(self) -> IntArray:
+        """``[num_segments, max_pages]``; unused entries repeat the first page."""
+        counts, width = self.page_counts, int(self.page_counts.max())
+        if len(self.pages) == width * len(counts):
+            return self.pages.reshape(-1, width)
+        table = np.repeat(self.pages[self.first_pages], width).reshape(-1, width)
+        table[np.arange(width) < counts[:, None]] = self.pages
+        return table
+
+
+def build_batch(
+    segments: Sequence[Segment],
+    *,
+    page_size: int,
+    device: torch.device | str,
+    min_rows: int,
+    device_tokens: DeviceTokens | None = None,
+) -> RaggedBatch:
+    """Lay out segments as one batch of at least ``min_rows`` rows, the backend's `Ops.min_rows`.
+
+    ``device_tokens``: tokens that the device puts in the place of the host's, on `DeviceSampler`
+    backends. Raises ValueError for rows without a page or a token.
+    """
+    starts, lens, wanted = _shape(segments)
+    page_counts, pages = _pages(segments, starts + lens, page_size)
+    ends = np.cumsum(lens)
+    first_rows = ends - lens
+    num_rows = int(ends[-1])
+    row_pages = np.cumsum(page_counts) - page_counts  # where a row's pages begin
+    if num_rows == len(segments):  # plain decoding: a row each
+        positions = starts
+        logit_rows = np.arange(num_rows) if wanted.all() else np.flatnonzero(wanted)
+    else:
+        rows = np.repeat(np.arange(len(segments)), lens)
+        indices = np.arange(num_rows)
+        positions = indices + (starts - first_rows)[rows]
+        logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
+        row_pages = row_pages[rows]
+    pages_before, places = np.divmod(positions, page_size)
+    slots = pages[row_pages + pages_before] * page_size + places
+    return RaggedBatch(
+        token_ids=_rows(_token_ids(segments), min_rows, device),
+        positions=_rows(positions, min_rows, device),
+        slots=_rows(slots, min_rows, device),
+        logit_rows=_rows(logit_rows, min_rows, device),
+        num_logits=len(logit_rows),
+        page_size=page_size,
+        starts=starts,
+        lens=lens,
+        first_rows=first_rows,
+        page_counts=page_counts,
+        pages=pages,
+        device_tokens=device_tokens,
+    )
+
+
+def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
+    """Start, rows and logit rows of each segment."""
+    if not segments:
+        raise ValueError("a batch has segments")
+    starts = np.array([s.start for s in segments], dtype=np.int64)  # a third of a list of tuples'
+    lens = np.array([len(s.token_ids) for s in segments], dtype=np.int64)  # time
+    wanted = np.array([s.num_logits for s in segments], dtype=np.int64)
+    if lens.min() < 1:
+        raise ValueError("every segment has tokens")
+    if starts.min() < 0 or wanted.min() < 0 or (wanted > lens).any():
+        raise ValueError("a segment starts at 0 or later and wants logits of its own rows")
+    return starts, lens, wanted
+
+
+def _token_ids(segments: Sequence[Segment]) -> IntArray:
+    joined = array("q")
+    for segment in segments:
+        joined.extend(segment.token_ids)
+    return np.frombuffer(joined, dtype=np.int64)  # keeps ``joined`` alive
+
+
+def _pages(
+    segments: Sequence[Segment], stops: IntArray, page_size: int
+) -> tuple[IntArray, IntArray]:
+    """How many pages each segment reads or writes, and their ids in a row."""
+    counts = (stops + (page_size - 1)) // page_size
+    joined = array("q")
+    for segment, count in zip(segments, counts.tolist(), strict=True):
+        if len(segment.page_ids) < count:
+            raise ValueError(f"{len(segment.page_ids)} pages for {segment.stop} positions")
+        joined.extend(segment.page_ids[:count])
+    return counts, np.frombuffer(joined, dtype=np.int64)
+
+
+def _rows(values: NDArray[Any], min_rows: int, device: torch.device | str) -> Tensor:
+    if 0 < len(values) < min_rows:
+        values = np.pad(values, (0, min_rows - len(values)), mode="edge")
+    return torch.from_numpy(values).to(device)

@@ -1,0 +1,152 @@
+"""KVPool: keys and values of every layer, indexed by page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .host_memory import use_huge_pages
+
+KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
+SCALED_DTYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+TOPS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest of a vector becomes
+_SCALE_BYTES = 4  # of a float32
+
+
+class KVPool:
+    """One tensor ``[num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]``, or of bytes.
+
+    A page is one contiguous blob over all layers: the unit of ownership, copying and transfer.
+    It is made of blocks, one for each layer, K or V, and KV head. With ``kv_dtype`` int8 or fp8
+    (e4m3) a block is scaled: the vectors of its tokens, a byte an item, then a float32 scale for
+    each, and the last two dimensions are one. Content is void until written; who owns which page
+    is the prefix cache's business.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
+        self.num_pages = num_pages
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.page_size = page_size
+        self.dtype = dtype  # of what is written and read; kept so, too, unless scaled
+        self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
+        items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
+        # Zeros come from fresh memory that the system maps on first touch: void pages cost nothing.
+        self.data: Tensor = torch.zeros(
+            (num_pages, num_layers, 2, num_kv_heads, *items), dtype=self.block.dtype, device=device
+        )
+        self._pages = self.data.view(num_pages, -1).view(torch.int32)
+        if self.data.device.type == "cpu":
+            use_huge_pages(self.data)
+
+    @property
+    def blocks(self) -> Tensor:
+        """All blocks in their order in memory, ``[num_blocks, block.num_items]``."""
+        return self.data.view(-1, self.block.num_items)
+
+    def split(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Views of some of the blocks: the vectors ``[n, page_size, head_dim]``, their scales.
+
+        Scales are ``[n, page_size]``, and None where vectors are kept as they are.
+        """
+        shape = (-1, self.page_size, self.head_dim)
+        if self.block.scales_at == 0:
+            return blocks.view(shape), None
+        vectors = blocks[:, : self.page_size * self.head_dim].view(shape)
+        return vectors, blocks[:, self.block.scales_at :].view(torch.float32)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """The content of some pages, over all layers, into as many others.
+
+        One kernel on a GPU, with the addresses as its arguments. Raises ValueError for a target
+        that is another's target, or a source: which was first would be undefined there.
+        """
+        if not targets:
+            return
+        if len(set(targets)) < len(targets) or not set(targets).isdisjoint(sources):
+            raise ValueError(f"pages {[*sources]} cannot be copied to {[*targets]} at once")
+        pages = self._pages
+        torch._foreach_copy_([pages[i] for i in targets], [pages[i] for i in sources])
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the pool in bytes."""
+        return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """A page's keys or values of one layer and KV head: ``num_items`` of ``dtype``."""
+
+    dtype: torch.dtype
+    num_items: int
+    scales_at: int  # bytes before the scales, a multiple of 4; 0: there are none
+
+    @classmethod
+    def of(
+        cls, page_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: KvDtype
+    ) -> BlockLayout:
+        """The layout of a pool's blocks; ``dtype`` is the model's."""
+        if kv_dtype == "auto":
+            return cls(dtype, page_size * head_dim, 0)
+        scales_at = -(-page_size * head_dim // _SCALE_BYTES) * _SCALE_BYTES
+        num_items = scales_at + page_size * _SCALE_BYTES
+        return cls(SCALED_DTYPES[kv_dtype], num_items, scales_at)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.num_items * self.dtype.itemsize
+
+
+def bytes_per_page(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: KvDtype = "auto",
+) -> int:
+    """Bytes of one page over all layers, keys and values."""
+    block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
+    return 2 * num_layers * num_kv_heads * block.num_bytes
+
+
+def to_scaled(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``[.., head_dim]`` float32 to int8 or e4m3 of that shape and float32 scales ``[..]``.
+
+    The largest of a row becomes 127 or 448, what lies between two steps goes to the nearest, ties
+    to even; a row of zeros has the scale 0. The scale of a row that is not finite is not finite
+    either, and its items are 0: so all of it is NaN when it is read.
+    """
+    top = TOPS[dtype]
+    largest = rows.abs().amax(dim=-1)
+    scales = largest / torch.full_like(largest, top)  # by a number, a GPU takes its reciprocal
+    items = (rows / scales.unsqueeze(-1)).nan_to_num_(0.0, 0.0, 0.0)
+    # The scale of numbers near the smallest there are is itself rounded.
+    items.clamp_(-top, top)
+    if dtype == torch.int8:  # to which torch truncates
+        items.round_()
+    return items.to(dtype), scales
+
+
+def from_scaled(items: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `to_scaled` made, ``[.., head_dim]`` in ``dtype``."""
+    return items.float().mul_(scales.unsqueeze(-1)).to(dtype)

@@ -1,0 +1,197 @@
+"""Compile the C kernels with the system's compiler, once per machine and version.
+
+The library lies in a per-user cache under a name made of everything that shapes it: sources,
+compiler, flags, and the CPU's features. ``FORETOKEN_CACHE`` names another cache folder, and
+``FORETOKEN_NATIVE_VARIANT`` a variant other than the fastest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+logger = logging.getLogger(__name__)
+
+Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
+"""``amx-emulated`` is ``amx`` with C functions in place of the matrix unit, for tests."""
+
+SETTING = "FORETOKEN_NATIVE_VARIANT"
+
+_COMPILERS = ("cc", "gcc", "clang")
+_COMPILE_TIMEOUT = 180  # seconds
+# -ffp-contract=off: whether a product is fused must not depend on how a loop was unrolled.
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
+_WARNINGS = ("-Wall", "-Wno-unknown-pragmas", "-Wno-psabi")
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mtune=native")
+_VARIANT_FLAGS: dict[Variant, tuple[str, ...]] = {
+    "amx": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512": _AVX512_FLAGS,
+    "avx2": ("-march=x86-64-v3", "-mtune=native"),
+    "scalar": ("-DFT_SCALAR",),
+    "amx-emulated": (
+        "-march=x86-64-v3",
+        "-DFT_SCALAR",
+        "-DFT_SCALAR_LANES=16",
+        "-DFT_AMX_EMULATED",
+    ),
+}
+_AVX2 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"])
+_AVX512 = _AVX2 | {
+    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni", "avx512_bf16")
+}
+_NEEDED: dict[Variant, frozenset[str]] = {
+    "amx": _AVX512 | {"amx_tile", "amx_bf16", "amx_int8"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "scalar": frozenset(),
+    "amx-emulated": _AVX2,
+}
+_ARCH_PRCTL = 158  # the system call on x86-64, and what asks it for the tile registers
+_REQUEST_STATE, _TILE_DATA = 0x1023, 18
+
+
+class NativeBuildError(Exception):
+    """The kernels cannot be had on this machine; the message says why in one line."""
+
+
+def variants() -> tuple[Variant, ...]:
+    """The variants that this process can run, the fastest first; the emulated one is not listed."""
+    return tuple(v for v in get_args(Variant) if v != "amx-emulated" and can_run(v))
+
+
+def can_run(variant: Variant) -> bool:
+    """Whether the CPU has what the variant needs, and Linux gives this process the tiles."""
+    return _NEEDED[variant] <= cpu_flags() and (variant != "amx" or tiles_permitted())
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Ask Linux, once per process, for the use of AMX tiles; also for threads that already run.
+
+    The CPU's flags promise nothing: without permission the first tile instruction ends the process.
+    """
+    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
+        return False
+    system_call = ctypes.CDLL(None, use_errno=True).syscall
+    system_call.restype = ctypes.c_long
+    arguments = (_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA)
+    permitted: bool = system_call(*map(ctypes.c_long, arguments)) == 0
+    if not permitted and _NEEDED["amx"] <= cpu_flags():
+        error = os.strerror(ctypes.get_errno())
+        logger.warning("Linux does not permit the use of AMX (%s); AVX-512 computes", error)
+    return permitted
+
+
+def engine_variants() -> tuple[Variant, ...]:
+    """The variants to try for the engine, in this order: that of `SETTING`, else the fastest first.
+
+    Raises `NativeBuildError` for one that is unknown or cannot run here, and when only the portable
+    one is left: torch is faster than that.
+    """
+    requested = os.environ.get(SETTING, "auto")
+    if requested == "auto":
+        found = tuple(variant for variant in variants() if variant != "scalar")
+        if not found:
+            raise NativeBuildError(f"no kernels for this CPU ({platform.machine()})")
+        return found
+    for variant in get_args(Variant):
+        if variant == requested and can_run(variant):
+            return (variant,)
+    raise NativeBuildError(
+        f"{SETTING} is {requested}, but this machine runs {', '.join(variants())}"
+    )
+
+
+def build(variant: Variant) -> Path:
+    """Path of the compiled library. Raises `NativeBuildError` when it cannot be built."""
+    compiler = _find_compiler()
+    flags = (*_FLAGS, *variant_flags(variant), *_WARNINGS)
+    target = _cache_dir() / f"kernels-{variant}-{_key(compiler, flags)}.so"
+    if not target.exists():
+        _compile([*compiler, *flags], target)
+    return target
+
+
+def variant_flags(variant: Variant) -> tuple[str, ...]:
+    """The compiler's flags of a variant. The emulated one is built on AVX-512 where that is had."""
+    if variant == "amx-emulated" and can_run("avx512"):
+        return (*_AVX512_FLAGS, "-DFT_AMX_EMULATED")
+    return _VARIANT_FLAGS[variant]
+
+
+def _find_compiler() -> list[str]:
+    """The compiler's command; CC may hold options as well."""
+    requested = shlex.split(os.environ.get("CC", ""))
+    for command in [requested] if requested else [[name] for name in _COMPILERS]:
+        found = shutil.which(command[0])
+        if found:
+            return [found, *command[1:]]
+    raise NativeBuildError(f"no C compiler (tried {' '.join(requested) or ', '.join(_COMPILERS)})")
+
+
+def _compile(command: list[str], target: Path) -> None:
+    """Build beside the target and rename, so that another process never sees half a file."""
+    sources = [str(path) for path in _sources() if path.suffix == ".c"]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            output = Path(folder) / target.name
+            _run([*command, *sources, "-o", str(output), "-lm"], timeout=_COMPILE_TIMEOUT)
+            output.replace(target)
+    except OSError as error:
+        raise NativeBuildError(f"the cache folder cannot be written: {error}") from error
+
+
+def _run(command: list[str], timeout: float) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"the C compiler failed: {error}") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error:" in line] or ["no message"]
+        raise NativeBuildError(f"the C compiler failed: {lines[0]}")
+    return done.stdout
+
+
+def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    version = _run([*compiler, "--version"], timeout=10)
+    parts = [version, *compiler, *flags, platform.machine(), *sorted(cpu_flags())]
+    digest.update("\0".join(parts).encode())
+    for path in _sources():
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _sources() -> list[Path]:
+    folder = Path(__file__).parent
+    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+
+
+def _cache_dir() -> Path:
+    own = os.environ.get("FORETOKEN_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Features of the CPU by their names in Linux; none elsewhere, which leaves "scalar"."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").split())

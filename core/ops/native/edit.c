@@ -1,0 +1,118 @@
+/* Edits of a row before the temperature, in the order of core/sampling/logits_processors.py. */
+#include "sample.h"
+
+static int is_early(const ft_sampling *sampling, const ft_path *path) {
+    return ft_path_len(path) - sampling->prompt_len < sampling->min_tokens;
+}
+
+int ft_is_edited(const ft_sampling *sampling, const ft_path *path) {
+    return sampling->is_edited || is_early(sampling, path);
+}
+
+/* How often each token stands in the path from `start` on, in counts; what the vocabulary lacks is
+ * left out. Counts of other tokens stay as they are, whatever that is. */
+static void count_path(const ft_path *path, int64_t start, int64_t vocab, int32_t *counts) {
+    int64_t len = ft_path_len(path);
+    for (int64_t i = start; i < len; i++) {
+        uint64_t id = (uint64_t)ft_path_at(path, i);
+        if (id < (uint64_t)vocab) counts[id] = 0;
+    }
+    for (int64_t i = start; i < len; i++) {
+        uint64_t id = (uint64_t)ft_path_at(path, i);
+        if (id < (uint64_t)vocab) counts[id]++;
+    }
+}
+
+/* The count of the i-th token of the path, at its first sight; 0 afterwards. */
+static int32_t take_count(const ft_path *path, int64_t i, int64_t vocab, int32_t *counts) {
+    uint64_t id = (uint64_t)ft_path_at(path, i);
+    if (id >= (uint64_t)vocab) return 0;
+    int32_t count = counts[id];
+    counts[id] = 0;
+    return count;
+}
+
+static void repeat_penalty(float *values, int64_t vocab, float factor, const ft_path *path,
+                           int32_t *counts) {
+    count_path(path, 0, vocab, counts);
+    for (int64_t i = 0; i < ft_path_len(path); i++)
+        if (take_count(path, i, vocab, counts)) {
+            float *value = &values[ft_path_at(path, i)];
+            *value = *value > 0.0f ? *value / factor : *value * factor;
+        }
+}
+
+static void output_penalty(float *values, int64_t vocab, const ft_sampling *sampling,
+                           const ft_path *path, int32_t *counts) {
+    count_path(path, sampling->prompt_len, vocab, counts);
+    for (int64_t i = sampling->prompt_len; i < ft_path_len(path); i++) {
+        int32_t count = take_count(path, i, vocab, counts);
+        if (count) {
+            float penalty = (float)count * sampling->frequency;
+            values[ft_path_at(path, i)] -= penalty + sampling->presence;
+        }
+    }
+}
+
+static void ban(float *values, ft_ids ids) {
+    for (int64_t i = 0; i < ids.count; i++) values[ids.at[i]] = -INFINITY;
+}
+
+static void ban_between(float *values, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) values[i] = -INFINITY;
+}
+
+static void ban_others(float *values, int64_t vocab, ft_ids allowed) {
+    int64_t next = 0;
+    for (int64_t i = 0; i < allowed.count; i++) {
+        ban_between(values, next, allowed.at[i]);
+        next = allowed.at[i] + 1;
+    }
+    ban_between(values, next, vocab);
+}
+
+/* Whether the path ends with all of a word but its last token. */
+static int word_begins(const ft_path *path, const int64_t *word, int64_t len) {
+    int64_t start = ft_path_len(path) - (len - 1);
+    if (start < 0) return 0;
+    for (int64_t i = 0; i < len - 1; i++)
+        if (ft_path_at(path, start + i) != word[i]) return 0;
+    return 1;
+}
+
+static void ban_words(float *values, const ft_sampling *sampling, const ft_path *path) {
+    const int64_t *word = sampling->words.at;
+    for (int64_t i = 0; i < sampling->word_lens.count; i++) {
+        int64_t len = sampling->word_lens.at[i];
+        if (word_begins(path, word, len)) values[word[len - 1]] = -INFINITY;
+        word += len;
+    }
+}
+
+static void ban_masked(float *values, int64_t vocab, const uint8_t *mask) {
+    for (int64_t i = 0; i < vocab; i++) values[i] = mask[i] ? values[i] : -INFINITY;
+}
+
+/* Whether the constraint leaves nothing but stop tokens: then an answer that is too short ends. */
+static int must_stop(const uint8_t *mask, int64_t vocab, ft_ids stops) {
+    if (!mask) return 0;
+    int64_t num_allowed = 0, num_stops = 0;
+    for (int64_t i = 0; i < vocab; i++) num_allowed += mask[i] != 0;
+    for (int64_t i = 0; i < stops.count; i++) num_stops += mask[stops.at[i]] != 0;
+    return num_allowed == num_stops;
+}
+
+void ft_edit(float *values, int64_t vocab, const ft_sampling *sampling, const ft_path *path,
+             int32_t *counts) {
+    for (int64_t i = 0; i < sampling->biased.count; i++)
+        values[sampling->biased.at[i]] += sampling->bias[i];
+    if (sampling->repetition != 1.0f)
+        repeat_penalty(values, vocab, sampling->repetition, path, counts);
+    if (sampling->frequency != 0.0f || sampling->presence != 0.0f)
+        output_penalty(values, vocab, sampling, path, counts);
+    if (sampling->allowed.at) ban_others(values, vocab, sampling->allowed);
+    ban_words(values, sampling, path);
+    if (path->mask) ban_masked(values, vocab, path->mask);
+    if (is_early(sampling, path) && !must_stop(path->mask, vocab, sampling->stops))
+        ban(values, sampling->stops);
+}

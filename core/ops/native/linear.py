@@ -1,0 +1,142 @@
+"""NativeLinear: a weight in the layout that linear.c streams (linear.h has the layouts)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..base import PackedLinear
+from ..quantize import GROUP, Quantize, QuantizedWeight, WeightKind, quantize_weight
+from .library import NativeLibrary
+from .memory import HugeArena
+
+Products: TypeAlias = Literal["bfloat16", "float32"]
+"""The instructions for bfloat16 weights: products of pairs, or of widened numbers."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_WIDE_KIND = 6  # of bfloat16 weights, multiplied as float32
+_QUANTIZED_KINDS: dict[WeightKind, int] = {"int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5}
+_ARENA = HugeArena()  # of all weights: small ones share a page
+
+
+class LinearStruct(ctypes.Structure):
+    """``ft_linear_weight`` of linear.h; lends the tensors' memory."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("out_features", ctypes.c_int32),
+        ("in_features", ctypes.c_int32),
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeLinear(PackedLinear):
+    """A packed weight; ``bias`` is float32 and, as ``scale``, padded to whole panels."""
+
+    scale: Tensor | None
+    out_features: int
+    in_features: int
+    struct: LinearStruct
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one call reads of it."""
+        tensors = (self.weight, self.bias, self.scale)
+        return sum(t.nbytes for t in tensors if t is not None)
+
+
+def pack_linear(
+    library: NativeLibrary,
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    quantize: Quantize = "none",
+    *,
+    products: Products = "bfloat16",
+) -> NativeLinear:
+    """Lay out ``[out_features, in_features]``: float32 or bfloat16, rounded to ``quantize`` where
+    that is asked for, or a quantised weight as it is. ``products`` is for bfloat16 weights.
+    """
+    width, in_features = 2 * library.lanes, _in_features(weight)
+    if isinstance(weight, Tensor) and quantize != "none":
+        weight = quantize_weight(weight, quantize)
+    scale = None
+    if isinstance(weight, Tensor):
+        kind = _KINDS[weight.dtype]
+        if weight.dtype == torch.bfloat16 and products == "float32":
+            kind = _WIDE_KIND
+        packed = _panels(weight, 4 // weight.itemsize, width, fill=0)
+    else:
+        kind, packed = _QUANTIZED_KINDS[weight.kind], _quantized_panels(weight, width)
+        scale = weight.scale if weight.kind == "int8" else None
+    bias, scale = (_padded(t, width) for t in (bias, scale))
+    pointers = [t.data_ptr() if t is not None else None for t in (packed, scale, bias)]
+    out_features = len(weight if isinstance(weight, Tensor) else weight.values)
+    struct = LinearStruct(kind, out_features, in_features, *pointers)
+    return NativeLinear(packed, bias, True, scale, out_features, in_features, struct)
+
+
+def _in_features(weight: Tensor | QuantizedWeight) -> int:
+    return (weight if isinstance(weight, Tensor) else weight.values).shape[1]
+
+
+def linear(
+    library: NativeLibrary, x: Tensor, weight: NativeLinear, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``[T, in_features] -> [T, out_features]`` in x's dtype, or in the one asked for."""
+    x = x.contiguous()
+    out = x.new_empty((len(x), weight.out_features), dtype=dtype)
+    library.linear(weight.struct, x, out)
+    return out
+
+
+def _panels(weight: Tensor, per_step: int, width: int, *, fill: int) -> Tensor:
+    """``[out, in]`` to ``[panels, steps, width, per_step]``."""
+    out_features, in_features = weight.shape
+    padding = (0, -in_features % per_step, 0, -out_features % width)
+    padded = F.pad(weight, padding, value=fill) if any(padding) else weight
+    panels = padded.contiguous().view(-1, width, padded.shape[1] // per_step, per_step)
+    return _own(panels.transpose(1, 2))
+
+
+def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
+    """The layouts of linear.h: values of a panel's group, then its scales, then its minima."""
+    if weight.kind == "int8":
+        return _panels(weight.values.view(torch.uint8) ^ 128, 4, width, fill=128)
+    num_groups = weight.scale.shape[1]
+    if weight.kind == "int8_group":
+        groups = _rows(weight.values.view(torch.uint8) ^ 128, width, 128)
+        quads = groups.view(-1, width, num_groups, GROUP // 4, 4)
+    else:
+        offset = 8 if weight.kind == "int4" else 0
+        nibbles = _rows(weight.values + offset, width, offset).view(torch.uint8)
+        halves = nibbles.view(-1, width, num_groups, 2, GROUP // 2)
+        joined = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
+        quads = joined.view(-1, width, num_groups, GROUP // 8, 4)
+    parts = [quads.permute(0, 2, 3, 1, 4).reshape(len(quads), num_groups, -1)]
+    for numbers in (weight.scale, weight.minimum):
+        if numbers is not None:
+            by_group = _rows(numbers, width, 0).view(-1, width, num_groups).transpose(1, 2)
+            parts.append(by_group.contiguous().view(torch.uint8))
+    return _own(torch.cat(parts, dim=2))
+
+
+def _rows(values: Tensor, width: int, fill: int) -> Tensor:
+    """``values`` [out, ...] with rows of ``fill`` up to whole panels."""
+    return F.pad(values, (0, 0, 0, -len(values) % width), value=fill)
+
+
+def _padded(values: Tensor | None, width: int) -> Tensor | None:
+    return None if values is None else F.pad(values.float(), (0, -len(values) % width))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A dense copy in huge pages."""
+    return _ARENA.empty_like(tensor).copy_(tensor)

@@ -1,0 +1,269 @@
+/* One token for every place: the best logit, or a Gumbel race among what the cuts leave.
+ *
+ * The noise of a token needs two logarithms, but few tokens can win. The leading bits of a token's
+ * hash bound its noise from above; only who could beat the best so far is computed in full.
+ */
+#include "sample.h"
+
+#include <stdatomic.h>
+
+#define GOLDEN 0x9e3779b97f4a7c15u
+#define ODD_1 0xbf58476d1ce4e5b9u
+#define ODD_2 0x94d049bb133111ebu
+#define LN2 0.69314718f
+
+enum { PIECE = 16384 }; /* logits that make a task worth another thread */
+
+/* Places one behind the other along a draft: each decides the token after the ones before it. The
+ * walk ends at the first place whose token is not the draft's. */
+typedef struct {
+    const ft_sampling *sampling;
+    int64_t first; /* row of the logits, and of the output */
+    int64_t num_places;
+    const int64_t *tokens; /* of the request */
+    int64_t num_tokens;
+    int64_t draft;    /* where its draft begins in `drafts` */
+    int64_t tail_len; /* draft tokens before the first place */
+    const uint8_t *mask;
+} ft_walk;
+
+typedef struct {
+    const float *logits; /* [rows, vocab] */
+    int64_t vocab;
+    const int64_t *hashes; /* [vocab] the part of the noise that depends on the id alone */
+    const ft_walk *walks;
+    const int64_t *drafts;
+    double tau;          /* on top of the temperature */
+    int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
+    int64_t *num_places; /* [walks] out: places decided, the failed one included */
+    atomic_int failed;   /* no memory */
+} choose_job;
+
+typedef struct {
+    float *values; /* [vocab] an edited row */
+    int32_t *counts; /* [vocab] */
+    ft_cut_space cut;
+} row_space;
+
+/* -- the best --------------------------------------------------------------------------------- */
+
+/* The greatest of a row: NaN where there is one. As integers, whose maximum needs no order. */
+static float find_top(const float *values, int64_t vocab) {
+    int32_t most = INT32_MIN, widest = 0;
+    for (int64_t i = 0; i < vocab; i++) {
+        int32_t bits = (int32_t)ft_float_bits(values[i]);
+        int32_t width = bits & 0x7fffffff, rank = bits ^ ((bits >> 31) & 0x7fffffff);
+        most = rank > most ? rank : most;
+        widest = width > widest ? width : widest;
+    }
+    if (widest > 0x7f800000) return NAN;
+    int32_t bits = most ^ ((most >> 31) & 0x7fffffff);
+    float top;
+    memcpy(&top, &bits, 4);
+    return top;
+}
+
+static int64_t find_id(const ft_row *row) {
+    int64_t at = 0;
+    for (; at + FT_BLOCK <= row->vocab; at += FT_BLOCK) {
+        int found = 0;
+        for (int i = 0; i < FT_BLOCK; i++) found |= row->values[at + i] == row->top;
+        if (found) break;
+    }
+    while (row->values[at] != row->top) at++;
+    return at;
+}
+
+/* -- the race --------------------------------------------------------------------------------- */
+
+static uint64_t mix(uint64_t word) {
+    word = (word ^ (word >> 30)) * ODD_1;
+    word = (word ^ (word >> 27)) * ODD_2;
+    return word ^ (word >> 31);
+}
+
+/* splitmix64 number `position` of a seed. */
+static uint64_t stream_key(uint64_t seed, int64_t position) {
+    return mix(mix(seed + GOLDEN) + GOLDEN * (uint64_t)(position + 1));
+}
+
+FT_INLINE uint64_t noise_word(int64_t hash, uint64_t key) {
+    uint64_t word = ((uint64_t)hash ^ key) * ODD_1;
+    return (word ^ (word >> 32)) * ODD_2;
+}
+
+/* -log(-log(u)), where the magnitude of the signed word is 1 - u in units of 2**-63. */
+static float gumbel(uint64_t word) {
+    float rest = fabsf((float)(int64_t)word) * 0x1p-63f;
+    rest = fminf(fmaxf(rest, 0x1p-63f), 1.0f - 0x1p-24f);
+    return (float)-log(-log1p(-(double)rest));
+}
+
+/* At least the noise plus `scaled`, less a constant; up to rounding, which SLACK covers.
+ * -log(-log(u)) <= -log(1 - u); of 1 - u the leading 32 bits, rounded down, become a float, whose
+ * bits are its logarithm to the base 2, never too great by linear interpolation. */
+FT_INLINE void bound_block(const float *scaled, const int64_t *hashes, uint64_t key, int64_t count,
+                           float *bounds) {
+    int32_t leading[FT_BLOCK];
+    for (int64_t i = 0; i < count; i++)
+        leading[i] = (int32_t)(noise_word(hashes[i], key) >> 32);
+    for (int64_t i = 0; i < count; i++) {
+        float magnitude = (float)(leading[i] ^ (leading[i] >> 31));
+        bounds[i] = scaled[i] - (float)(int32_t)ft_float_bits(magnitude) * (LN2 * 0x1p-23f);
+    }
+}
+
+#define BOUND_OFFSET (LN2 * 158.0f) /* exponent bias, and 31 bits */
+#define SLACK 1e-3f
+
+typedef struct {
+    uint64_t key;
+    const int64_t *hashes;
+    float best;
+    int64_t id;
+} gumbel_argmax;
+
+static void enter(gumbel_argmax *argmax, const ft_row *row, int64_t id) {
+    float scaled = (row->values[id] - row->top) / row->degree;
+    float score = gumbel(noise_word(argmax->hashes[id], argmax->key)) + scaled;
+    if (score > argmax->best || (score == argmax->best && id < argmax->id)) {
+        argmax->best = score;
+        argmax->id = id;
+    }
+}
+
+/* `scaled` [FT_BLOCK] may be off by rounding; -inf for those who take no part. */
+static void race_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, const float *scaled) {
+    float bounds[FT_BLOCK], needed = argmax->best - BOUND_OFFSET - SLACK;
+    int64_t count = ft_min(FT_BLOCK, row->vocab - at);
+    if (count == FT_BLOCK)
+        bound_block(scaled, argmax->hashes + at, argmax->key, FT_BLOCK, bounds);
+    else
+        bound_block(scaled, argmax->hashes + at, argmax->key, count, bounds);
+    for (int64_t i = count; i < FT_BLOCK; i++) bounds[i] = -INFINITY;
+    int any = 0;
+    for (int i = 0; i < FT_BLOCK; i++) any |= bounds[i] >= needed;
+    if (!any) return;
+    for (int64_t i = 0; i < count; i++)
+        if (bounds[i] >= needed && scaled[i] > -INFINITY) {
+            enter(argmax, row, at + i);
+            needed = argmax->best - BOUND_OFFSET - SLACK;
+        }
+}
+
+static void race_all(gumbel_argmax *argmax, const ft_row *row) {
+    float scaled[FT_BLOCK], factor = 1.0f / row->degree;
+    enter(argmax, row, find_id(row)); /* a good one first: others must beat it */
+    for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
+        const float *values = row->values + at;
+        int64_t count = ft_min(FT_BLOCK, row->vocab - at);
+        if (count == FT_BLOCK)
+            for (int i = 0; i < FT_BLOCK; i++) scaled[i] = (values[i] - row->top) * factor;
+        else
+            for (int64_t i = 0; i < count; i++) scaled[i] = (values[i] - row->top) * factor;
+        race_block(argmax, row, at, scaled);
+    }
+}
+
+/* -inf for what the cuts take away; `*ties` of those with the last key may still stay. */
+FT_INLINE void drop_others(float *scaled, const uint32_t *keys, uint32_t last, int64_t *ties) {
+    int num_ties = 0;
+    for (int i = 0; i < FT_BLOCK; i++) {
+        num_ties += keys[i] == last;
+        scaled[i] = keys[i] <= last ? scaled[i] : -INFINITY;
+    }
+    if (num_ties <= *ties) {
+        *ties -= num_ties;
+        return;
+    }
+    for (int i = 0; i < FT_BLOCK; i++)
+        if (keys[i] == last && (*ties)-- <= 0) scaled[i] = -INFINITY;
+}
+
+static void race_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
+    float scaled[FT_BLOCK];
+    uint32_t keys[FT_BLOCK];
+    int64_t ties = kept.ties;
+    for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
+        ft_scaled_block(row, at, scaled);
+        ft_keys_block(scaled, keys);
+        if (!ft_any_within(keys, kept.key)) continue;
+        drop_others(scaled, keys, kept.key, &ties);
+        race_block(argmax, row, at, scaled);
+    }
+}
+
+/* -- a place ---------------------------------------------------------------------------------- */
+
+static int64_t draw(const choose_job *job, ft_row *row, const ft_sampling *sampling, int64_t position,
+                    const row_space *space) {
+    if (sampling->temperature == 0.0) return find_id(row);
+    double degree = sampling->temperature * job->tau;
+    row->degree = (float)(degree > 1e-30 ? degree : 1e-30); /* less would be 0 */
+    gumbel_argmax argmax = {stream_key(sampling->seed, position), job->hashes, -INFINITY, row->vocab};
+    if (ft_is_cut(sampling, row->vocab))
+        race_kept(&argmax, row, ft_cut(row, sampling, &space->cut));
+    else
+        race_all(&argmax, row);
+    return argmax.id;
+}
+
+static int64_t choose(const choose_job *job, const float *logits, const ft_sampling *sampling,
+                      const ft_path *path, const row_space *space) {
+    ft_row row = {logits, job->vocab, find_top(logits, job->vocab), 1.0f};
+    if (!isfinite(row.top)) return FT_NOT_FINITE;
+    if (ft_is_edited(sampling, path)) {
+        memcpy(space->values, logits, (size_t)job->vocab * sizeof *logits);
+        ft_edit(space->values, job->vocab, sampling, path, space->counts);
+        row.values = space->values;
+        row.top = find_top(space->values, job->vocab);
+        if (!isfinite(row.top)) return FT_ALL_BANNED;
+    }
+    return draw(job, &row, sampling, ft_path_len(path) - sampling->prompt_len, space);
+}
+
+static void walk_draft(choose_job *job, int64_t index, const row_space *space) {
+    const ft_walk *walk = &job->walks[index];
+    const int64_t *draft = job->drafts + walk->draft;
+    ft_path path = {walk->tokens, walk->num_tokens, draft, walk->tail_len, walk->mask};
+    int64_t place = 0, token;
+    do {
+        const float *logits = job->logits + (walk->first + place) * job->vocab;
+        path.tail_len = walk->tail_len + place;
+        token = choose(job, logits, walk->sampling, &path, space);
+        job->tokens[walk->first + place] = token;
+        place++;
+    } while (place < walk->num_places && token == draft[path.tail_len] && token >= 0);
+    job->num_places[index] = place;
+}
+
+static int find_space(int64_t vocab, row_space *space) {
+    int64_t width = ft_ceil_div(vocab, FT_BLOCK) * FT_BLOCK + FT_BLOCK, bytes = width * 4;
+    char *memory = ft_scratch(FT_SCRATCH_SAMPLE, (size_t)(4 * bytes + FT_BINS * 8));
+    if (!memory) return -1;
+    space->values = (float *)memory;
+    space->counts = (int32_t *)(memory + bytes);
+    space->cut.keys = (uint32_t *)(memory + 2 * bytes);
+    space->cut.masses = (float *)(memory + 3 * bytes);
+    space->cut.bins = (int64_t *)(memory + 4 * bytes);
+    return 0;
+}
+
+static void choose_piece(void *context, int64_t begin, int64_t end) {
+    choose_job *job = context;
+    row_space space;
+    if (find_space(job->vocab, &space)) {
+        atomic_store(&job->failed, 1);
+        return;
+    }
+    for (int64_t index = begin; index < end; index++) walk_draft(job, index, &space);
+}
+
+/* Returns 0, or -1 when there is no memory. */
+FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
+                        const ft_walk *walks, int64_t num_walks, const int64_t *drafts, double tau,
+                        int64_t *tokens, int64_t *num_places) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, tau, tokens, num_places, 0};
+    ft_parallel(choose_piece, &job, num_walks, ft_max(1, PIECE / ft_max(vocab, 1)));
+    return atomic_load(&job.failed) ? -1 : 0;
+}

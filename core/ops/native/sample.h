@@ -1,0 +1,131 @@
+/* Choosing a token from a row of logits: what edit.c, cut.c and sample.c share.
+ *
+ * Plain loops over blocks of ids, which the compiler turns into vectors: every element is rounded
+ * on its own and sums are of integers, so the outcome is the same in every variant.
+ * core/sampling/verifier.py, core/sampling/logits_processors.py, core/sampling/top_k_top_p.py and core/sampling/gumbel.py define what is computed here.
+ */
+#ifndef FT_SAMPLE_H
+#define FT_SAMPLE_H
+
+#include "common.h"
+
+#include <math.h>
+
+enum { FT_BLOCK = 64 }; /* ids handled at once */
+enum { FT_NOT_FINITE = -1, FT_ALL_BANNED = -2 }; /* in place of a token */
+
+typedef struct {
+    const int64_t *at;
+    int64_t count;
+} ft_ids;
+
+/* What one request wants of its tokens. Ids are inside the vocabulary, but for those of words that
+ * are only compared. */
+typedef struct {
+    uint64_t seed;
+    int64_t prompt_len;
+    double temperature; /* 0: the best token, without noise */
+    double top_p;       /* 1: off */
+    int64_t top_k;      /* 0: off */
+    float floor;        /* of min-p, for logits over temperature whose best is 0; -inf: off */
+    int32_t is_edited;  /* at every position, whatever follows; below min_tokens in any case */
+    float repetition;   /* 1: off */
+    float frequency, presence;
+    int64_t min_tokens;
+    ft_ids biased;
+    const float *bias; /* [biased.count] */
+    ft_ids allowed;    /* rising; all are allowed where `at` is NULL */
+    ft_ids stops;      /* banned below min_tokens */
+    ft_ids words;      /* bad words, one after the other, and the length of each */
+    ft_ids word_lens;
+} ft_sampling;
+
+/* The tokens before a place: the request's own, then those of a draft. */
+typedef struct {
+    const int64_t *tokens;
+    int64_t num_tokens;
+    const int64_t *tail;
+    int64_t tail_len;
+    const uint8_t *mask; /* [vocab] 1: the request's constraint allows it; NULL: all */
+} ft_path;
+
+FT_INLINE int64_t ft_path_len(const ft_path *path) { return path->num_tokens + path->tail_len; }
+FT_INLINE int64_t ft_path_at(const ft_path *path, int64_t index) {
+    int64_t in_tail = index - path->num_tokens;
+    return in_tail < 0 ? path->tokens[index] : path->tail[in_tail];
+}
+
+/* Whether `ft_edit` has anything to do. */
+int ft_is_edited(const ft_sampling *sampling, const ft_path *path);
+
+/* All that comes before the temperature, in place. `counts` [vocab] is working space. */
+void ft_edit(float *values, int64_t vocab, const ft_sampling *sampling, const ft_path *path,
+             int32_t *counts);
+
+/* A row of sound logits on its way to a token. */
+typedef struct {
+    const float *values;
+    int64_t vocab;
+    float top;    /* the greatest, finite */
+    float degree; /* temperature */
+} ft_row;
+
+/* What cuts leave: ids whose key is below `key`, and the first `ties` of those that have it.
+ * A key is the magnitude of a scaled value as an integer: the better, the smaller. */
+typedef struct {
+    uint32_t key;
+    int64_t ties;
+} ft_kept;
+
+#define FT_ALL_TIES INT64_MAX
+
+/* Working space of one thread for one row. */
+typedef struct {
+    uint32_t *keys; /* of whole blocks of ids, and one block more */
+    float *masses;  /* likewise */
+    int64_t *bins;  /* [FT_BINS] */
+} ft_cut_space;
+
+enum { FT_BINS = 2048 };
+
+FT_INLINE int ft_is_cut(const ft_sampling *sampling, int64_t vocab) {
+    return (sampling->top_k > 0 && sampling->top_k < vocab) || sampling->floor > -INFINITY ||
+           sampling->top_p < 1.0;
+}
+
+ft_kept ft_cut(const ft_row *row, const ft_sampling *sampling, const ft_cut_space *space);
+
+FT_INLINE uint32_t ft_float_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+FT_INLINE uint32_t ft_key(float scaled) { return ft_float_bits(scaled) & 0x7fffffffu; }
+
+/* Logits over the temperature, the best 0, of ids [at, at + FT_BLOCK); -inf beyond the last. */
+FT_INLINE void ft_scaled_block(const ft_row *row, int64_t at, float *out) {
+    const float *values = row->values + at;
+    int64_t count = ft_min(FT_BLOCK, row->vocab - at);
+    if (count == FT_BLOCK) {
+        for (int i = 0; i < FT_BLOCK; i++) out[i] = values[i] - row->top;
+    } else {
+        for (int64_t i = 0; i < count; i++) out[i] = values[i] - row->top;
+        for (int64_t i = count; i < FT_BLOCK; i++) out[i] = -INFINITY;
+    }
+    if (row->degree != 1.0f)
+        for (int i = 0; i < FT_BLOCK; i++) out[i] /= row->degree;
+}
+
+FT_INLINE void ft_keys_block(const float *scaled, uint32_t *keys) {
+    for (int i = 0; i < FT_BLOCK; i++) keys[i] = ft_key(scaled[i]);
+}
+
+/* Whether a block has a key of at most `most`. */
+FT_INLINE int ft_any_within(const uint32_t *keys, uint32_t most) {
+    uint32_t least = UINT32_MAX;
+    for (int i = 0; i < FT_BLOCK; i++) least = keys[i] < least ? keys[i] : least;
+    return least <= most;
+}
+
+#endif

@@ -1,0 +1,1 @@
+"""The operations in torch: the oracle of the other backends."""

@@ -1,0 +1,242 @@
+"""TorchPlan: the row indices of every gather and scatter of one forward pass.
+
+Keys are taken in blocks at absolute positions, so that a row adds up the same numbers in the same
+order whatever rides beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base import HeadLayout
+from ..batch import IntArray, RaggedBatch
+from ..kv_pool import KVPool, from_scaled, to_scaled
+
+BLOCK = 256  # positions
+# Of a last block. Cutting off hidden keys leaves the bits of every sum as they are up to 128 of
+# them in steps of 32; between 128 and 256, float32 bmm splits the sum in another place (measured).
+_SHORT_WIDTHS = (32, 64, 96, 128)
+HIDDEN = -1e30  # finite: a block that a row cannot see at all must not yield NaN
+_GROUP_COST = 6000  # keys held against a row in the time that another group takes, per block
+_ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7, 9 otherwise (measured)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Positions ``[lo, lo + width)`` of the sequences ``[first, last)`` of a group."""
+
+    first: int
+    last: int
+    width: int
+    kv_rows: Tensor  # [2 * count * num_kv_heads * pages] into the pool's blocks of layer 0
+    void_rows: Tensor | None  # K and V rows behind a sequence's end: stale content, NaN perhaps
+    masked_from: int  # first sequence with a hidden position, counted from ``first``
+    seen: Tensor | None  # [count - masked_from, 1, num_rows, 1, width] 1 where seen, 0 where hidden
+    mask: Tensor | None  # the same, to be added: 0 where seen, very low where hidden
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Sequences with about the same number of rows, longest context first."""
+
+    members: IntArray  # [n] segments
+    rows: IntArray  # [n, num_rows] rows of the batch; the last is repeated as padding
+    q_rows: Tensor  # [n * num_kv_heads * num_rows] into q as [T * num_kv_heads, group * head_dim]
+    q_positions: Tensor  # [n, num_rows]
+
+
+class TorchPlan:
+    """Indices of one forward pass, for layer 0; other layers shift the pool's base instead."""
+
+    def __init__(
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        heads: HeadLayout,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        pad_rows: bool,
+    ) -> None:
+        self.batch = batch
+        self.heads = heads
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
+        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        self._pool = pool
+        self._kv_heads = 2 * pool.num_kv_heads  # K and V of one layer and page
+        self._write_at = self._find_write_at()
+        multiple = _ROW_MULTIPLE if pad_rows and pool.dtype == torch.float32 else 1
+        self.groups = [self._group(m, multiple) for m in _split(batch)]
+        self.unpack = self._find_unpack()
+        self._blocks: dict[int | None, list[list[Block]]] = {}
+
+    def write(self, kv: Tensor, layer: int) -> None:
+        """Store ``[T, 2 * num_kv_heads, head_dim]`` float32: keys, then values."""
+        vectors, scales = self._pool.split(self.pages(layer))
+        if scales is None:
+            vectors[self._write_at] = kv.to(vectors.dtype)
+        else:
+            items, scales[self._write_at] = to_scaled(kv, vectors.dtype)
+            vectors.view(torch.int8)[self._write_at] = items.view(torch.int8)  # bytes, as in `read`
+
+    def pages(self, layer: int) -> Tensor:
+        """The pool's blocks, starting at a layer's."""
+        return self._pool.blocks[layer * self._kv_heads :]
+
+    def read(self, pages: Tensor, block: Block) -> Tensor:
+        """Keys, then values of a block, ``[2 * count * num_kv_heads, width, head_dim]``."""
+        pool = self._pool
+        # Of bytes: not every torch that computes on a GPU selects float8.
+        whole = pages.view(torch.int8) if pages.itemsize == 1 else pages
+        kv, scales = pool.split(whole.index_select(0, block.kv_rows).view(pages.dtype))
+        if scales is not None:
+            kv = from_scaled(kv, scales, pool.dtype)
+        if block.void_rows is not None:
+            # NaN plus the mask, or times weight 0, would be NaN.
+            kv.view(-1, pool.head_dim).index_fill_(0, block.void_rows, 0.0)
+        return kv.view(-1, block.width, pool.head_dim)
+
+    def blocks(self, window: int | None) -> list[list[Block]]:
+        """The blocks of every group, made at the first layer that has this window."""
+        if window not in self._blocks:
+            self._blocks[window] = [self._group_blocks(g, window) for g in self.groups]
+        return self._blocks[window]
+
+    def _find_write_at(self) -> tuple[Tensor, Tensor]:
+        """Blocks ``[T, 2 * num_kv_heads]`` of layer 0, and places in them."""
+        pool, slots = self._pool, self.batch.slots
+        first = (slots // pool.page_size).mul_(pool.num_layers * self._kv_heads).unsqueeze(1)
+        heads = torch.arange(self._kv_heads, device=slots.device)
+        return first + heads, (slots % pool.page_size).unsqueeze(1)
+
+    def _group(self, members: IntArray, multiple: int) -> Group:
+        batch, num_kv_heads = self.batch, self.heads.num_kv_heads
+        step = multiple // gcd(multiple, self.heads.group_size)
+        num_rows = -(-int(batch.lens[members].max()) // step) * step
+        last = batch.lens[members] - 1
+        local = np.minimum(np.arange(num_rows), last[:, None])
+        rows = local + batch.first_rows[members, None]
+        q_rows = rows[:, None, :] * num_kv_heads + np.arange(num_kv_heads)[:, None]
+        positions = local + batch.starts[members, None]
+        return Group(members, rows, self._to(q_rows.ravel()), self._to(positions))
+
+    def _find_unpack(self) -> Tensor:
+        """Rows of the groups' outputs in the order of the batch, [T * num_kv_heads]."""
+        num_kv_heads = self.heads.num_kv_heads
+        unpack = np.zeros((self.batch.num_rows, num_kv_heads), dtype=np.int64)
+        base = 0
+        for group in self.groups:
+            n, num_rows = group.rows.shape
+            at = np.arange(base, base + n * num_kv_heads * num_rows)
+            by_row = at.reshape(n, num_kv_heads, num_rows).transpose(0, 2, 1)
+            unpack[group.rows] = by_row  # padding repeats a row: any of its copies will do
+            base += at.size
+        num_tokens = self.batch.lens.sum()
+        unpack[num_tokens:] = unpack[num_tokens - 1]  # the batch's copies of its last row
+        return self._to(unpack.ravel())
+
+    def _group_blocks(self, group: Group, window: int | None) -> list[Block]:
+        edges = self._edges(int(self.batch.stops[group.members].max()))
+        blocks = (self._block(group, lo, hi - lo, window) for lo, hi in pairwise(edges))
+        return [block for block in blocks if block is not None]
+
+    def _edges(self, stop: int) -> list[int]:
+        """Where blocks begin and end, in positions: two halves first, as most chats are short."""
+        page_size = self._pool.page_size
+        size = page_size * max(1, BLOCK // page_size)
+        halves = [size // 2] if size // 2 % page_size == 0 else []
+        return [0, *halves, *range(size, stop + size, size)]
+
+    def _block(self, group: Group, lo: int, size: int, window: int | None) -> Block | None:
+        starts, stops = self.batch.starts[group.members], self.batch.stops[group.members]
+        seen = stops > lo
+        if window is not None:
+            seen &= lo + size - 1 > starts - window
+        if not seen.any():
+            return None
+        first, last = int(seen.argmax()), len(seen) - int(seen[::-1].argmax())
+        starts, stops = starts[first:last], stops[first:last]
+        width = self._width(int(stops.max()) - lo, size)
+        masked = starts < lo + width - 1
+        if window is not None:
+            masked |= lo <= stops - 1 - window
+        masked_from = int(masked.argmax()) if masked.any() else last - first
+        positions = group.q_positions[first + masked_from : last]
+        seen_keys = self._seen(positions, lo, width, window) if masked.any() else None
+        return Block(
+            first=first,
+            last=last,
+            width=width,
+            kv_rows=self._kv_rows(group.members[first:last], lo, width),
+            void_rows=self._void_rows(stops, lo, width),
+            masked_from=masked_from,
+            seen=seen_keys,
+            mask=None if seen_keys is None else (1.0 - seen_keys).mul_(HIDDEN),
+        )
+
+    def _width(self, length: int, size: int) -> int:
+        """Positions of a block to fetch when only ``length`` of them exist."""
+        page_size = self._pool.page_size
+        fitting = (w for w in _SHORT_WIDTHS if length <= w < size and w % page_size == 0)
+        return next(fitting, size)
+
+    def _kv_rows(self, members: IntArray, lo: int, width: int) -> Tensor:
+        pool = self._pool
+        pages = np.arange(lo // pool.page_size, (lo + width) // pool.page_size)
+        # Behind its end a sequence is given its first page: finite content, and masked anyhow.
+        pages = np.where(pages < self.batch.page_table.shape[1], pages, 0)
+        ids = self.batch.page_table[members[:, None], pages] * (pool.num_layers * self._kv_heads)
+        heads = np.arange(self._kv_heads).reshape(2, 1, pool.num_kv_heads, 1)
+        return self._to((ids[:, None, :] + heads).ravel())
+
+    def _void_rows(self, stops: IntArray, lo: int, width: int) -> Tensor | None:
+        page_size, num_kv_heads = self._pool.page_size, self._pool.num_kv_heads
+        positions = np.arange(lo, lo + width)
+        page_ends = -(-stops // page_size) * page_size
+        only_page = stops < page_size  # so the first page is void behind the end, too
+        reach = np.where(only_page, lo + width, page_ends)
+        void = (positions >= stops[:, None]) & (positions < reach[:, None])
+        sequence, column = np.nonzero(void)
+        if not len(sequence):
+            return None
+        head = sequence[:, None] * num_kv_heads + np.arange(num_kv_heads)
+        keys = head * width + column[:, None]
+        values = keys + len(stops) * num_kv_heads * width
+        return self._to(np.concatenate((keys, values)).ravel())
+
+    def _seen(self, positions: Tensor, lo: int, width: int, window: int | None) -> Tensor:
+        keys = torch.arange(lo, lo + width, device=positions.device)
+        queries = positions[:, None, :, None, None]
+        seen = keys <= queries
+        return (seen if window is None else seen & (keys > queries - window)).float()
+
+    def _to(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self._pool.data.device)
+
+
+def _split(batch: RaggedBatch) -> list[IntArray]:
+    """Segments in groups of about as many rows, of which all but the longest are padded.
+
+    From the fewest rows up, a group joins the next as long as padding costs less than a group.
+    """
+    lens, stops = batch.lens, batch.stops
+    buckets = np.ceil(np.log2(lens)).astype(np.int64)
+    groups: list[IntArray] = []
+    for bucket in np.unique(buckets):
+        members = np.flatnonzero(buckets == bucket)
+        if groups and _padding(lens, stops, groups[-1], members) < _GROUP_COST:
+            members = np.concatenate((groups.pop(), members))
+        groups.append(members)
+    return [m[np.argsort(-stops[m], kind="stable")] for m in groups]
+
+
+def _padding(lens: IntArray, stops: IntArray, short: IntArray, long: IntArray) -> int:
+    """Keys that the added rows of ``short`` would be held against beside ``long``, per block."""
+    blocks = 1 + int(stops[short].max()) // BLOCK
+    return int(((lens[long].max() - lens[short]) * stops[short]).sum()) // blocks

@@ -1,0 +1,75 @@
+"""What the Triton kernels compute, and where: asked before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from ..base import HeadLayout
+from ..kv_pool import KvDtype
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MAX_GROUP = 64  # query heads of a KV head: they fill a tile together
+MIN_CAPABILITY = (8, 0)  # matrix instructions for bfloat16
+FP8_CAPABILITY = (8, 9)  # conversions of e4m3
+INTERPRET = "TRITON_INTERPRET"
+
+
+def unsuited(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: HeadLayout | None,
+    kv_dtype: KvDtype = "auto",
+) -> str:
+    """Why the kernels cannot compute such a model on this device, or nothing."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    return _unsuited_device(device, dtype, kv_dtype) or _unsuited_model(dtype, heads)
+
+
+def _unsuited_device(device: torch.device, dtype: torch.dtype, kv_dtype: KvDtype) -> str:
+    is_interpreted = os.environ.get(INTERPRET) == "1"
+    if device.type == "cuda":
+        if is_interpreted:
+            return f"{INTERPRET}=1 asks for Triton's interpreter, which is for the CPU"
+        capability = torch.cuda.get_device_capability(device)
+        lowest = FP8_CAPABILITY if kv_dtype == "fp8" else MIN_CAPABILITY
+        if capability < lowest:
+            return "compute capability {}.{} is below {}.{}".format(*capability, *lowest)
+        return ""
+    if not is_interpreted:
+        return f"a CPU has Triton's interpreter alone, for tests: set {INTERPRET}=1"
+    if dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly: use float32"
+    return ""
+
+
+def _unsuited_model(dtype: torch.dtype, heads: HeadLayout | None) -> str:
+    if dtype not in DTYPES:
+        return f"{dtype} is not supported"
+    if heads is None:
+        return ""
+    dim = heads.head_dim
+    if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+        return f"heads of {dim} dimensions: a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if heads.group_size > MAX_GROUP:
+        return f"{heads.group_size} query heads per KV head, more than {MAX_GROUP}"
+    return ""
+
+
+def launch_problem() -> str:
+    """Why Triton cannot launch a kernel on this GPU, or nothing.
+
+    It needs a C compiler and Python's headers, and compiles a little C the first time.
+    """
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # whatever its driver, the compiler or the linker says
+        message = str(error) or type(error).__name__
+        return f"Triton cannot use the GPU: {message.splitlines()[0]}"
+    return ""

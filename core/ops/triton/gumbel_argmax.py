@@ -1,0 +1,112 @@
+"""GumbelArgmax: launches the sampler's kernels, in a graph or one by one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...sampling.top_k_top_p import mass_unit
+from .gumbel_argmax_kernels import gumbel_argmax_kernel, rank_kernel
+from .logits_processors import copy_kernel, edit_kernel
+from .sampling_form import NUM_COLUMNS, num_words
+from .top_k_top_p import cut_kernel
+
+TILE = 1024  # tokens
+LIST_TILE = 512  # values of a cut row, weighed together
+EDIT_TILE = 256  # edits
+ROUNDED = {"enable_fp_fusion": False}  # after every operation
+
+
+class SentEdits(NamedTuple):
+    """`EditLists` on the device, flat."""
+
+    places: Tensor
+    mask_of: Tensor
+    masks: Tensor
+    bounds: Tensor
+    ids: Tensor
+    amounts: Tensor
+
+
+class GumbelArgmax:
+    """Some places on their way to a token each. All that it is given is on the device.
+
+    ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS` of each place; where `ROW` is -1
+    there is nobody, and the winner is void. ``cuts`` int32: places under top-k or top-p, -1 for
+    nobody. ``hashes``: `core.sampling.gumbel.vocabulary_hashes`. ``edits`` of those places that
+    have any.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        controls: Tensor,
+        cuts: Tensor,
+        hashes: Tensor,
+        edits: SentEdits | None = None,
+        *,
+        tile: int = TILE,
+    ) -> None:
+        self._logits, self._controls, self._cuts, self._hashes = logits, controls, cuts, hashes
+        vocab_size = logits.shape[-1]
+        num_tiles = -(-vocab_size // tile)
+        self._shape = {"VOCAB": vocab_size, "TILE": tile, "NUM_TILES": num_tiles}
+        self._tiles = 1 << (num_tiles - 1).bit_length()
+        self._num_places = len(controls) // NUM_COLUMNS
+        self._edits = edits
+        self._ranks = self._space((self._num_places, num_tiles), torch.int32)
+        self._kept = self._space((self._num_places, 2), torch.int32)
+
+    def run(self) -> Tensor:
+        """Each place's winner, int64 [num_places]."""
+        values, raw_ranks = self._edited()
+        rows = (self._logits, self._logits.stride(0), values, self._controls)
+        grid = (self._num_places, self._shape["NUM_TILES"])
+        winners = self._space((self._num_places,), torch.int64)
+        rank_kernel[grid](*rows, self._ranks, winners, **self._shape, **ROUNDED)
+        self._cut(rows)
+        gumbel_argmax_kernel[grid](
+            *rows, self._ranks, raw_ranks, self._kept, self._hashes, winners,
+            **self._shape, TILES=self._tiles, **ROUNDED,
+        )  # fmt: skip
+        return winners
+
+    def _edited(self) -> tuple[Tensor, Tensor]:
+        """Copies of the rows that are edited, float32 [num_edited, vocab].
+
+        Also the greatest rank of each tile before the edits, int32 [num_edited, num_tiles].
+        """
+        num_edited = 0 if self._edits is None else len(self._edits.places)
+        values = self._space((num_edited, self._shape["VOCAB"]), torch.float32)
+        raw_ranks = self._space((num_edited, self._shape["NUM_TILES"]), torch.int32)
+        if self._edits is not None:
+            self._edit(self._edits, values, raw_ranks)
+        return values, raw_ranks
+
+    def _edit(self, edits: SentEdits, values: Tensor, raw_ranks: Tensor) -> None:
+        vocab_size = self._shape["VOCAB"]
+        copy_kernel[(len(values), self._shape["NUM_TILES"])](
+            self._logits, self._logits.stride(0), values, self._controls,
+            edits.places, edits.mask_of, edits.masks, raw_ranks,
+            **self._shape, MASK_WORDS=num_words(vocab_size), **ROUNDED,
+        )  # fmt: skip
+        if len(edits.ids):
+            edit_kernel[(len(values),)](
+                values, edits.bounds, edits.ids, edits.amounts,
+                VOCAB=vocab_size, TILE=EDIT_TILE, **ROUNDED,
+            )  # fmt: skip
+
+    def _cut(self, rows: tuple[Any, ...]) -> None:
+        if not len(self._cuts):
+            return
+        vocab_size = self._shape["VOCAB"]
+        space = self._space((len(self._cuts), vocab_size), torch.float32)
+        cut_kernel[(len(self._cuts),)](
+            *rows, self._cuts, self._ranks, space, self._kept, **self._shape, TILES=self._tiles,
+            MASS_SCALE=1.0 / mass_unit(vocab_size), LIST_TILE=LIST_TILE, num_warps=8, **ROUNDED,
+        )  # fmt: skip
+
+    def _space(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._logits.device)

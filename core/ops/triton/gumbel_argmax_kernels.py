@@ -1,0 +1,207 @@
+"""The race of a row's tokens, by tiles of the vocabulary: greatest values, then winners.
+
+Values are compared as integers in the order of the floats, so that a maximum needs no order and
+NaN, infinities and zeros of either sign have their place. A winner is one word, rank above id: the
+greatest word is the best token, the lowest id in a tie, and tiles meet in one atomic maximum.
+core/sampling/verifier.py, core/sampling/logits_processors.py and core/sampling/gumbel.py define
+what is computed here.
+
+No multiplication and addition may become one (``enable_fp_fusion=False``): every kernel that meets
+a value must round it alike.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import sampling_form
+
+KEY, ROW, EDITED = (
+    tl.constexpr(sampling_form.KEY),
+    tl.constexpr(sampling_form.ROW),
+    tl.constexpr(sampling_form.EDITED),
+)
+KIND, TEMPERATURE = tl.constexpr(sampling_form.KIND), tl.constexpr(sampling_form.TEMPERATURE)
+MIN_P_LOGIT = tl.constexpr(sampling_form.MIN_P_LOGIT)
+TOP_K, TOP_P = tl.constexpr(sampling_form.TOP_K), tl.constexpr(sampling_form.TOP_P)
+NUM_COLUMNS = tl.constexpr(sampling_form.NUM_COLUMNS)
+GREEDY, CUT = tl.constexpr(sampling_form.GREEDY), tl.constexpr(sampling_form.CUT)
+
+INF_RANK = tl.constexpr(0x7F800000)  # of +inf; -inf has -INF_RANK - 1
+NAN_RANK = tl.constexpr(0x7FFFFFFF)
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+# Words in place of a winner.
+NOT_FINITE, ALL_BANNED = tl.constexpr((0x7FFFFFFF << 32) + 1), tl.constexpr((0x7FFFFFFF << 32) + 2)
+NO_WINNER = tl.constexpr(-(2**63))
+
+ODD_1, ODD_2 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64), tl.constexpr(0x94D049BB133111EB - 2**64)
+LOW_WORD = tl.constexpr(0xFFFFFFFF)
+COMPLEMENT_UNIT = tl.constexpr(2.0**-63)
+COMPLEMENT_MAX = tl.constexpr(1.0 - 2.0**-24)
+
+
+@triton.jit
+def rank_of(values):
+    """Integers in the order of float32 ``values``; zeros are equal, NaN is above all."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return tl.where(values == values, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN_RANK)
+
+
+@triton.jit
+def value_of(rank):
+    """The float32 of a rank."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_sound(rank):
+    """Whether a row's greatest value is finite."""
+    return (rank < INF_RANK) & (rank > -INF_RANK - 1)
+
+
+@triton.jit
+def key_of(scaled):
+    """Of scaled values, none above 0, the magnitude's bits, int32: the better, the smaller."""
+    return scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scaled_of(values, top, temperature):
+    """Values over the temperature, the best of the row, ``top``, at 0."""
+    return tl.div_rn(values - top, temperature)
+
+
+@triton.jit
+def number(column_ptr):
+    """A control that is a number, float64."""
+    return tl.load(column_ptr).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOCAB: tl.constexpr):
+    """What a place's row holds for ``ids``, float32; -inf where masked."""
+    edited = tl.load(control_ptr + EDITED)
+    if edited >= 0:
+        values = tl.load(values_ptr + edited * VOCAB + ids, mask=mask, other=-float("inf"))
+    else:
+        row_ptr = logits_ptr + tl.load(control_ptr + ROW) * logits_stride
+        values = tl.load(row_ptr + ids, mask=mask, other=-float("inf")).to(tl.float32)
+    return values
+
+
+@triton.jit
+def top_rank(ranks_ptr, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
+    """The greatest of a row, by the greatest of its tiles."""
+    tiles = tl.arange(0, TILES)
+    ranks = tl.load(ranks_ptr + tiles, mask=tiles < NUM_TILES, other=-INF_RANK - 1)
+    return tl.max(ranks, 0)
+
+
+@triton.jit
+def gumbel(hashes, key):
+    """-log(-log(u)) of the noise words, which are those of `core.sampling.gumbel`."""
+    words = (hashes ^ key) * ODD_1
+    words = (words ^ ((words >> 32) & LOW_WORD)) * ODD_2
+    complement = tl.abs(words.to(tl.float32)) * COMPLEMENT_UNIT  # 1 - u
+    complement = tl.minimum(tl.maximum(complement, COMPLEMENT_UNIT), COMPLEMENT_MAX)
+    # -log1p(-rest), of which Triton has none: the logarithm of what 1 - rest was rounded to is
+    # wrong by as much as that was (Kahan).
+    rounded = 1.0 - complement
+    is_tiny = rounded == 1.0
+    taken = tl.where(is_tiny, -1.0, rounded - 1.0)
+    exponential = tl.where(is_tiny, complement, tl.log(rounded) * (complement / taken))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def rank_kernel(
+    logits_ptr,  # [num_rows, VOCAB]
+    logits_stride,
+    values_ptr,  # [num_edited, VOCAB] float32
+    controls_ptr,  # [num_places, NUM_COLUMNS] int64
+    ranks_ptr,  # [num_places, NUM_TILES] int32, out: greatest of each tile
+    winners_ptr,  # [num_places] int64, out: nobody yet
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    """The greatest value of one tile of one place."""
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    control_ptr = controls_ptr + place * NUM_COLUMNS
+    if tl.load(control_ptr + ROW) < 0:
+        return  # nobody
+    values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, ids < VOCAB, VOCAB)
+    tl.store(ranks_ptr + place * NUM_TILES + tile, tl.max(rank_of(values), 0))
+    if tile == 0:
+        tl.store(winners_ptr + place, NO_WINNER)
+
+
+@triton.jit
+def gumbel_argmax_kernel(
+    logits_ptr,  # [num_rows, VOCAB]
+    logits_stride,
+    values_ptr,  # [num_edited, VOCAB] float32
+    controls_ptr,  # [num_places, NUM_COLUMNS] int64
+    ranks_ptr,  # [num_places, NUM_TILES] int32
+    raw_ranks_ptr,  # [num_edited, NUM_TILES] int32: before the edits
+    kept_ptr,  # [num_places, 2] int32: what the cuts left, where KIND is CUT
+    hashes_ptr,  # [VOCAB] int64: the part of the noise that depends on the id alone
+    winners_ptr,  # [num_places] int64, in and out
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The winner of one tile of one place."""
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    control_ptr = controls_ptr + place * NUM_COLUMNS
+    if tl.load(control_ptr + ROW) < 0:
+        return  # nobody
+    ranks_ptr += place * NUM_TILES
+    top = top_rank(ranks_ptr, NUM_TILES, TILES)
+    raw, edited = top, tl.load(control_ptr + EDITED)
+    if edited >= 0:
+        raw = top_rank(raw_ranks_ptr + edited * NUM_TILES, NUM_TILES, TILES)
+    if not is_sound(raw):
+        tl.store(winners_ptr + place, NOT_FINITE)
+        return
+    if not is_sound(top):
+        tl.store(winners_ptr + place, ALL_BANNED)
+        return
+    kind = tl.load(control_ptr + KIND)
+    top, temperature = value_of(top), number(control_ptr + TEMPERATURE).to(tl.float32)
+    last_key, last_id = key_of(number(control_ptr + MIN_P_LOGIT).to(tl.float32)), VOCAB
+    if kind == CUT:
+        last_key, last_id = tl.load(kept_ptr + place * 2), tl.load(kept_ptr + place * 2 + 1)
+    best = value_of(tl.load(ranks_ptr + tile))
+    if (kind != GREEDY) & (key_of(scaled_of(best, top, temperature)) > last_key):
+        return  # the cuts left nothing here
+    ids = tile * TILE + tl.arange(0, TILE)
+    mask = ids < VOCAB
+    values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, mask, VOCAB)
+    if kind != GREEDY:
+        scaled = scaled_of(values, top, temperature)
+        key = key_of(scaled)
+        is_kept = (key < last_key) | ((key == last_key) & (ids <= last_id))
+        noise = gumbel(tl.load(hashes_ptr + ids, mask=mask, other=0), tl.load(control_ptr + KEY))
+        values = tl.where(is_kept, noise + scaled, -float("inf"))
+    winners = (rank_of(values).to(tl.int64) << 32) | (LAST_ID - ids)
+    tl.atomic_max(winners_ptr + place, tl.max(winners, 0), sem="relaxed")
+
+
+@triton.jit
+def take_kernel(
+    winners_ptr,  # [num_places] int64, of `gumbel_argmax_kernel`
+    sources_ptr,  # [num_rows] int32: whose token a row goes on from; -1: the row has its token
+    token_ids_ptr,  # [num_rows] int32, in and out
+    last_id,  # of the vocabulary
+):
+    """The token of one row. A word that is no winner becomes an id that the vocabulary has."""
+    row = tl.program_id(0)
+    source = tl.load(sources_ptr + row)
+    if source >= 0:
+        bits = tl.load(winners_ptr + source) & LAST_ID
+        token_id = (bits ^ LAST_ID).to(tl.int32)  # LAST_ID - rest
+        tl.store(token_ids_ptr + row, tl.minimum(token_id, last_id))

@@ -1,0 +1,104 @@
+"""The fields of a pass's packet, and how the host writes them.
+
+``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
+grows with the work: the pages of all segments, then, for each work list and kind of tile, the rows
+of its items and the items. They point to each other by their place in it.
+
+A pass that chooses, too, has ``controls`` and ``cuts``: what its sampler would else be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from numpy.typing import NDArray
+
+from ..batch import IntArray, RaggedBatch
+from .graph_inputs import Field, HostFields
+from .sampling_form import NUM_COLUMNS, ROW
+from .sampling_inputs import SamplingInputs
+from .tile_schedule import TileSchedule, WorkItems
+
+Windows: TypeAlias = Sequence[int | None]
+ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split, last split
+
+
+def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -> list[Field]:
+    """Room for so many rows, work lists, words, and tokens to be chosen."""
+    rows = ("token_ids", "positions", "slots", "logit_rows", "sources", "lanes")
+    return [
+        *(Field(name, num_rows) for name in rows),
+        *(Field(f"counts{work}", 4) for work in range(num_works)),
+        *(Field(f"places{work}", num_rows) for work in range(num_works)),
+        Field("controls", num_places * NUM_COLUMNS, torch.int64),
+        Field("cuts", num_places),
+        Field("words", num_words),  # the last, of which only a part is copied
+    ]
+
+
+def words_needed(batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
+    """Words that a pass takes."""
+    kinds = [items for work in works for items in (work.narrow, work.wide)]
+    return len(batch.pages) + sum(len(k.rows) + ITEM_WORDS * len(k) for k in kinds)
+
+
+def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
+    """Write a pass, rows that are not there included; how many words it took."""
+    count = int(batch.lens.sum())  # copies of the last row must not write where it does
+    _put(to["token_ids"], batch.token_ids.numpy()[:count], 0)
+    _put(to["positions"], batch.positions.numpy()[:count], 0)
+    _put(to["slots"], batch.slots.numpy()[:count], -1)
+    _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
+    if works:  # the same in all of them
+        _put(to["lanes"], works[0].lanes, -1)
+    if batch.device_tokens is not None:  # else nobody reads them
+        _put(to["sources"], batch.device_tokens.sources, -1)
+    words, used = to["words"], len(batch.pages)
+    words[:used] = batch.pages
+    for index, work in enumerate(works):
+        counts = to[f"counts{index}"]
+        for kind, items in enumerate((work.narrow, work.wide)):
+            counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
+            used = _put_items(words, used, items, batch.first_pages)
+        _put(to[f"places{index}"], work.places, -1)
+    return used
+
+
+def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
+    """Write what is to be chosen; at places that are not there, or with None, nobody is."""
+    columns = to["controls"].reshape(-1, NUM_COLUMNS)
+    count = 0 if controls is None else len(controls.columns)
+    columns[count:, ROW] = -1
+    if controls is None:
+        to["cuts"][:] = -1
+    else:
+        columns[:count] = controls.columns
+        _put(to["cuts"], controls.cuts, -1)
+
+
+def fill_idle(to: HostFields) -> int:
+    """A pass without rows."""
+    for name, field in to.items():
+        field[:] = -1 if name.startswith(("slots", "places", "controls", "cuts")) else 0
+    return 0
+
+
+def _put(field: NDArray[Any], values: NDArray[Any], padding: int) -> None:
+    field[: len(values)] = values
+    field[len(values) :] = padding
+
+
+def _put_items(words: NDArray[Any], at: int, items: WorkItems, first_pages: IntArray) -> int:
+    """Rows, then items; where they end."""
+    items_at = at + len(items.rows)
+    words[at:items_at] = items.rows
+    end = items_at + ITEM_WORDS * len(items)
+    table = words[items_at:end].reshape(-1, ITEM_WORDS)
+    table[:, 0] = items.first_rows + at
+    table[:, 1] = items.num_rows
+    table[:, 2] = first_pages[items.tables]
+    table[:, 3] = items.first_splits
+    table[:, 4] = items.last_splits
+    return end

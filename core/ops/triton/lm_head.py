@@ -1,0 +1,80 @@
+"""FusedLmHead: logits and tokens of few rows, in the graph of the layers.
+
+Launched one by one behind a pass of few rows, the output layer and the sampler's kernels would
+take longer to ask for than to compute, and the sampler would need a packet of its own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...sampling.gumbel import vocabulary_hashes
+from ..base import DecoderWeights, LayersOutput, Ops
+from ..batch import SamplingPlan
+from .graph_inputs import GraphInputs, HostFields
+from .input_fields import fill_controls
+from .sampler import TritonPendingTokens, TritonSampler
+
+# Rows. What is launched behind more of them is asked for while they are computed, and the logits
+# of every graph stay in memory: of all buckets up to here, 217 rows of the vocabulary.
+MAX_ROWS = 64
+
+
+class GraphOutputs(NamedTuple):
+    """What a graph leaves, until the next replay."""
+
+    hidden: Tensor  # [bucket, hidden]
+    taps: Tensor | None = None  # [bucket, num_taps * hidden]
+    logits: Tensor | None = None  # [bucket, vocab] float32, of its logit rows
+    winners: Tensor | None = None  # [bucket] int64; void at places that are not there
+
+    @classmethod
+    def of(cls, layers: LayersOutput) -> GraphOutputs:
+        """Of layers with nothing behind them."""
+        return cls(layers.hidden, layers.taps)
+
+    def of_pass(self, num_rows: int, logit_rows: Tensor, *, has_chosen: bool) -> LayersOutput:
+        """What it leaves of a pass of so many rows. ``logit_rows`` [num_logits] is on the device.
+
+        ``has_chosen``: whether the winners are the tokens that were to be drawn.
+        """
+        num_logits = len(logit_rows)
+        logits = None if self.logits is None else self.logits[:num_logits]
+        tokens = None
+        if self.winners is not None and has_chosen:
+            tokens = TritonPendingTokens(self.winners[:num_logits], {})
+        taps = None if self.taps is None else self.taps[:num_rows]
+        return LayersOutput(self.hidden[:num_rows], logit_rows, logits, tokens, taps)
+
+
+class FusedLmHead:
+    """The output layer and the sampler of a decoder.
+
+    Edited rows are not for graphs: there may be any number of edits, and a constraint's mask is as
+    long as the vocabulary. Where a pass has one, its graph leaves the logits and chooses nothing.
+    """
+
+    def __init__(self, ops: Ops, weights: DecoderWeights, sampler: TritonSampler) -> None:
+        self._ops, self._weight, self._sampler = ops, weights.lm_head, sampler
+        self._vocab_size, device = len(weights.embedding), weights.embedding.device
+        # Made before a graph is captured, and held: the graph reads it where it is.
+        self._hashes = vocabulary_hashes(self._vocab_size, device)
+
+    def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
+        """Behind the layers of [bucket] rows, by what the packet says."""
+        fields, hidden = graph_inputs.device, layers.hidden
+        logits = self._ops.logits(hidden.index_select(0, fields["logit_rows"]), self._weight)
+        winners = self._sampler.gumbel_argmax(
+            logits, fields["controls"], fields["cuts"], self._hashes
+        )
+        return GraphOutputs(hidden, layers.taps, logits, winners)
+
+    def fill(self, to: HostFields, draws: SamplingPlan | None, num_logits: int) -> bool:
+        """Write what is to be chosen; whether all of it will be."""
+        controls = None
+        if draws is not None and num_logits > 0:
+            controls = self._sampler.plain_controls(draws, num_logits, self._vocab_size)
+        fill_controls(to, controls)
+        return controls is not None

@@ -1,0 +1,77 @@
+"""Edits of a row before the temperature: the row is copied, what is not allowed left out, and the
+copy edited token by token. A ban is final whatever comes before or after it, so the order of
+core/sampling/logits_processors.py is kept by the steps of `edit_kernel` alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import sampling_form
+from .gumbel_argmax_kernels import NUM_COLUMNS, ROW, rank_of
+
+# Of one place, a step has a token once; only bans may have it more often.
+REPEAT, BAN = tl.constexpr(sampling_form.REPEAT), tl.constexpr(sampling_form.BAN)
+NUM_STEPS = tl.constexpr(len(sampling_form.STEPS))
+
+
+@triton.jit
+def copy_kernel(
+    logits_ptr,  # [num_rows, VOCAB]
+    logits_stride,
+    values_ptr,  # [num_edited, VOCAB] float32, out
+    controls_ptr,  # [num_places, NUM_COLUMNS] int64
+    edited_ptr,  # [num_edited] int32: places
+    mask_of_ptr,  # [num_edited] int32: index of the row's mask, or -1
+    masks_ptr,  # [num_masks, MASK_WORDS] int32: a bit for each token, set where it is allowed
+    raw_ranks_ptr,  # [num_edited, NUM_TILES] int32, out: greatest of each tile, before all edits
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+):
+    """One tile of one edited row: copied, with -inf for tokens that its mask does not allow."""
+    edited, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = ids < VOCAB
+    control_ptr = controls_ptr + tl.load(edited_ptr + edited) * NUM_COLUMNS
+    row_ptr = logits_ptr + tl.load(control_ptr + ROW) * logits_stride
+    values = tl.load(row_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
+    tl.store(raw_ranks_ptr + edited * NUM_TILES + tile, tl.max(rank_of(values), 0))
+    mask = tl.load(mask_of_ptr + edited)
+    if mask >= 0:
+        words = tl.load(masks_ptr + mask * MASK_WORDS + (ids >> 5), mask=inside, other=0)
+        values = tl.where((words >> (ids & 31)) & 1 != 0, values, -float("inf"))
+    tl.store(values_ptr + edited * VOCAB + ids, values, mask=inside)
+
+
+@triton.jit
+def edit_kernel(
+    values_ptr,  # [num_edited, VOCAB] float32, in and out
+    bounds_ptr,  # [num_edited, NUM_STEPS + 1] int32: where the edits of each step begin and end
+    ids_ptr,  # [num_edits] int32
+    amounts_ptr,  # [num_edits] float32
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,  # edits
+):
+    """All single edits of one row, step by step."""
+    edited = tl.program_id(0).to(tl.int64)
+    values_ptr += edited * VOCAB
+    bounds_ptr += edited * (NUM_STEPS + 1)
+    for step in tl.static_range(NUM_STEPS):
+        end = tl.load(bounds_ptr + step + 1)
+        for at in range(tl.load(bounds_ptr + step), end, TILE):
+            place = at + tl.arange(0, TILE)
+            inside = place < end
+            ids = tl.load(ids_ptr + place, mask=inside, other=0)
+            amounts = tl.load(amounts_ptr + place, mask=inside, other=1.0)
+            values = tl.load(values_ptr + ids, mask=inside, other=0.0)
+            if step == REPEAT:
+                values = tl.where(values > 0, tl.div_rn(values, amounts), values * amounts)
+            else:
+                values += amounts
+            if step == BAN:
+                values = tl.full([TILE], -float("inf"), tl.float32)
+            tl.store(values_ptr + ids, values, mask=inside)
+        tl.debug_barrier()  # what one thread has written another one may edit next

@@ -1,0 +1,304 @@
+"""TileSchedule: which program of the attention kernel computes what, made on the host for one pass.
+
+An item is some rows against the keys of one page table. Rows of decoding and verifying requests
+are *narrow*: they are packed into tiles of 16 query heads and take one split of the positions at
+a time, so that a long context is shared among many programs, and pages that several requests
+share are read once for all of them. Rows of long chunks are *wide*: they fill a tile by
+themselves and take all splits of a *stretch* in turn; one stretch is shared by nobody, many are.
+
+Splits and stretches begin at fixed absolute positions. Every row adds up the splits of a stretch
+in order, and then its stretches in order, whether one program does so or many do; so what a row
+adds up does not depend on what rides beside it, nor on the chunk that it comes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch import IntArray, RaggedBatch
+
+SPLIT = 256  # positions
+# Splits. A tile of 64 queries that leaves its sums of a stretch moves 8 bytes a number, against
+# 4 * 4096 operations: some percent of the time that these take, and nothing for the first 4,096
+# positions of a prompt. Yet 64 rows behind 32k positions make 9 times as many items.
+KV_SPLIT_GROUP = 16
+NARROW_LEN = 32  # rows of a segment up to which it is narrow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkItems:
+    """Work items of one kind of tile. All arrays are [num_items] but ``rows``.
+
+    Item i computes ``rows[first_rows[i] : first_rows[i] + num_rows[i]]`` of the batch against the
+    pages of segment ``tables[i]``, splits ``first_splits[i]`` up to ``last_splits[i]``, that one
+    included.
+    """
+
+    rows: IntArray
+    first_rows: IntArray
+    num_rows: IntArray
+    tables: IntArray
+    first_splits: IntArray
+    last_splits: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileSchedule:
+    """Items of a pass, or of a part of it, and where they leave what they found for its rows.
+
+    A narrow row has a place for every split that it sees, from ``places[r]`` on. A tile of wide
+    rows has ``wide_places`` for every stretch, in which row r is the ``lanes[r]``th; those of the
+    row's own first stretch begin at ``places[r]``. A tile with one stretch has none: its item
+    knows all.
+    """
+
+    narrow: WorkItems
+    wide: WorkItems
+    places: IntArray  # [num_rows]; -1: it has none
+    lanes: IntArray  # [num_rows]; -1: a narrow row
+    ends: IntArray  # [num_rows] places of all rows up to each; a tile's are its first row's
+
+    @property
+    def num_places(self) -> int:
+        """Of all rows."""
+        return int(self.ends[-1])
+
+    def parts(self, max_places: int) -> list[range]:
+        """As many neighbouring rows as have ``max_places`` together, a row or tile at least."""
+        found, stop, taken = [], 0, 0
+        while stop < len(self.ends):
+            room = max(taken + max_places, int(self.ends[stop]))
+            start, stop = stop, int(np.searchsorted(self.ends, room, side="right"))
+            taken = int(self.ends[stop - 1])
+            found.append(range(start, stop))
+        return found
+
+
+def build_tile_schedule(
+    batch: RaggedBatch,
+    *,
+    narrow_rows: int,
+    wide_rows: int,
+    wide_places: int,
+    kv_split_group: int,
+    window: int | None = None,
+    part: range | None = None,
+) -> TileSchedule:
+    """The work of one attention layer.
+
+    ``narrow_rows``, ``wide_rows``: rows that a tile holds. ``wide_places``: places that a wide one
+    takes, as many as its rows at least. ``kv_split_group``: splits of one. ``part``: one of
+    `parts`, if not all.
+    """
+    spans = _Spans.of(batch, window, part)
+    is_wide, here = batch.lens > NARROW_LEN, spans.lens > 0
+    tiles = _tiles(spans, np.flatnonzero(is_wide & here), wide_rows)
+    lanes = _lanes(batch, is_wide, wide_rows)
+    counts = spans.last_splits - spans.first_splits + 1
+    if is_wide.any():
+        counts[lanes >= 0] = 0
+        counts[tiles.firsts] = wide_places * tiles.num_places(kv_split_group)
+    if part is not None:
+        counts[: part.start] = counts[part.stop :] = 0
+    ends = np.cumsum(counts)
+    places = np.where(counts > 0, ends - counts, -1)
+    if len(tiles.rows):
+        begun = np.repeat(places[tiles.firsts], tiles.sizes)
+        seen_from = spans.first_splits[tiles.rows] // kv_split_group
+        behind = seen_from - np.repeat(tiles.first_splits // kv_split_group, tiles.sizes)
+        places[tiles.rows] = np.where(begun < 0, -1, begun + wide_places * behind)
+    return TileSchedule(
+        narrow=_narrow(spans, np.flatnonzero(~is_wide & here), narrow_rows),
+        wide=_wide(tiles, kv_split_group),
+        places=places,
+        lanes=lanes,
+        ends=ends,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spans:
+    """The rows to compute of each segment, and the splits that each row of the batch sees."""
+
+    batch: RaggedBatch
+    first_rows: IntArray  # [num_segments]
+    lens: IntArray  # [num_segments]
+    first_splits: IntArray  # [num_rows]
+    last_splits: IntArray  # [num_rows]
+
+    @classmethod
+    def of(cls, batch: RaggedBatch, window: int | None, part: range | None) -> _Spans:
+        """Of all rows of a batch, or of a ``part`` of them."""
+        rows = np.repeat(np.arange(len(batch.lens)), batch.lens)
+        positions = np.arange(len(rows)) + (batch.starts - batch.first_rows)[rows]
+        first_splits = np.zeros(len(rows), dtype=np.int64)
+        if window is not None:
+            first_splits = np.maximum(0, positions - window + 1) // SPLIT
+        first_rows, lens = batch.first_rows, batch.lens
+        if part is not None:
+            last_rows = np.minimum(first_rows + lens, part.stop)
+            first_rows = np.maximum(first_rows, part.start)
+            lens = np.maximum(0, last_rows - first_rows)
+        return cls(batch, first_rows, lens, first_splits, positions // SPLIT)
+
+
+def _lanes(batch: RaggedBatch, is_wide: NDArray[np.bool_], wide_rows: int) -> IntArray:
+    """Which row of its tile each row is; -1 for those of segments that are not wide."""
+    if not is_wide.any():
+        return np.full(batch.lens.sum(), -1)
+    firsts = np.repeat(batch.first_rows, batch.lens)
+    places = (np.arange(len(firsts)) - firsts) % wide_rows
+    return np.where(np.repeat(is_wide, batch.lens), places, -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """Neighbouring rows of long chunks. All arrays are [num_tiles] but ``rows``."""
+
+    rows: IntArray  # tile by tile
+    starts: IntArray  # in ``rows``
+    sizes: IntArray
+    tables: IntArray
+    first_splits: IntArray
+    last_splits: IntArray
+
+    @property
+    def firsts(self) -> IntArray:
+        """The first row of each."""
+        return self.rows[self.starts]
+
+    def num_places(self, kv_split_group: int) -> IntArray:
+        """Stretches of each whose sums are left: all, or none where there is one only."""
+        counts = self.last_splits // kv_split_group - self.first_splits // kv_split_group + 1
+        return np.where(counts > 1, counts, 0)
+
+
+def _tiles(spans: _Spans, segments: IntArray, tile_rows: int) -> _Tiles:
+    if not len(segments):
+        return _NO_TILES
+    firsts = spans.first_rows[segments]
+    owners, rows = _spread(firsts, spans.lens[segments])
+    starts = np.flatnonzero((rows - firsts[owners]) % tile_rows == 0)
+    sizes = np.diff(starts, append=len(rows))
+    return _Tiles(
+        rows=rows,
+        starts=starts,
+        sizes=sizes,
+        tables=segments[owners[starts]],
+        first_splits=spans.first_splits[rows[starts]],  # positions grow with rows
+        last_splits=spans.last_splits[rows[starts + sizes - 1]],
+    )
+
+
+def _wide(tiles: _Tiles, kv_split_group: int) -> WorkItems:
+    """Tiles, stretch by stretch.
+
+    The longest come first, as none of them must be the last to end; among those of one length,
+    those that read the same keys are neighbours.
+    """
+    if not len(tiles.rows):
+        return _NO_ITEMS
+    lo, hi = tiles.first_splits, tiles.last_splits
+    owners, numbers = _spread(lo // kv_split_group, hi // kv_split_group - lo // kv_split_group + 1)
+    first_splits = np.maximum(lo[owners], numbers * kv_split_group)
+    last_splits = np.minimum(hi[owners], (numbers + 1) * kv_split_group - 1)
+    tables = tiles.tables[owners]
+    order = np.lexsort((numbers, tables, first_splits - last_splits))  # the last is the first key
+    owners = owners[order]
+    return WorkItems(
+        rows=tiles.rows,
+        first_rows=tiles.starts[owners],
+        num_rows=tiles.sizes[owners],
+        tables=tables[order],
+        first_splits=first_splits[order],
+        last_splits=last_splits[order],
+    )
+
+
+def _narrow(spans: _Spans, segments: IntArray, tile_rows: int) -> WorkItems:
+    """Split by split, the sharers of its pages together."""
+    if not len(segments):
+        return _NO_ITEMS
+    batch = spans.batch
+    order, shared = _by_pages(batch, segments)
+    owners, rows = _spread(spans.first_rows[order], spans.lens[order])
+    # Every row with each of its splits, then those of a split together, in order within it.
+    firsts = spans.first_splits[rows]
+    entries, splits = _spread(firsts, spans.last_splits[rows] - firsts + 1)
+    by_split = np.argsort(splits.astype(np.int16), kind="stable")  # a radix sort
+    entries, splits = entries[by_split], splits[by_split]
+    owners, rows = owners[entries], rows[entries]
+    first_rows = _tile_starts(owners, splits, shared, tile_rows)
+    splits = splits[first_rows]
+    return WorkItems(
+        rows=rows,
+        first_rows=first_rows,
+        num_rows=np.diff(first_rows, append=len(rows)),
+        tables=order[owners[first_rows]],
+        first_splits=splits,
+        last_splits=splits,
+    )
+
+
+def _tile_starts(owners: IntArray, splits: IntArray, shared: IntArray, tile_rows: int) -> IntArray:
+    """Where a tile begins: with a row that has not the pages of the row before it, or is too many.
+
+    ``owners``: segments of the rows, counted in the order of ``shared``.
+    """
+    step, before = owners[1:] - owners[:-1], splits[1:] == splits[:-1]
+    joins = (step == 0) & before
+    if shared.any():
+        joins |= (step == 1) & before & (shared[owners[1:]] >= (splits[1:] + 1) * SPLIT)
+    if not joins.any():  # as when everybody decodes, with pages of its own
+        return np.arange(len(owners))
+    indices = np.arange(len(owners))
+    firsts = np.concatenate((indices[:1], np.where(joins, 0, indices[1:])))
+    return np.flatnonzero((indices - np.maximum.accumulate(firsts)) % tile_rows == 0)
+
+
+def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Each number and the ``counts - 1`` that follow it: (whose, the number)."""
+    ends, indices = np.cumsum(counts), np.arange(len(counts))
+    if ends[-1] == len(counts):
+        return indices, firsts
+    owners = np.repeat(indices, counts)
+    return owners, np.arange(ends[-1]) + (firsts - ends + counts)[owners]
+
+
+def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArray]:
+    """Segments so that sharers are neighbours, and how many positions each shares with the last.
+
+    Positions that a segment computes itself are its own, whoever else has the page.
+    """
+    shared = np.zeros(len(segments), dtype=np.int64)
+    if not _may_share(batch, segments):
+        return segments, shared
+    pages, size = batch.pages.tobytes(), batch.pages.itemsize
+    ends = (batch.first_pages + batch.page_counts).tolist()
+    lists = [pages[lo * size : hi * size] for lo, hi in zip([0, *ends], ends, strict=False)]
+    order = np.array(sorted(segments.tolist(), key=lists.__getitem__))  # in any order of page ids
+    tables, starts = batch.page_table[order], batch.starts[order]
+    differs = np.ones((len(order) - 1, tables.shape[1] + 1), dtype=bool)
+    differs[:, :-1] = tables[1:] != tables[:-1]
+    common = differs.argmax(axis=1) * batch.page_size
+    shared[1:] = np.minimum(common, np.minimum(starts[1:], starts[:-1]))
+    return order, shared
+
+
+def _may_share(batch: RaggedBatch, segments: IntArray) -> bool:
+    """Whether two of them have the page in which the first split ends: most often nobody has."""
+    last = (SPLIT - 1) // batch.page_size
+    long = segments[batch.page_counts[segments] > last]
+    pages = np.sort(batch.pages[batch.first_pages[long] + last])
+    return bool((pages[1:] == pages[:-1]).any())
+
+
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_TILES = _Tiles(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+_NO_ITEMS = WorkItems(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)

@@ -1,0 +1,339 @@
+"""top-k, min-p and top-p without a sort: the last key that stays, and the last id that has it.
+
+A key is the magnitude of a scaled value: the better, the smaller. Tokens stay, best first, while
+what is before them weighs less than a limit; each weighs 1 (top-k) or its integer mass (top-p). So
+the last key is the greatest before which the weight is below the limit, and its bits are found four
+at a time, by weighing what lies before each of 16 keys. Sums are of integers:
+core/sampling/top_k_top_p.py, which sorts, comes to the same.
+
+One program does a whole row. First it lists the values that may stay: few, where the greatest of
+each tile show how good the k-th best is at least, or the total mass how light a token of top-p may
+be. Tiles without any are not read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .gumbel_argmax_kernels import (
+    INF_RANK,
+    MIN_P_LOGIT,
+    NUM_COLUMNS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    is_sound,
+    key_of,
+    number,
+    scaled_of,
+    top_rank,
+    value_of,
+    values_at,
+)
+
+NO_KEY = tl.constexpr(0x7F800000)  # of -inf, the last of all
+LONG = tl.constexpr(4)  # tiles of a list from which a look that leaves most of it out pays
+
+
+@triton.jit
+def mass_of(scaled, MASS_SCALE: tl.constexpr):
+    """``exp`` as an integer; `core.sampling.top_k_top_p.masses`."""
+    return (tl.exp(scaled) * MASS_SCALE).to(tl.int64)
+
+
+@triton.jit
+def weights_before(
+    keys, list_ptr, count, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
+):
+    """What of ``count`` listed values comes before each of ``keys`` [16] weighs, int64 [16]."""
+    weights = tl.zeros([16], tl.int64)
+    for at in range(0, count, TILE):
+        place = at + tl.arange(0, TILE)
+        scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
+        weight = (place < count).to(tl.int64)
+        if WEIGHS:
+            weight = mass_of(scaled, MASS_SCALE)
+        is_before = key_of(scaled).to(tl.uint32)[:, None] < keys[None, :]
+        weights += tl.sum(tl.where(is_before, weight[:, None], 0), 0)
+    return weights
+
+
+@triton.jit
+def last_key(
+    list_ptr, count, limit, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
+):
+    """Of ``count`` listed values, the greatest key before which they weigh less than ``limit``.
+
+    Also that weight. Beyond the key of -inf where all of them weigh less.
+    """
+    steps = tl.arange(0, 16).to(tl.uint32)
+    key, before = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int64)
+    unit = tl.full([], 1 << 28, tl.uint32)  # of the digit to be found
+    for _ in range(8):
+        weights = weights_before(key + steps * unit, list_ptr, count, WEIGHS, MASS_SCALE, TILE)
+        fits = weights < limit
+        key += (tl.sum(fits.to(tl.int32), 0) - 1).to(tl.uint32) * unit
+        before = tl.max(tl.where(fits, weights, 0), 0)
+        unit = unit >> 4
+    return tl.minimum(key, 0x7FFFFFFF).to(tl.int32), before
+
+
+@triton.jit
+def narrowed(
+    list_ptr, count, low, limit, WEIGHS: tl.constexpr, MASS_SCALE: tl.constexpr, TILE: tl.constexpr
+):
+    """Leave out of a long list what is surely beyond ``limit``; how many are left, in their order.
+
+    As far as one look at 16 values from 0 down to ``low`` can tell.
+    """
+    if (count > LONG * TILE) & (low > -float("inf")):
+        steps = (tl.arange(0, 16) + 1).to(tl.float32)
+        keys = key_of(low * (steps / 16)).to(tl.uint32)
+        weights = weights_before(keys, list_ptr, count, WEIGHS, MASS_SCALE, TILE)
+        fence = tl.min(tl.where(weights >= limit, keys, 0x7FFFFFFF), 0).to(tl.int32)
+        left = 0
+        for at in range(0, count, TILE):
+            place = at + tl.arange(0, TILE)
+            scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
+            stays = ((key_of(scaled) < fence) & (place < count)).to(tl.int32)
+            tl.debug_barrier()  # all have read what may be written over
+            tl.store(list_ptr + left + tl.cumsum(stays, 0) - 1, scaled, mask=stays != 0)
+            left += tl.sum(stays, 0)
+        tl.debug_barrier()
+        count = left
+    return count
+
+
+@triton.jit
+def limit_of(total, top_p):
+    """The mass at which a row is full."""
+    return tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+
+
+@triton.jit
+def list_mass(list_ptr, count, key, ties, MASS_SCALE: tl.constexpr, TILE: tl.constexpr):
+    """The mass of listed values before ``key``, and of ``ties`` at most that have it."""
+    total, num_ties = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for at in range(0, count, TILE):
+        place = at + tl.arange(0, TILE)
+        scaled = tl.load(list_ptr + place, mask=place < count, other=-float("inf"))
+        its_key = key_of(scaled)
+        total += tl.sum(tl.where(its_key < key, mass_of(scaled, MASS_SCALE), 0), 0)
+        num_ties += tl.sum(((its_key == key) & (place < count)).to(tl.int64), 0)
+    return total + tl.minimum(num_ties, ties) * mass_at(key, MASS_SCALE)
+
+
+@triton.jit
+def mass_at(key, MASS_SCALE: tl.constexpr):
+    """The mass of a token that has this key."""
+    return mass_of(-key.to(tl.float32, bitcast=True), MASS_SCALE)
+
+
+@triton.jit
+def worst_tile(ranks_ptr, NUM_TILES: tl.constexpr, TILES: tl.constexpr):
+    """The least of the tiles' greatest ranks."""
+    tiles = tl.arange(0, TILES)
+    return tl.min(tl.load(ranks_ptr + tiles, mask=tiles < NUM_TILES, other=INF_RANK), 0)
+
+
+@triton.jit
+def row_tile(
+    tile, logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Ids of a tile, and their scaled values; -inf beyond the vocabulary."""
+    ids = tile * TILE + tl.arange(0, TILE)
+    values = values_at(logits_ptr, logits_stride, values_ptr, control_ptr, ids, ids < VOCAB, VOCAB)
+    return ids, scaled_of(values, top, temperature)
+
+
+@triton.jit
+def row_mass(
+    logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, MASS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """The mass of a whole row."""
+    total = tl.full([], 0, tl.int64)
+    for tile in range(NUM_TILES):
+        _, scaled = row_tile(
+            tile, logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature, VOCAB, TILE
+        )
+        total += tl.sum(mass_of(scaled, MASS_SCALE), 0)
+    return total
+
+
+@triton.jit
+def list_row(
+    list_ptr, bound, ranks_ptr,
+    logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr,
+):  # fmt: skip
+    """List a row's scaled values up to the key ``bound``, in the order of ids; how many."""
+    count = 0
+    for tile in range(NUM_TILES):
+        best = value_of(tl.load(ranks_ptr + tile))
+        if key_of(scaled_of(best, top, temperature)) <= bound:
+            ids, scaled = row_tile(
+                tile,
+                logits_ptr,
+                logits_stride,
+                values_ptr,
+                control_ptr,
+                top,
+                temperature,
+                VOCAB,
+                TILE,
+            )
+            is_listed = ((key_of(scaled) <= bound) & (ids < VOCAB)).to(tl.int32)
+            at = count + tl.cumsum(is_listed, 0) - 1
+            tl.store(list_ptr + at, scaled, mask=is_listed != 0)
+            count += tl.sum(is_listed, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def last_tie(
+    key, ties, ranks_ptr,
+    logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr,
+):  # fmt: skip
+    """The id of the last of ``ties`` tokens that have ``key``; at most the last there is."""
+    last_id, seen = 0, tl.full([], 0, tl.int64)
+    for tile in range(NUM_TILES):
+        best = value_of(tl.load(ranks_ptr + tile))
+        if (key_of(scaled_of(best, top, temperature)) <= key) & (seen < ties):
+            ids, scaled = row_tile(
+                tile,
+                logits_ptr,
+                logits_stride,
+                values_ptr,
+                control_ptr,
+                top,
+                temperature,
+                VOCAB,
+                TILE,
+            )
+            is_tie = ((key_of(scaled) == key) & (ids < VOCAB)).to(tl.int64)
+            stays = (is_tie != 0) & (seen + tl.cumsum(is_tie, 0) <= ties)
+            last_id = tl.maximum(last_id, tl.max(tl.where(stays, ids, 0), 0))
+            seen += tl.sum(is_tie, 0)
+    return last_id
+
+
+@triton.jit
+def kth_tile(
+    list_ptr, k, ranks_ptr, top, temperature,
+    NUM_TILES: tl.constexpr, TILES: tl.constexpr, LIST_TILE: tl.constexpr,
+):  # fmt: skip
+    """The key of the k-th best of the tiles' greatest values; a row's own k-th is no worse.
+
+    Works in the list's place.
+    """
+    tiles = tl.arange(0, TILES)
+    inside = tiles < NUM_TILES
+    tops = value_of(tl.load(ranks_ptr + tiles, mask=inside, other=0))
+    tl.store(list_ptr + tiles, scaled_of(tops, top, temperature), mask=inside)
+    tl.debug_barrier()
+    key, _ = last_key(list_ptr, NUM_TILES, k, False, 1.0, LIST_TILE)
+    tl.debug_barrier()
+    return key
+
+
+@triton.jit
+def cut_kernel(
+    logits_ptr,  # [num_rows, VOCAB]
+    logits_stride,
+    values_ptr,  # [num_edited, VOCAB] float32
+    controls_ptr,  # [num_places, NUM_COLUMNS] int64
+    cuts_ptr,  # [num_cuts] int32: places; -1: nobody
+    ranks_ptr,  # [num_places, NUM_TILES] int32
+    list_ptr,  # [num_cuts, VOCAB] float32: working space
+    kept_ptr,  # [num_places, 2] int32, out: last key and last id
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    MASS_SCALE: tl.constexpr,
+    LIST_TILE: tl.constexpr,
+):
+    """What the cuts leave of one place's row."""
+    place = tl.load(cuts_ptr + tl.program_id(0)).to(tl.int64)
+    if place < 0:
+        return
+    list_ptr += tl.program_id(0).to(tl.int64) * VOCAB
+    control_ptr = controls_ptr + place * NUM_COLUMNS
+    ranks_ptr += place * NUM_TILES
+    rank = top_rank(ranks_ptr, NUM_TILES, TILES)
+    if not is_sound(rank):
+        return
+    top, temperature = value_of(rank), number(control_ptr + TEMPERATURE).to(tl.float32)
+    top_k, top_p = tl.load(control_ptr + TOP_K), number(control_ptr + TOP_P)
+    floor_key = key_of(number(control_ptr + MIN_P_LOGIT).to(tl.float32))
+
+    bound, total = floor_key, tl.full([], -1, tl.int64)
+    if (top_k > 0) & (top_k <= NUM_TILES):
+        kth = kth_tile(list_ptr, top_k, ranks_ptr, top, temperature, NUM_TILES, TILES, LIST_TILE)
+        bound = tl.minimum(bound, kth)
+    if (top_k == 0) & (floor_key == NO_KEY):
+        total = row_mass(
+            logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+            VOCAB, TILE, NUM_TILES, MASS_SCALE,
+        )  # fmt: skip
+        # Lighter ones than an equal share of what top-p leaves out cannot be inside it.
+        left_out = total - limit_of(total, top_p)
+        share = tl.maximum(left_out, 1).to(tl.float32) / (VOCAB * MASS_SCALE)
+        if left_out > 0:
+            bound = key_of(tl.log(share) - 1e-5)
+    count = list_row(
+        list_ptr,
+        bound,
+        ranks_ptr,
+        logits_ptr,
+        logits_stride,
+        values_ptr,
+        control_ptr,
+        top,
+        temperature,
+        VOCAB,
+        TILE,
+        NUM_TILES,
+    )
+    low = -bound.to(tl.float32, bitcast=True)
+    if bound == NO_KEY:
+        low = scaled_of(value_of(worst_tile(ranks_ptr, NUM_TILES, TILES)), top, temperature)
+
+    last, ties = floor_key, tl.full([], VOCAB, tl.int64)
+    if top_k > 0:
+        count = narrowed(list_ptr, count, low, top_k, False, MASS_SCALE, LIST_TILE)
+        key, before = last_key(list_ptr, count, top_k, False, MASS_SCALE, LIST_TILE)
+        if key <= last:
+            last, ties = key, top_k - before
+    if top_p < 1.0:
+        if total < 0:
+            total = list_mass(list_ptr, count, last, ties, MASS_SCALE, LIST_TILE)
+        limit = limit_of(total, top_p)
+        count = narrowed(list_ptr, count, low, limit, True, MASS_SCALE, LIST_TILE)
+        key, before = last_key(list_ptr, count, limit, True, MASS_SCALE, LIST_TILE)
+        if key <= last:
+            each = tl.maximum(mass_at(key, MASS_SCALE), 1)
+            last, ties = key, (limit - before + each - 1) // each
+    last_id = VOCAB
+    if ties < VOCAB:  # of those with the last key, the lowest ids stay
+        last_id = last_tie(
+            last,
+            ties,
+            ranks_ptr,
+            logits_ptr,
+            logits_stride,
+            values_ptr,
+            control_ptr,
+            top,
+            temperature,
+            VOCAB,
+            TILE,
+            NUM_TILES,
+        )
+    tl.store(kept_ptr + place * 2, last)
+    tl.store(kept_ptr + place * 2 + 1, last_id)

@@ -1,0 +1,1 @@
+"""From logits to tokens: logits processors, truncation, noise, and the one verifier."""

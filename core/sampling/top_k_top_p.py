@@ -1,0 +1,107 @@
+"""top-k, min-p and top-p, exactly: masses are summed as integers, whose order does not matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..interface.sampling_params import SamplingParams
+
+_NEVER = -math.inf
+_SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further
+_FAINT = -50.0  # log-probabilities below it do not count
+
+
+def masses(values: Tensor, vocab_size: int) -> Tensor:
+    """``exp(values)`` of values <= 0 in units of `mass_unit`, int64: their sums are exact."""
+    return values.exp().mul_(1.0 / mass_unit(vocab_size)).to(torch.int64)
+
+
+def mass_unit(vocab_size: int) -> float:
+    """The least mass that counts: a power of two such that a whole row sums below 2**62."""
+    return math.ldexp(1.0, vocab_size.bit_length() - 62)
+
+
+@dataclass(frozen=True, slots=True)
+class TopKTopP:
+    """top-k, min-p and top-p of several rows: of tokens best first, a prefix is kept."""
+
+    top_k: Tensor  # int64 [num_rows, 1]; the vocabulary's size where off
+    min_p_logit: Tensor  # float32 [num_rows, 1]; least value for min-p, -inf where off
+    top_p: Tensor  # float64 [num_rows, 1]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], values: Tensor) -> TopKTopP:
+        """What the ``params`` of each row of ``values`` [num_rows, vocab] ask for."""
+        size = values.shape[-1]
+        top_k = [[p.top_k if 0 < p.top_k < size else size] for p in params]
+        min_p_logit = [[math.log(p.min_p) if p.min_p > 0.0 else _NEVER] for p in params]
+        top_p = [[p.top_p] for p in params]
+        return cls(
+            torch.tensor(top_k).to(values.device),
+            torch.tensor(min_p_logit, dtype=torch.float32).to(values.device),
+            torch.tensor(top_p, dtype=torch.float64).to(values.device),
+            size,
+        )
+
+    def keep(self, ranked: Tensor, total: Tensor | None) -> Tensor:
+        """Which of the values ``ranked`` best first stay, bool [num_rows, num_candidates].
+
+        ``total``: a row's mass, where ``ranked`` is not all of it.
+        """
+        keep = torch.arange(ranked.shape[-1], device=ranked.device) < self.top_k
+        keep &= ranked >= self.min_p_logit
+        mass = masses(ranked, self.vocab_size).mul_(keep)
+        reached = mass.cumsum(-1)
+        return keep & (reached - mass < self._limit(reached[:, -1:] if total is None else total))
+
+    def candidates(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Ids in rising order that may stay [num_rows, num_candidates], and the `keep` total."""
+        # A big vocabulary on a CPU: narrowing is cheaper than sorting.
+        if len(values) == 1 and values.device.type == "cpu":
+            ids, total = self._narrowed(values)
+            return ids[None], total
+        return torch.arange(self.vocab_size, device=values.device).expand(len(values), -1), None
+
+    def _narrowed(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        top_k = int(self.top_k)
+        if top_k < self.vocab_size:
+            return nonzero(values[0] >= values[0].topk(top_k).values[-1]), None
+        if float(self.min_p_logit) > _NEVER:
+            return nonzero(values[0] >= self.min_p_logit[0]), None
+        mass = masses(values[0], self.vocab_size)
+        total = mass.sum()[None, None]
+        return self._narrowed_by_top_p(values[0], mass, total), total
+
+    def _narrowed_by_top_p(self, values: Tensor, mass: Tensor, total: Tensor) -> Tensor:
+        limit = int(self._limit(total))
+        # Tokens lighter than an equal share of what top-p leaves out cannot be inside it.
+        share = (int(total) - limit) / self.vocab_size * mass_unit(self.vocab_size)
+        low, high = (math.log(share) - 1e-5 if share > 0 else _NEVER), 0.0
+        ids = nonzero(values >= low)
+        low = max(low, _FAINT)
+        while len(ids) > _SORTABLE and high - low > 0.05:
+            middle = (low + high) / 2
+            above = ids[values[ids] >= middle]
+            if int(mass[above].sum()) >= limit:
+                ids, low = above, middle
+            else:
+                high = middle
+        return ids
+
+    def _limit(self, total: Tensor) -> Tensor:
+        """The mass at which a row is full, int64 [num_rows, 1]; out of reach where top-p is off."""
+        limit = (total * self.top_p).ceil_().to(torch.int64)
+        return torch.where(self.top_p < 1.0, limit, torch.iinfo(torch.int64).max)
+
+
+def nonzero(mask: Tensor) -> Tensor:
+    if mask.device.type == "cpu":  # numpy's is several times as fast
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero()[:, 0]

@@ -1,0 +1,88 @@
+"""ChunkBudget: prompt tokens that a step may compute beside decoding requests.
+
+The time of a step is the gap between two tokens of each decoding request. The time of a chunk is
+measured, so the gap is bounded in seconds on any machine; a chunk of fixed size would be a short
+pause on one machine and a long one on another.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..interface.step import LEAST_CHUNK, StepOutput, StepPlan, num_chunk_tokens
+
+MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
+REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
+REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
+
+
+class ChunkBudget:
+    """Bounds the prompt tokens of a step by the time that they take.
+
+    ``slowdown``: how many times longer a step with chunks may take than one without. While prompts
+    keep arriving, one step in `REMEASURE` has no chunks, so that the time of decoding alone stays
+    measured: without that, its estimate would fall and the estimate of chunks would rise.
+    """
+
+    def __init__(self, slowdown: float) -> None:
+        self._slowdown = slowdown
+        self._chunk_s = self._chunk_tokens = 0.0  # of recent chunks, both decayed
+        self._plain_s: dict[
+            int, float
+        ] = {}  # of a step without chunks, by bit_length of its requests
+        self._num_chunked: dict[int, int] = {}  # steps with chunks since one without, likewise
+        self._room = math.inf  # prompt tokens of a step that fit into memory
+
+    def limit(self, num_decodes: int, budget: int) -> int:
+        """Return the prompt tokens for a step with ``num_decodes`` decodes; at most ``budget``."""
+        return int(min(self._room, self._limit(num_decodes, budget)))
+
+    def shrink_chunks(self, plan: StepPlan) -> None:
+        """Halve the prompt tokens of later steps after memory ran out; they grow again slowly."""
+        num_tokens = num_chunk_tokens(plan.rows)
+        if num_tokens:
+            self._room = max(LEAST_CHUNK, num_tokens / 2)
+
+    def _limit(self, num_decodes: int, budget: int) -> int:
+        if not num_decodes or self._slowdown == math.inf:
+            return budget
+        if self._is_plain_due(num_decodes.bit_length()):
+            return 0
+        plain_s = self._plain(num_decodes)
+        if not plain_s or not self._chunk_s:
+            return budget
+        tokens = (self._slowdown - 1.0) * plain_s * self._chunk_tokens / self._chunk_s
+        return min(budget, max(LEAST_CHUNK, int(min(tokens, budget))))
+
+    def observe(self, plan: StepPlan, output: StepOutput) -> None:
+        """Learn from a step's times; a runner may report none."""
+        chunks = [row.stop - row.start for row in plan.rows if row.stop - row.start > 1]
+        num_decodes = len(plan.rows) - len(chunks)
+        if sum(chunks) + 1 > self._room:  # the step filled the room and fitted
+            self._room *= 1 + REGROWTH
+        size, seconds = num_decodes.bit_length(), sum(output.times.values())
+        is_stale = not chunks and self._num_chunked.pop(size, 0) > 0
+        if not 0.0 < seconds < math.inf:
+            return
+        if not chunks:
+            before, rate = self._plain_s.get(size, seconds), STALE_RATE if is_stale else MEAN_RATE
+            self._plain_s[size] = before + rate * (seconds - before)
+            return
+        if num_decodes:
+            self._num_chunked[size] = self._num_chunked.get(size, 0) + 1
+        own_s = max(0.0, seconds - self._plain(max(1, num_decodes)))
+        self._chunk_s += own_s - MEAN_RATE * self._chunk_s
+        self._chunk_tokens += sum(chunks) - MEAN_RATE * self._chunk_tokens
+
+    def _is_plain_due(self, size: int) -> bool:
+        every = REMEASURE if size in self._plain_s else MEASURE
+        return self._num_chunked.get(size, 0) >= every
+
+    def _plain(self, num_decodes: int) -> float:
+        """Seconds of a step without chunks, for the nearest measured number of requests.
+
+        0 if none was measured.
+        """
+        size = num_decodes.bit_length()
+        nearest = min(self._plain_s, key=lambda known: (abs(known - size), known), default=None)
+        return 0.0 if nearest is None else self._plain_s[nearest]

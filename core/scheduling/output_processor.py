@@ -1,0 +1,102 @@
+"""Output processing: append a step's tokens to a request, up to the first terminal event.
+
+The cursor, usage and the delta are set after that cut. So ids, log-probabilities, text and counts
+agree, and tokens accepted beyond the cut leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
+from ..interface.request import Delta, FinishReason, Request, RequestStatus
+from ..interface.sampling_params import FORMS
+from ..interface.step import PlanRow, Refusal, RowOutput, TokenLogprob
+
+BANS = ("allowed_token_ids", "bad_words", "min_tokens")  # together they may ban every token
+
+
+def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
+    """Append a row's tokens and return the delta for the reader.
+
+    Raises what the request's ``on_token`` raises.
+    """
+    delta = Delta()
+    if out.prompt_logprobs:
+        delta.prompt_logprobs = _new_prompt_logprobs(request, row, out)
+    _append(request, out, delta)
+    request.num_computed = min(row.stop + out.num_accepted, len(request.tokens))
+    if delta.token_ids:
+        _count(request, out, delta, now)
+    return delta
+
+
+def row_error(request: Request, out: RowOutput) -> ForetokenError:
+    """The error of a row that failed alone; a refusal names the parameter that caused it."""
+    if not isinstance(out.error, Refusal):
+        return ForetokenError(out.error)
+    params = request.sampling.params
+    given = (name for name in (*FORMS, *BANS) if getattr(params, name) not in (None, (), 0))
+    return InvalidRequest(str(out.error), param=next(given, None))
+
+
+def late_end(request: Request) -> Delta:
+    """The last delta of a request whose deadline passed: an error if it never ran."""
+    if request.status is RequestStatus.WAITING and not request.num_output:
+        return Delta(error=DeadlineExceeded("the deadline passed before the request could run"))
+    return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
+
+
+def _append(request: Request, out: RowOutput, delta: Delta) -> None:
+    for index, token_id in enumerate(out.token_ids):
+        request.tokens.append(token_id)
+        delta.token_ids.append(token_id)
+        if out.logprobs:
+            delta.logprobs.append(out.logprobs[index])
+        _end_at(request, token_id, delta)
+        if delta.terminal:
+            return
+
+
+def _end_at(request: Request, token_id: int, delta: Delta) -> None:
+    """Set the finish reason if this token ends the answer; a stop wins over the length."""
+    if token_id in request.stop_ids:
+        delta.finish_reason = FinishReason.STOP
+        explicit = token_id in request.sampling.params.stop_token_ids
+        delta.stop_reason = token_id if explicit else None
+        return
+    stop = request.on_token(token_id) if request.on_token is not None else None
+    if stop is not None:
+        delta.finish_reason, delta.stop_reason = FinishReason.STOP, stop
+    elif len(request.tokens) >= request.max_len:
+        delta.finish_reason = FinishReason.LENGTH
+
+
+def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
+    usage, served = request.usage, min(out.num_accepted, len(delta.token_ids))
+    if usage.completion_tokens == 0:
+        usage.time_to_first_token = now - request.arrival_time
+    usage.completion_tokens += len(delta.token_ids)
+    usage.verify_steps += 1
+    usage.steps_by_accepted[served] = usage.steps_by_accepted.get(served, 0) + 1
+    delta.token_sources = [*out.sources[:served], *[""] * (len(delta.token_ids) - served)]
+    if out.num_proposed:
+        usage.proposed_tokens += out.num_proposed
+        usage.accepted_tokens += served
+        delta.num_proposed = out.num_proposed
+        delta.proposed_sources = list(out.sources)
+        delta.accepted_sources = list(out.sources[:served])
+        _add_counts(usage.proposed_by_source, delta.proposed_sources)
+        _add_counts(usage.accepted_by_source, delta.accepted_sources)
+
+
+def _add_counts(counts: dict[str, int], sources: Iterable[str]) -> None:
+    for source in sources:
+        counts[source] = counts.get(source, 0) + 1
+
+
+def _new_prompt_logprobs(request: Request, row: PlanRow, out: RowOutput) -> list[TokenLogprob]:
+    """Prompt log-probabilities not sent before: after a preemption rows are computed again."""
+    new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - row.start) :])
+    request.num_prompt_logprobs += len(new)
+    return new

@@ -1,0 +1,324 @@
+"""WaitingQueue: which waiting request is admitted next.
+
+Three rules decide. Urgency: a lower ``priority`` goes first, and each ``aging_seconds`` of waiting
+count as one priority, up to the most urgent waiting request. Fairness: among the tenants whose
+first request is that urgent, the one served least goes first, by its virtual token counter. Order:
+the requests of one tenant go by `Request.order`, which never changes.
+
+So a stream of urgent requests does not starve others, and a tenant with one request does not
+wait behind another tenant's long queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Container, Iterator, ValuesView
+from itertools import takewhile
+
+from sortedcontainers import SortedDict, SortedKeyList, SortedList
+
+from ..interface.request import Request, Tenant, by_order
+
+SortKey = tuple[int, float, int]
+MAX_PROMOTED = 8  # tenants whose urgency rises in one round; the others follow a round later
+
+
+# A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
+MAX_KNOWN = 4096  # tenants that do not wait, whose debt is remembered
+MULTI_TENANT_SECONDS = 600.0  # that a tenant counts as present after its last request
+
+
+class VirtualTokenCounter:
+    """Counts the tokens computed for each tenant.
+
+    Only differences matter. A tenant that begins to wait is lifted to ``floor``, the least counter
+    of the waiting tenants, so idle time saves up no credit (Sheng et al., "Fairness in Serving
+    Large Language Models", 2024). A tenant at or below the floor need not be remembered: it would
+    be lifted anyway. Of the others at most ``MAX_KNOWN`` that do not wait are remembered.
+    """
+
+    def __init__(self) -> None:
+        self.floor = 0  # never falls
+        self._counts: dict[Tenant, int] = {}
+        self._sweep_at = 2 * MAX_KNOWN
+
+    def __getitem__(self, tenant: Tenant) -> int:
+        return self._counts.get(tenant, self.floor)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> None:
+        """Add computed tokens to a tenant's counter. O(1)."""
+        self._counts[tenant] = self._counts.get(tenant, self.floor) + num_tokens
+
+    def lift(self, tenant: Tenant, least: int) -> None:
+        """Lift a tenant that begins to wait to ``least``, the least counter of the others. O(1)."""
+        self.floor = max(self.floor, least)
+        self._counts[tenant] = max(self[tenant], self.floor)
+
+    def forget(self, waiting: Container[Tenant]) -> None:
+        """Drop counters that are not needed; waiting tenants keep theirs. O(1) on average."""
+        if len(self._counts) < self._sweep_at:
+            return
+        kept = {each: count for each, count in self._counts.items() if each in waiting}
+        owing = (i for i in self._counts.items() if i[1] > self.floor and i[0] not in waiting)
+        kept.update(heapq.nlargest(MAX_KNOWN, owing, key=lambda item: item[1]))
+        self._counts = kept
+        self._sweep_at = 2 * max(MAX_KNOWN, len(kept))
+
+    def copy(self) -> VirtualTokenCounter:
+        """Return a copy."""
+        other = VirtualTokenCounter()
+        other.floor, other._counts = self.floor, dict(self._counts)
+        return other
+
+
+class MultiTenantDetector:
+    """Detects whether more than one tenant sent requests recently. O(1) in time and memory."""
+
+    def __init__(self) -> None:
+        self._last: Tenant = None
+        self._is_empty = True
+        self._until = -math.inf
+
+    def observe(self, tenant: Tenant, now: float) -> bool:
+        """Record a tenant's request; return whether other tenants are present."""
+        if tenant != self._last and not self._is_empty:
+            self._until = now + MULTI_TENANT_SECONDS
+        self._last, self._is_empty = tenant, False
+        return now < self._until
+
+
+class TenantQueue:
+    """The waiting requests of one tenant."""
+
+    __slots__ = ("level", "promote_at", "requests", "sort_key", "tenant")
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.requests: SortedKeyList[Request] = SortedKeyList(key=by_order)  # at least one
+        self.level = 0  # urgency of the first request, as a priority; filed under
+        # within the level: counter when it was filed, then order
+        self.sort_key: SortKey = (0, 0.0, 0)
+        self.promote_at = (0.0, 0)  # when the level falls by one, and the first request's serial
+
+
+class WaitingQueue:
+    """Requests that own no page, new or preempted, in the order in which they are to be let in.
+
+    A round begins with `begin_round`. Then `first` is to be removed, or passed over until the next
+    round. Each is O(log n + levels), where the levels are those that waiting made more urgent than
+    the most urgent priority, one for each ``aging_seconds``.
+    """
+
+    def __init__(self, aging_seconds: float) -> None:
+        self.counters = VirtualTokenCounter()
+        self.num_tokens = 0  # of all waiting requests
+        self._aging_seconds = aging_seconds
+        self._now = -math.inf
+        self._requests: dict[str, Request] = {}  # all of them, by id
+        self._passed: list[Request] = []  # those that are in no tenant's queue until the next round
+        self._tenant_queues: dict[Tenant, TenantQueue] = {}
+        self._levels: SortedDict[int, SortedDict[SortKey, TenantQueue]] = SortedDict()
+        self._promotions: SortedDict[tuple[float, int], TenantQueue] = SortedDict()
+        self._priorities: SortedList[int] = SortedList()  # of all requests in tenants' queues
+        self._last_tenant: Tenant = None  # whose queue was emptied last
+
+    # -- content --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def requests(self) -> ValuesView[Request]:
+        """All of them, in no order. O(1)."""
+        return self._requests.values()
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate in the order of admission, as if no request arrived meanwhile. O(n log n)."""
+        remaining = WaitingQueue(self._aging_seconds)
+        remaining.counters, remaining._now = self.counters.copy(), self._now
+        for request in self._requests.values():
+            remaining._enter(request)
+        while (first := remaining.first()) is not None:
+            remaining.remove(first)
+            remaining.counters.charge(first.tenant, len(first.tokens))
+            yield first
+
+    def num_of(self, tenant: Tenant) -> int:
+        """Return how many requests of a tenant wait. O(1)."""
+        tenant_queue = self._tenant_queues.get(tenant)
+        num_passed = sum(request.tenant == tenant for request in self._passed)
+        return num_passed + (0 if tenant_queue is None else len(tenant_queue.requests))
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        if request.tenant not in self._tenant_queues:
+            self._join(request.tenant)
+        self._enter(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is admitted or has ended."""
+        if request in self._passed:
+            self._passed.remove(request)
+        else:
+            self._leave(request)
+        del self._requests[request.request_id]
+        self.num_tokens -= len(request.tokens)
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> None:
+        """Charge a tenant for computed tokens. O(1): its queue is filed anew when it is read."""
+        self.counters.charge(tenant, num_tokens)
+
+    # -- a round of admission -------------------------------------------------------------------
+
+    def begin_round(self, now: float) -> None:
+        """Begin a round: requests passed over are back, and waiting has raised urgencies."""
+        self._now = now
+        passed, self._passed = self._passed, []
+        for request in passed:
+            self._enter(request)
+        if self._priorities and self._priorities[0] < self._priorities[-1]:
+            self._promote()
+
+    def first(self) -> Request | None:
+        """Return the request to be admitted next."""
+        foremost = min(self._urgent(), key=lambda tenant_queue: tenant_queue.sort_key, default=None)
+        return None if foremost is None else foremost.requests[0]
+
+    def pass_over(self, request: Request) -> None:
+        """Skip a request until the next round."""
+        self._leave(request)
+        self._passed.append(request)
+
+    # -- tenants' queues ------------------------------------------------------------------------
+
+    def _urgent(self) -> list[TenantQueue]:
+        """Of each level as urgent as the most urgent request, the tenant served least."""
+        if not self._levels:
+            return []
+        # Waiting raises a request to the most urgent waiting one and no further, so requests of a
+        # long queue and new ones are ordered by what their tenants were served.
+        most = max(self._priorities[0], self._levels.keys()[0])
+        levels = takewhile(lambda level: level <= most, self._levels)
+        return [self._least(self._levels[level]) for level in levels]
+
+    def _join(self, tenant: Tenant) -> None:
+        """Lift the counter of a tenant that begins to wait to those of the tenants being served.
+
+        If no tenant waits, the one that waited last counts. Tenants that wait with low priorities
+        do not: their counters stand still, and a new tenant lifted to those alone would go before
+        all that are being served.
+        """
+        least = [tenant_queue.sort_key[0] for tenant_queue in self._urgent()]
+        self.counters.forget(self._tenant_queues)
+        self.counters.lift(tenant, min(least, default=self.counters[self._last_tenant]))
+
+    def _enter(self, request: Request) -> None:
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = request
+            self.num_tokens += len(request.tokens)
+        self._priorities.add(request.priority)
+        tenant_queue = self._tenant_queues.get(request.tenant)
+        if tenant_queue is None:
+            tenant_queue = self._tenant_queues[request.tenant] = TenantQueue(request.tenant)
+        elif request.order < tenant_queue.requests[0].order:
+            self._unfile(tenant_queue)
+        else:
+            tenant_queue.requests.add(request)
+            return
+        tenant_queue.requests.add(request)
+        self._file(tenant_queue, self._level(request))
+
+    def _leave(self, request: Request) -> None:
+        tenant_queue = self._tenant_queues[request.tenant]
+        is_first = tenant_queue.requests[0] is request
+        if is_first:
+            self._unfile(tenant_queue)
+        tenant_queue.requests.remove(request)
+        self._priorities.remove(request.priority)
+        if not tenant_queue.requests:
+            del self._tenant_queues[tenant_queue.tenant]
+            self._last_tenant = tenant_queue.tenant
+        elif is_first:
+            self._file(tenant_queue, self._level(tenant_queue.requests[0]))
+
+    def _promote(self) -> None:
+        for _ in range(min(MAX_PROMOTED, len(self._promotions))):
+            (time, _), tenant_queue = self._promotions.peekitem(0)
+            if time > self._now:
+                return
+            self._unfile(tenant_queue)
+            self._file(
+                tenant_queue, min(tenant_queue.level - 1, self._level(tenant_queue.requests[0]))
+            )
+
+    def _level(self, request: Request) -> int:
+        waited = max(0.0, self._now - request.arrival_time)
+        return request.priority - int(waited / self._aging_seconds)
+
+    def _file(self, tenant_queue: TenantQueue, level: int) -> None:
+        request: Request = tenant_queue.requests[0]
+        gained = request.priority - level + 1
+        tenant_queue.level = level
+        tenant_queue.sort_key = (self.counters[tenant_queue.tenant], *request.order)
+        tenant_queue.promote_at = (
+            request.arrival_time + gained * self._aging_seconds,
+            request.serial,
+        )
+        if level not in self._levels:
+            self._levels[level] = SortedDict()
+        self._levels[level][tenant_queue.sort_key] = self._promotions[tenant_queue.promote_at] = (
+            tenant_queue
+        )
+
+    def _unfile(self, tenant_queue: TenantQueue) -> None:
+        tenant_queues = self._levels[tenant_queue.level]
+        del tenant_queues[tenant_queue.sort_key], self._promotions[tenant_queue.promote_at]
+        if not tenant_queues:
+            del self._levels[tenant_queue.level]
+
+    def _least(self, tenant_queues: SortedDict[SortKey, TenantQueue]) -> TenantQueue:
+        """The queue of a level whose tenant was served least.
+
+        Counters only grow, so a queue that is filed too early is found and filed anew here.
+        """
+        while True:
+            sort_key, tenant_queue = tenant_queues.peekitem(0)
+            count = self.counters[tenant_queue.tenant]
+            if count == sort_key[0]:
+                found: TenantQueue = tenant_queue
+                return found
+            del tenant_queues[sort_key]
+            tenant_queue.sort_key = (count, *sort_key[1:])
+            tenant_queues[tenant_queue.sort_key] = tenant_queue
+
+    def check(self) -> None:
+        """Assert that each request is in one queue or passed over and each queue is filed. O(n)."""
+        lined = [
+            request
+            for tenant_queue in self._tenant_queues.values()
+            for request in tenant_queue.requests
+        ]
+        assert len({*lined, *self._passed}) == len(lined) + len(self._passed), "queued twice"
+        assert {*lined, *self._passed} == set(self._requests.values()), "a request is in no line"
+        assert self.num_tokens == sum(len(request.tokens) for request in self._requests.values())
+        assert list(self._priorities) == sorted(request.priority for request in lined)
+        assert set(self._promotions.values()) == set(self._tenant_queues.values()), (
+            "a line does not ripen"
+        )
+        filed = [(level, *item) for level, at in self._levels.items() for item in at.items()]
+        assert len(filed) == len(self._tenant_queues), "a line is not filed, or twice"
+        for level, sort_key, tenant_queue in filed:
+            assert self._tenant_queues[tenant_queue.tenant] is tenant_queue, (
+                "a line was dissolved and is filed"
+            )
+            assert (level, sort_key) == (tenant_queue.level, tenant_queue.sort_key), (
+                "a line is filed at a wrong place"
+            )
+            assert sort_key[0] <= self.counters[tenant_queue.tenant], "a counter fell"
+            assert sort_key[1:] == tenant_queue.requests[0].order, (
+                "a line is filed by another request"
+            )

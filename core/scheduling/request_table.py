@@ -1,0 +1,187 @@
+"""RequestTable: every request from its arrival to its end, waiting or running."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from sortedcontainers import SortedDict
+
+from ...radix_cache import PrefixCache
+from ...radix_cache.audit import Steps
+from ..errors import InvalidRequest, QueueFull
+from ..interface.request import Request, RequestStatus, by_order
+from .admission import (
+    NO_ARRIVALS,
+    PendingArrivals,
+    SchedulerLimits,
+    check_fits,
+    check_priority,
+    check_token_ids,
+    shares_prefill,
+    would_fit,
+)
+from .request_queue import MultiTenantDetector, WaitingQueue
+
+MAX_PASSED = 16  # requests that a round passes over because their prefix is being computed
+
+
+class RequestTable:
+    """The waiting and the running requests; each request is in exactly one of the two.
+
+    Only its methods change ``running``, ``waiting`` and `Request.status`. ``capacity``: tokens
+    that one request may reach.
+    """
+
+    def __init__(self, limits: SchedulerLimits, capacity: int) -> None:
+        self.capacity = capacity
+        self.running: dict[str, Request] = {}  # in the order of `Request.order`
+        self.waiting = WaitingQueue(limits.aging_seconds)
+        self._limits = limits
+        self._by_id: dict[str, Request] = {}
+        self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # by deadline
+        self._multi_tenant = MultiTenantDetector()
+        self._num_arrived = 0
+        self._now = 0.0  # of the latest arrival or round
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def ids(self) -> Collection[str]:
+        """Ids of all requests, in the order of arrival."""
+        return self._by_id.keys()
+
+    def get(self, request_id: str) -> Request | None:
+        """Return the request with this id, or None."""
+        return self._by_id.get(request_id)
+
+    def check(self, request: Request, pending: PendingArrivals = NO_ARRIVALS) -> None:
+        """Refuse a request that cannot be served; ``pending`` ones are about to be added.
+
+        Raises `QueueFull`, `PromptTooLong`, or `InvalidRequest` for token ids that the model
+        does not have, a priority beyond the bound and a request id that is in use.
+        """
+        if request.request_id in self._by_id:
+            raise InvalidRequest("request_id is in use", param="request_id")
+        check_fits(request, self.capacity)
+        check_token_ids(request, self._limits.vocab_size)
+        check_priority(request, self._limits.max_priority)
+        self._check_room(request, pending)
+
+    def _check_room(self, request: Request, pending: PendingArrivals) -> None:
+        """Refuse a request for which the queue has no room.
+
+        While several tenants are present, none may hold more places than it leaves free. So one
+        tenant that floods the queue gets half of it, two get a third each: a new tenant finds a
+        place. A tenant that is alone may use the whole queue.
+        """
+        most = self._limits.max_queued + self._limits.max_running
+        num_free = most - len(self._by_id) - pending.num_all
+        shares = self._multi_tenant.observe(request.tenant, self._now)
+        if num_free <= 0:
+            raise QueueFull(f"{len(self.waiting) + pending.num_all} requests are waiting already")
+        if not shares:
+            return
+        num_own = self.waiting.num_of(request.tenant) + pending.num_own
+        num_soon = self._limits.max_running - len(
+            self.running
+        )  # need not wait: there are free seats
+        if num_own - num_soon >= min(num_free, self._limits.max_queued):
+            raise QueueFull(f"{num_own} requests of yours are waiting already")
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that `check` let through."""
+        params = request.sampling.params
+        max_len = self.capacity
+        if params.max_tokens is not None:
+            max_len = min(max_len, request.prompt_len + params.max_tokens)
+        request.max_len = max_len
+        request.arrival_time, request.serial = now, self._num_arrived
+        request.urgency = now + request.priority * self._limits.aging_seconds
+        request.usage.prompt_tokens = request.prompt_len
+        self._num_arrived += 1
+        self._now = now
+        self.waiting.add(request)
+        self._by_id[request.request_id] = request
+        if request.deadline is not None:
+            self._due[now + request.deadline, request.serial] = request
+
+    def begin_round(self, now: float) -> None:
+        """Set the time before requests are admitted."""
+        self._now = now
+        self.waiting.begin_round(now)
+
+    def candidates(self, cache: PrefixCache) -> Iterator[Request]:
+        """Yield the requests that may run; the caller admits each before it takes the next.
+
+        A request whose prefix is being computed by another one waits, and others go first.
+        """
+        num_passed = 0
+        while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
+            if len(self.running) >= self._limits.max_running:
+                return
+            if shares_prefill(cache, request, self.running.values()):
+                self.waiting.pass_over(request)
+                num_passed += 1
+                continue
+            if not would_fit(cache, request, len(self.running)):
+                return  # those behind it must not take the pages that it waits for
+            yield request
+
+    def admit(self, request: Request) -> None:
+        """Move a waiting request to the running ones. O(1) if it is last in order, else O(n)."""
+        self.waiting.remove(request)
+        last = next(reversed(self.running.values()), request)
+        self.running[request.request_id] = request
+        request.status = RequestStatus.RUNNING
+        if request.order < last.order:
+            in_order = sorted(self.running.values(), key=by_order)
+            self.running.clear()
+            self.running.update((each.request_id, each) for each in in_order)
+
+    def requeue(self, request: Request) -> None:
+        """Move a running request back to the queue."""
+        del self.running[request.request_id]
+        request.status = RequestStatus.WAITING
+        self.waiting.add(request)
+
+    def discard(self, request: Request) -> None:
+        """Remove a request that ended."""
+        if request.status is RequestStatus.RUNNING:
+            del self.running[request.request_id]
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._by_id[request.request_id]
+        if request.deadline is not None:
+            del self._due[request.arrival_time + request.deadline, request.serial]
+
+    def expired(self, now: float) -> list[Request]:
+        """Return the requests whose deadline has passed. O(1), and O(log n) for each."""
+        count = self._due.bisect_right((now, self._num_arrived))
+        return list(self._due.values()[:count])
+
+    def checks(self, cache: PrefixCache) -> Steps:
+        """Assert every invariant that ties requests to each other and to pages. O(n + pages).
+
+        In steps, between which nothing may change.
+        """
+        self._check_order()
+        leases = [each.lease for each in self.running.values() if each.lease is not None]
+        yield from cache.checks(leases)
+        assert len(leases) == len(self.running), "every running request owns a lease"
+        for request in self.waiting.requests:
+            assert request.lease is None, "a waiting request owns nothing"
+            assert request.status is RequestStatus.WAITING, "a waiting request has another status"
+        for request in self.running.values():
+            assert request.num_pending >= 1, "there is always a token to compute"
+
+    def _check_order(self) -> None:
+        self.waiting.check()
+        running = list(self.running.values())
+        assert running == sorted(running, key=by_order), "running requests are out of order"
+        ids = [*self.running, *(request.request_id for request in self.waiting.requests)]
+        assert len(ids) == len(self._by_id), "a request is in exactly one state"
+        assert set(ids) == set(self._by_id), "a request is in exactly one state"
+        timed = {request for request in self._by_id.values() if request.deadline is not None}
+        assert set(self._due.values()) == timed, "a deadline is not awaited, or in vain"

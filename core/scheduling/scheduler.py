@@ -1,0 +1,368 @@
+"""Scheduler: which tokens of which requests the next step computes.
+
+Pure Python, synchronous, without a clock: `add` and `abort` change the set of requests, `schedule`
+makes a plan, `commit` takes its outcome. With its request table it is the only writer of `Request`
+and, through `PrefixCache`, the only one that moves KV pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+
+from ...radix_cache import PrefixCache
+from ...radix_cache.audit import Steps, run
+from ..errors import ForetokenError, InvalidRequest
+from ..interface.request import Delta, FinishReason, Request, RequestStatus
+from ..interface.speculator import (
+    NO_DRAFT_PLAN,
+    NO_SPECULATION,
+    DraftPlan,
+    GuardedSpeculator,
+    Speculator,
+)
+from ..interface.step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
+from .admission import NO_ARRIVALS, PendingArrivals, SchedulerLimits
+from .chunk_budget import ChunkBudget
+from .draft_pages import allocate_draft_pages, draft_limits, draft_row_budget, make_row
+from .kv_ops import acquire_kv, pin_prompt, publish, release_kv
+from .output_processor import late_end, row_error, take_output
+from .request_table import RequestTable
+
+logger = logging.getLogger(__name__)
+Event = tuple[Request, Delta]
+
+
+class Scheduler:
+    """Continuous batching over one KV pool.
+
+    A step serves the requests that decode first, each with its draft, then prefill chunks with
+    what is left of the token budget: a long prompt never stalls a stream. When pages run out the
+    request that comes last is preempted: released and queued again. That order (`Request.order`)
+    never changes, so no two requests preempt each other in turn, whatever the queue thinks of
+    their tenants; and a request that waits long enough comes before all new ones.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, limits: SchedulerLimits, speculator: Speculator = NO_SPECULATION
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.speculator = GuardedSpeculator(speculator)
+        # Tokens that one request may reach: the context or the whole pool, whichever is less.
+        pool = cache.num_total_pages * cache.page_size
+        self.capacity = min(limits.max_model_len, pool)
+        self.request_table = RequestTable(limits, self.capacity)
+        self.running, self.waiting = self.request_table.running, self.request_table.waiting
+        self.num_preemptions = 0
+        self._chunk_budget = ChunkBudget(limits.max_slowdown)
+        self._released_request_ids: list[str] = []  # since the last plan
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def check(self, request: Request, *, pending: PendingArrivals = NO_ARRIVALS) -> None:
+        """Refuse a request that cannot be served; raises what `RequestTable.check` raises."""
+        self.request_table.check(request, pending)
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request that passed `check`."""
+        self.request_table.add(request, now)
+
+    def abort(
+        self, request_id: str, now: float, error: ForetokenError | None = None
+    ) -> list[Event]:
+        """End a request, waiting or running; unknown ids are ignored."""
+        request = self.request_table.get(request_id)
+        if request is None:
+            return []
+        return [(request, self._finish(request, _terminal(error), now))]
+
+    def abort_all(self, now: float, error: ForetokenError | None = None) -> list[Event]:
+        """End every request."""
+        return [
+            event for each in list(self.request_table.ids) for event in self.abort(each, now, error)
+        ]
+
+    def fail(self, plan: StepPlan, now: float, error: ForetokenError) -> list[Event]:
+        """End the requests of a step that failed; the KV that it wrote is not published."""
+        requests = [self.running[row.request_id] for row in plan.rows]
+        return [
+            (each, self._finish(each, Delta(error=error), now, keep=False)) for each in requests
+        ]
+
+    def shrink_chunks(self, plan: StepPlan) -> None:
+        """Memory ran out in this step: compute fewer prompt tokens in later ones."""
+        self._chunk_budget.shrink_chunks(plan)
+
+    def credit_unfinished(self, plan: StepPlan) -> None:
+        """Credit the tokens that a step run in parts did not compute: they were charged already."""
+        for row in plan.rows:
+            if (request := self.running.get(row.request_id)) is not None:
+                request.num_prepaid += max(0, row.stop - request.num_computed)
+
+    def expire(self, now: float) -> list[Event]:
+        """End the requests whose deadline has passed; one that never ran has failed."""
+        late = self.request_table.expired(now)
+        return [(request, self._finish(request, late_end(request), now)) for request in late]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests waiting or running."""
+        return len(self.request_table)
+
+    # -- plan -----------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Plan the next step. Empty without work; never empty while a request runs."""
+        self.cache.tick(now)
+        self.request_table.begin_round(now)
+        budget = self.limits.max_batch_tokens
+        decodes = self._plan_decodes(budget)
+        budget -= len(decodes)
+        max_chunk_tokens = self._chunk_budget.limit(len(decodes), budget)
+        prefills = [each for each in self.running.values() if each.num_pending > 1]
+        drafts = self._plan_drafts(decodes, prefills, budget, max_chunk_tokens)
+        budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
+        chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
+        # Drafts get the pages that are left: evicting cached pages for drafts would cost hits.
+        rows = list(map(self._draft_row, decodes, drafts or repeat(NO_DRAFT_PLAN)))
+        return self.make_plan(rows + chunks, is_plain=drafts is None)
+
+    def make_plan(self, rows: list[PlanRow], *, is_plain: bool) -> StepPlan:
+        """Make a plan of these rows, with the ids and pages not reported to the runner yet."""
+        if not rows:  # an empty plan is not computed: they wait for the next one
+            return StepPlan(rows=(), newly_allocated_pages=array("q"))
+        released_request_ids, self._released_request_ids = self._released_request_ids, []
+        return StepPlan(
+            rows=rows,
+            newly_allocated_pages=self.cache.take_newly_allocated_pages(),
+            is_plain=is_plain,
+            released_request_ids=released_request_ids,
+        )
+
+    def discard_plan(self, plan: StepPlan) -> None:
+        """Take back a plan of decodes: its finished ids and new pages move to the next plan."""
+        self._released_request_ids = [*plan.released_request_ids, *self._released_request_ids]
+        self.cache.return_newly_allocated_pages(plan.newly_allocated_pages)
+        for row in plan.rows:
+            if (request := self.running.get(row.request_id)) is not None:
+                request.num_prepaid += 1
+
+    def _plan_decodes(self, budget: int) -> list[Request]:
+        """Running requests that lack one token, in order, each with a page for it."""
+        ready = [each for each in self.running.values() if each.num_pending == 1]
+        planned: dict[str, Request] = {}
+        for request in ready[:budget]:
+            if request.lease is not None and self._reserve(request, len(request.tokens), planned):
+                planned[request.request_id] = request
+        return list(planned.values())
+
+    def _plan_drafts(
+        self, decodes: list[Request], prefills: list[Request], spare: int, max_chunk_tokens: int
+    ) -> Sequence[DraftPlan] | None:
+        """Plan the drafts of each request in ``spare`` rows; None if no request drafts.
+
+        Prompts may have ``max_chunk_tokens`` of the rows.
+        """
+        if not decodes or self.speculator.drafts_nothing(decodes):
+            return None
+        limits = draft_limits(decodes, self.limits.depth_cap)
+        if not any(limits):
+            return None
+        num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens
+        num_pending = min(max_chunk_tokens, num_prompt_tokens)
+        budget = draft_row_budget(spare, others_wait=num_pending > 0)
+        return self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
+
+    def _draft_row(self, request: Request, plan: DraftPlan) -> PlanRow:
+        stop = len(request.tokens)
+        if request.lease is None or plan is NO_DRAFT_PLAN:
+            return self._row(request, stop)
+        plan, branches = allocate_draft_pages(self.cache, request.lease, stop, plan)
+        return self._row(request, stop, plan, branches)
+
+    def _row(
+        self,
+        request: Request,
+        stop: int,
+        plan: DraftPlan = NO_DRAFT_PLAN,
+        branches: Sequence[Branch] = (),
+    ) -> PlanRow:
+        """Make a row and charge its tenant at once: the next admission may depend on it.
+
+        Drafts are charged when they are verified: only then is their number known.
+        """
+        self.charge(request, stop - request.num_computed)
+        return make_row(request, stop, plan, branches)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Charge the tenant for planned tokens, less those that it was charged for before."""
+        num_due = max(0, num_tokens - request.num_prepaid)
+        request.num_prepaid -= num_tokens - num_due
+        self.waiting.charge(request.tenant, num_due)
+
+    def _plan_chunks(
+        self, prefills: list[Request], budget: int, planned: set[str], now: float
+    ) -> list[PlanRow]:
+        """Chunks of prompts, with pages, for what is left of the token budget.
+
+        Of those that run already, in order, then of admitted ones: no request is admitted once the
+        budget is gone.
+        """
+        rows = []
+        for request in chain(prefills, self._admitted(now)) if budget > 0 else ():
+            row = self._plan_chunk(request, budget, planned)
+            if row is not None:
+                rows.append(row)
+                planned.add(row.request_id)
+                budget -= row.stop - row.start
+            if budget <= 0:
+                break
+        return rows
+
+    def _admitted(self, now: float) -> Iterator[Request]:
+        """Waiting requests; each is admitted when it is taken from the iterator."""
+        for request in self.request_table.candidates(self.cache):
+            self._admit(request, now)
+            yield request
+
+    def _admit(self, request: Request, now: float) -> None:
+        """Give a waiting request its lease."""
+        request.lease = acquire_kv(self.cache, request)
+        request.num_computed = request.lease.num_cached_tokens
+        self.request_table.admit(request)
+        if request.num_preemptions == 0:
+            request.usage.queue_time = now - request.arrival_time
+        self.speculator.join(request)
+
+    def _plan_chunk(self, request: Request, budget: int, planned: set[str]) -> PlanRow | None:
+        stop = request.num_computed + min(request.num_pending, budget)
+        reserved = self._reserve(request, stop, planned, preempt_self=False)
+        return self._row(request, stop) if reserved else None
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def _reserve(
+        self,
+        request: Request,
+        upto: int,
+        planned: Iterable[str],
+        *,
+        preempt_self: bool = True,
+    ) -> bool:
+        """Reserve pages for positions below ``upto``; preempts requests later in the order."""
+        while request.lease is not None and not self.cache.extend(request.lease, upto):
+            victim = self._victim(planned)
+            if victim is request and not preempt_self:
+                return False
+            self._preempt(victim)
+        return request.lease is not None
+
+    def _victim(self, planned: Iterable[str]) -> Request:
+        last_first = reversed(self.running.values())
+        return next(each for each in last_first if each.request_id not in planned)
+
+    def _preempt(self, request: Request) -> None:
+        """Release a request's pages and queue it again; computed pages stay cached."""
+        self._release(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.request_table.requeue(request)
+
+    def _release(self, request: Request, *, keep: bool = True) -> None:
+        release_kv(self.cache, request, keep=keep)
+        request.num_computed = 0
+        self._released_request_ids.append(request.request_id)
+
+    def flush(self, *namespaces: str | None) -> int:
+        """Drop what no request uses, cached pages and what drafts draw on; returns the pages freed.
+
+        Of these namespaces, of all when none is named; None is the shared default.
+        """
+        try:
+            self.speculator.flush(*namespaces)
+        finally:
+            num_pages = self.cache.flush(*namespaces)
+        return num_pages
+
+    def flush_prefix(self, tokens: array[int], namespace: str | None) -> int:
+        """Drop cached pages that begin with ``tokens`` and no request uses; returns how many.
+
+        Drafts of the namespace go altogether: they know no prefixes. Raises `InvalidRequest` for
+        tokens that do not fill a page.
+        """
+        page_size = self.cache.page_size
+        if len(tokens) < page_size:
+            message = f"a prefix must fill a page of {page_size} tokens, not {len(tokens)}"
+            raise InvalidRequest(message, param="prefix")
+        try:
+            self.speculator.flush(namespace)
+        finally:
+            num_pages = self.cache.flush_prefix(tokens, namespace=namespace)
+        return num_pages
+
+    # -- commit ---------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
+        """Apply a step's outcome: the only place where ``tokens`` and ``num_computed`` grow.
+
+        A request may have ended while a step planned ahead was computed.
+        """
+        self._chunk_budget.observe(plan, output)
+        events = []
+        for row, out in zip(plan.rows, output.rows, strict=True):
+            request = self.running.get(row.request_id)
+            if request is None:
+                continue
+            if out.num_proposed:  # rows were computed for all of them
+                self.waiting.charge(request.tenant, out.num_proposed + len(row.branches))
+            delta = self._commit_row(request, row, out, now, learns=not plan.is_plain)
+            if delta.token_ids or delta.prompt_logprobs or delta.terminal:
+                events.append((request, delta))
+        return events
+
+    def _commit_row(
+        self, request: Request, row: PlanRow, out: RowOutput, now: float, *, learns: bool
+    ) -> Delta:
+        try:
+            delta = take_output(request, row, out, now)
+        except Exception:
+            logger.exception("request %s failed while its tokens were read", request.request_id)
+            failed = Delta(error=ForetokenError("the answer could not be decoded"))
+            return self._finish(request, failed, now)
+        if learns and delta.token_ids:
+            self.speculator.observe(request, row, out, len(delta.token_ids))
+        if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
+            delta.error = row_error(request, out)
+        if delta.terminal:
+            self._finish(request, delta, now, keep=out.error is None)
+        elif request.lease is not None:
+            if row.stop - row.start > 1 or row.start < request.prompt_len:
+                publish(self.cache, request)
+            if learns:  # without drafts no extra page was taken
+                self.cache.shrink(request.lease, len(request.tokens))
+        if 0 < len(delta.token_ids) == request.num_output:  # the prompt is computed
+            pin_prompt(self.cache, request)
+        return delta
+
+    def _finish(self, request: Request, delta: Delta, now: float, *, keep: bool = True) -> Delta:
+        if request.status is RequestStatus.RUNNING:
+            self._release(request, keep=keep)
+        self.request_table.discard(request)
+        self.speculator.leave(request)
+        request.usage.total_time = now - request.arrival_time
+        return delta
+
+    def audit(self) -> None:
+        """Every invariant that ties requests to pages; raises AssertionError."""
+        run(self.checks())
+
+    def checks(self) -> Steps:
+        """`audit` in steps, between which nothing may change."""
+        yield from self.request_table.checks(self.cache)
+
+
+def _terminal(error: ForetokenError | None) -> Delta:
+    return Delta(error=error) if error else Delta(finish_reason=FinishReason.ABORT)

@@ -1,0 +1,1 @@
+"""Metrics, statistics of speculation, and tracing."""

@@ -1,0 +1,191 @@
+"""Prometheus metrics of one engine. Names follow vLLM's where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from ..errors import DeadlineExceeded
+from ..interface.request import Delta, FinishReason, Request
+from ..interface.step import StepOutput, StepPlan
+from ..scheduling.scheduler import Scheduler
+from .collectors import (
+    BuildCollector,
+    EngineHealth,
+    FaultCollector,
+    PoolCollector,
+    QueueCollector,
+    TokenCollector,
+)
+from .prometheus import PREFIX, Histogram, Histograms, counters
+from .spec_decode_stats import SpecDecodeStats
+from .tracing import NO_TRACER, Tracer
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+PARTS = ("draft", "forward", "verify", "host")
+DEADLINE = "deadline"
+C = TypeVar("C", bound=Collector)
+
+
+class _Steps(Collector):
+    """Tokens of the steps, by kind."""
+
+    def __init__(self, spec_stats: SpecDecodeStats) -> None:
+        self._spec_stats = spec_stats
+        self.num_prefill = self.num_decode = 0  # tokens
+
+    def collect(self) -> Sequence[Metric]:
+        """As it stands now; called by the registry."""
+        tokens = {
+            "prefill": self.num_prefill,
+            "decode": self.num_decode,
+            "draft": self._spec_stats.num_proposed,
+        }
+        return [counters("step_tokens", "Tokens computed in steps, by kind", "kind", tokens)]
+
+
+class EngineMetrics:
+    """Counters and histograms that the engine feeds; `render` is the body of ``/metrics``."""
+
+    def __init__(self, scheduler: Scheduler, engine: EngineHealth | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self.spec_stats = SpecDecodeStats()
+        self.tracer: Tracer = NO_TRACER  # is called with the same events
+        for collector in (
+            QueueCollector(scheduler),
+            PoolCollector(scheduler.cache),
+            TokenCollector(self.spec_stats),
+            BuildCollector(),
+        ):
+            self.registry.register(collector)
+        if engine is not None:
+            self.registry.register(FaultCollector(engine))
+        self._last_token_times: dict[str, float] = {}
+        self._make_request_metrics()
+        self._make_step_metrics()
+
+    def _make_request_metrics(self) -> None:
+        self._prompt_tokens = self._count("prompt_tokens", "Prompt tokens taken")
+        self._success = self._count("request_success", "Finished requests", "finished_reason")
+        self._failed = self._count("request_failure", "Requests that ended with an error")
+        self._aborted = self._count("request_aborts", "Requests ended before their end", "cause")
+        for cause in ("caller", DEADLINE):
+            self._aborted.labels(cause)
+        self._first = self._time("time_to_first_token_seconds", "Arrival to first token")
+        self._between = self._time("inter_token_latency_seconds", "Between two tokens")
+        self._per_token = self._time("time_per_output_token_seconds", "Mean of one answer")
+        self._whole = self._time("e2e_request_latency_seconds", "Arrival to the end")
+        self._queued = self._time("request_queue_time_seconds", "Arrival to the first step")
+
+    def _make_step_metrics(self) -> None:
+        self._steps = self._time("step_seconds", "One step of the model thread")
+        self._parts = self._add(
+            Histograms("step_part_seconds", "A part of a round of the loop", SECONDS, ["part"])
+        )
+        for part in PARTS:
+            self._parts.of(part)  # there from the start: a rate needs a zero to begin with
+        self._ahead = self._count("steps_ahead", "Steps planned while the one before them ran")
+        self._tokens = self._add(_Steps(self.spec_stats))
+        self._batch = self._add(Histogram("step_num_requests", "Requests in a step", COUNTS))
+        self._batch_tokens = self._add(
+            Histogram("step_num_tokens", "Tokens of a step, drafts not counted", COUNTS)
+        )
+
+    def _count(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _time(self, name: str, text: str) -> Histogram:
+        return self._add(Histogram(name, text, SECONDS))
+
+    def _add(self, collector: C) -> C:
+        self.registry.register(collector)
+        return collector
+
+    def observe_arrival(self, request: Request, now: float) -> None:
+        """A request was accepted. Called in the caller's own context, unlike the other methods."""
+        self.tracer.begin(request, now)
+
+    def observe_step(
+        self,
+        plan: StepPlan,
+        output: StepOutput,
+        *,
+        began: float,
+        computed: float,
+        ended: float,
+        is_ahead: bool = False,
+    ) -> None:
+        """One step: given to the model thread, back from it, committed.
+
+        ``is_ahead``: it was planned before the step ahead of it was committed.
+        """
+        self._steps.observe(computed - began)
+        if is_ahead:
+            self._ahead.inc()
+        self._observe_batch(plan)
+        self.spec_stats.observe_rows(output.rows)
+        for part, part_seconds in output.times.items():
+            self._parts.of(part).observe(part_seconds)
+        self.tracer.observe_step(plan, output, began=began, ended=ended)
+
+    def _observe_batch(self, plan: StepPlan) -> None:
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        num_prefill = 0
+        if num_tokens > num_rows:  # else every row is a single token
+            lens = [row.stop - row.start for row in plan.rows]
+            num_prefill = sum(each for each in lens if each > 1)
+        self._tokens.num_prefill += num_prefill
+        self._tokens.num_decode += num_tokens - num_prefill
+        self._batch.observe(num_rows)
+        self._batch_tokens.observe(num_tokens)
+
+    def observe_round(self, output: StepOutput, seconds: float) -> None:
+        """The whole round of that step: what the model thread did not take is the host's."""
+        self._parts.of("host").observe(max(0.0, seconds - sum(output.times.values())))
+
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+        """Tokens that were served, and the end."""
+        if delta.token_ids:
+            self._observe_tokens(request, len(delta.token_ids), now)
+            self.spec_stats.observe_delta(delta)
+        if delta.terminal:
+            self._last_token_times.pop(request.request_id, None)
+            self._observe_end(request, delta)
+        self.tracer.observe_delta(request, delta, now)
+
+    def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
+        last = self._last_token_times.get(request.request_id)
+        self._last_token_times[request.request_id] = now
+        if last is None:
+            self._first.observe(request.usage.time_to_first_token)
+            self._queued.observe(request.usage.queue_time)
+            self._prompt_tokens.inc(request.prompt_len)
+            return
+        self._between.observe((now - last) / num_tokens, num_tokens)  # they share the time
+
+    def _observe_end(self, request: Request, delta: Delta) -> None:
+        if isinstance(delta.error, DeadlineExceeded) or delta.stop_reason == DEADLINE:
+            self._aborted.labels(DEADLINE).inc()
+        elif delta.finish_reason is FinishReason.ABORT:
+            self._aborted.labels("caller").inc()
+        elif delta.finish_reason is None:
+            self._failed.inc()
+        if delta.finish_reason is not None:
+            self._observe_answer(request, delta.finish_reason)
+
+    def _observe_answer(self, request: Request, reason: FinishReason) -> None:
+        usage = request.usage
+        self._success.labels(reason.value).inc()
+        self._whole.observe(usage.total_time)
+        if usage.completion_tokens > 1:
+            decode_time = usage.total_time - usage.time_to_first_token
+            self._per_token.observe(decode_time / (usage.completion_tokens - 1))
+
+    def render(self) -> tuple[bytes, str]:
+        """Body and content type, in the text format of Prometheus."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST

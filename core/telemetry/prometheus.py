@@ -1,0 +1,98 @@
+"""How plain numbers become the families that Prometheus reads.
+
+The library's own instruments take a lock for each observation. A step makes a dozen of them on the
+event loop, which is the only writer: here they are additions to a list.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+PREFIX = "foretoken:"
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A value as it is now."""
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """A value that only grows."""
+    return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One such value for each value of a label."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+class Buckets:
+    """The observations of one histogram, by bound. Belongs to one thread."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add ``value`` ``count`` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def read(self) -> tuple[list[tuple[str, float]], float]:
+        """Each bucket with all that is at most its bound, and the sum."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
+
+
+class Histogram(Buckets, Collector):
+    """A histogram without labels."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self._name, self._text = PREFIX + name, text
+
+    def collect(self) -> Iterable[Metric]:
+        """As it stands now."""
+        buckets, total = self.read()
+        yield HistogramMetricFamily(self._name, self._text, buckets, total)
+
+
+class Histograms(Collector):
+    """A histogram for each combination of values of some labels."""
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]
+    ) -> None:
+        self._name, self._text, self._bounds, self._labels = PREFIX + name, text, bounds, labels
+        self._by_values: dict[tuple[str, ...], Buckets] = {}
+
+    def of(self, *values: str) -> Buckets:
+        """The one with these values; there must be few."""
+        found = self._by_values.get(values)
+        if found is None:
+            found = self._by_values[values] = Buckets(self._bounds)
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        """As they stand now."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for values, each in self._by_values.items():
+            family.add_metric(values, *each.read())
+        yield family

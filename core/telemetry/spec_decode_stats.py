@@ -1,0 +1,138 @@
+"""How speculation fares: one tally, read by the metrics and by a log line now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+from ..interface.request import Delta
+from ..interface.step import RowOutput
+
+logger = logging.getLogger(__name__)
+SIMULATED = "oracle:"  # how the name of a source begins whose hits are drawn, not guessed
+
+
+@dataclass(slots=True)
+class SpecDecodeStats:
+    """Counts since the start. A step is one request's: it yields tokens.
+
+    A draft is all that one request had verified in one step; its leading path is the one that got
+    furthest. Subtract an earlier tally for what happened since.
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_proposed: int = 0
+    proposed: Counter[str] = field(default_factory=Counter)  # draft tokens by source
+    accepted: Counter[str] = field(default_factory=Counter)  # those of them that were served
+    path_lens: Counter[int] = field(default_factory=Counter)  # drafts by tokens of that path
+    runs: Counter[int] = field(default_factory=Counter)  # drafts by tokens accepted
+    lengths: Counter[int] = field(default_factory=Counter)  # drafts by tokens of their step
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified a draft."""
+        return self.lengths.total()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a step that verified a draft; 0 without any."""
+        num_tokens = sum(length * count for length, count in self.lengths.items())
+        return num_tokens / max(1, self.num_drafts)
+
+    def observe_rows(self, rows: Iterable[RowOutput]) -> None:
+        """What a step verified."""
+        self.path_lens.update(row.draft_len for row in rows if row.num_proposed)
+
+    def observe_delta(self, delta: Delta) -> None:
+        """What a step served to one request."""
+        if not delta.token_ids:
+            return
+        self.num_tokens += len(delta.token_ids)
+        self.num_steps += 1
+        if delta.num_proposed:
+            self.num_proposed += delta.num_proposed
+            self.proposed.update(delta.proposed_sources)
+            self.accepted.update(delta.accepted_sources)
+            self.runs[len(delta.accepted_sources)] += 1
+            self.lengths[len(delta.token_ids)] += 1
+
+    def __sub__(self, before: SpecDecodeStats) -> SpecDecodeStats:
+        names = [each.name for each in fields(self)]
+        return SpecDecodeStats(
+            **{name: getattr(self, name) - getattr(before, name) for name in names}
+        )
+
+
+class SpecDecodeLog:
+    """One INFO line per ``interval_s`` seconds in which tokens were served.
+
+    ``describe`` returns the state of the controller when a line is due.
+    """
+
+    def __init__(
+        self,
+        spec_stats: SpecDecodeStats,
+        describe: Callable[[], Mapping[str, object]] = dict,
+        *,
+        interval_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec_stats = spec_stats
+        self._describe = describe
+        self._interval_s = interval_s
+        self._clock = clock
+        self._began = clock()
+        self._before = SpecDecodeStats()
+
+    def tick(self) -> None:
+        """To be called with every step, before its tokens are counted; cheap."""
+        now = self._clock()
+        if now - self._began >= self._interval_s:
+            self._report(now - self._began)
+            self._began = now
+
+    def _report(self, seconds: float) -> None:
+        recent = self._spec_stats - self._before
+        if not recent.num_tokens:
+            return
+        self._before = self._spec_stats - SpecDecodeStats()  # a copy
+        logger.info("speculation in the last %.0f s: %s", seconds, "; ".join(self._parts(recent)))
+
+    def _parts(self, recent: SpecDecodeStats) -> Iterator[str]:
+        per_step = recent.num_tokens / recent.num_steps
+        yield f"{recent.num_tokens} tokens in {recent.num_steps} steps ({per_step:.2f} a step)"
+        yield from _draft_parts(recent)
+        if decision := self._decision():
+            yield f"controller: {decision}"
+
+    def _decision(self) -> str:
+        try:
+            return ", ".join(f"{name}={value}" for name, value in self._describe().items())
+        except Exception:  # a line in the log is not worth an engine
+            logger.exception("the controller could not be described")
+            return ""
+
+
+def _draft_parts(recent: SpecDecodeStats) -> Iterator[str]:
+    if not recent.num_drafts:
+        yield "no drafts"
+        return
+    yield f"acceptance length {recent.acceptance_length:.2f} over {recent.num_drafts} drafts"
+    rate = recent.accepted.total() / recent.num_proposed
+    yield f"acceptance rate {rate:.0%}: {by_source(recent.proposed, recent.accepted)}"
+    shares = {source: count / recent.num_tokens for source, count in recent.accepted.items()}
+    shares["the target itself"] = 1 - sum(shares.values())
+    yield "tokens from " + ", ".join(f"{source} {share:.0%}" for source, share in shares.items())
+
+
+def by_source(proposed: Mapping[str, int], accepted: Mapping[str, int]) -> str:
+    """How many draft tokens of each source were served, and whether it is a simulation."""
+    return ", ".join(
+        f"{source} {accepted.get(source, 0)} of {count}"
+        + (" (simulated)" if source.startswith(SIMULATED) else "")
+        for source, count in proposed.items()
+    )

@@ -1,0 +1,134 @@
+"""What hangs or is closed while two steps are under way: as if there had been one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import virtual_time
+from one_by_one import a_second
+from overlapping import PROMPTS, Reader, both, come_to_rest, make_engine, read_all, run
+
+from fake_model import answer
+from foretoken.core.engine.watchdog import StepHung
+from foretoken.core.errors import EngineDead
+from foretoken.core.interface.request import FinishReason
+from foretoken.core.interface.step import StepPlan
+
+
+def hangs_at(number: int) -> Callable[[str], float | None]:
+    """The thread never comes back from that step, launched or not."""
+    left = iter(range(10_000))
+
+    def seconds(name: str) -> float | None:
+        if name == "_launch":
+            return 0.0
+        return None if next(left) == number else 1.0
+
+    return seconds
+
+
+@both
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_a_step_that_hangs_ends_the_engine_in_time_whatever_follows_it(runner_type, number) -> None:
+    async def scenario() -> None:
+        engine = make_engine(runner_type(), seconds=hangs_at(number), step_timeout=16.0)
+        await engine.start()
+        readers = [Reader(engine, str(i), PROMPTS[i]) for i in range(2)]
+        await read_all(*readers)
+        assert [type(reader.end) for reader in readers] == [EngineDead] * 2
+        assert 16 <= virtual_time.now() <= 16 + number + 5
+        assert engine.hung
+        assert isinstance(engine.failure, StepHung)
+        assert engine._step_executor.log.records[-1].failure == "StepHung"
+        engine.scheduler.audit()
+        await engine.close()
+
+    run(scenario)
+
+
+@both
+def test_long_steps_that_overlap_are_no_step_that_hangs(runner_type) -> None:
+    async def scenario() -> None:
+        def seconds(name: str) -> float:
+            return 7.9 * a_second(name)
+
+        engine = make_engine(runner_type(), seconds=seconds, step_timeout=8.0)
+        await engine.start()
+        reader = Reader(engine, "a", PROMPTS[0], max_tokens=20)
+        await read_all(reader)
+        assert reader.tokens == answer(PROMPTS[0], 20)
+        await come_to_rest(engine)
+
+    run(scenario)
+
+
+@both
+def test_each_step_takes_as_long_as_the_thread_was_in_it(runner_type) -> None:
+    async def scenario() -> None:
+        engine = make_engine(runner_type())
+        await engine.start()
+        await read_all(Reader(engine, "a", PROMPTS[0], max_tokens=8))
+        assert [note.seconds for note in engine._step_executor.log.records] == [1.0] * 8
+        assert [note.began for note in engine._step_executor.log.records] == [
+            1.0 + i for i in range(8)
+        ]
+        assert engine.metrics.render()[0].count(b"step_seconds_sum 8.0") == 1
+        await come_to_rest(engine)
+
+    run(scenario)
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("after", [2.0, 4.5, 6.0])
+def test_an_engine_that_is_closed_ends_everybody_and_loses_no_page(runner_type, after) -> None:
+    async def scenario() -> None:
+        engine = make_engine(runner_type())
+        await engine.start()
+        readers = [Reader(engine, str(i), PROMPTS[i], max_tokens=50) for i in range(2)]
+        await asyncio.sleep(after)
+        await engine.close()
+        await read_all(*readers)
+        for reader, prompt in zip(readers, PROMPTS, strict=False):
+            assert reader.reason[0] is FinishReason.ABORT
+            assert reader.tokens == answer(prompt, len(reader.tokens))
+        engine.scheduler.audit()
+        assert engine.scheduler.num_requests == 0
+
+    run(scenario)
+
+
+@both
+def test_an_engine_that_is_drained_lets_everybody_finish(runner_type) -> None:
+    async def scenario() -> None:
+        engine = make_engine(runner_type(), seconds=a_second)
+        await engine.start()
+        reader = Reader(engine, "a", PROMPTS[0], max_tokens=20)
+        await asyncio.sleep(3.5)
+        await engine.close(drain_seconds=100)
+        await reader.task
+        assert reader.tokens == answer(PROMPTS[0], 20)
+        engine.scheduler.audit()
+
+    run(scenario)
+
+
+def test_a_scheduler_that_cannot_drop_a_plan_leaves_no_reader_waiting() -> None:
+    async def scenario() -> None:
+        engine = make_engine(seconds=hangs_at(3), step_timeout=16.0)
+        await engine.start()
+        readers = [Reader(engine, str(i), PROMPTS[i]) for i in range(2)]
+
+        def fail(plan: StepPlan) -> None:
+            raise ValueError("cannot drop it")
+
+        engine.scheduler.discard_plan = fail  # type: ignore[method-assign]
+        await read_all(*readers)
+        assert [type(reader.end) for reader in readers] == [EngineDead] * 2
+        await engine.close()
+
+    run(scenario)

@@ -1,0 +1,401 @@
+"""A step that raises: who is to blame is found, and nobody else knows."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import weakref
+
+import pytest
+from fixed_depth import FixedDepth
+
+from fake_model import (
+    Driver,
+    FakeRunner,
+    answer,
+    make_request,
+    make_scheduler,
+    perfect,
+    sometimes,
+)
+from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.inbox import TokenStream
+from foretoken.core.engine.step_bisection import StepBisection, forget_frames, is_out_of_memory
+from foretoken.core.errors import EngineDead, ForetokenError
+from foretoken.core.interface.request import Delta, FinishReason
+from foretoken.core.interface.speculator import NO_SPECULATION
+from foretoken.core.interface.step import LEAST_CHUNK, StepOutput, StepPlan
+from foretoken.core.scheduling.chunk_budget import REGROWTH
+
+PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(16)]
+GPU_LOST = [
+    "CUDA error: an illegal memory access was encountered",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+]
+
+
+class Faulty(FakeRunner):
+    """Computes all of a step, and then raises what ``fault`` says of its plan."""
+
+    def __init__(self, fault, page_size: int = 4, drafter=sometimes) -> None:
+        super().__init__(page_size, drafter)
+        self.fault = fault
+        self.num_raised = 0
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        output = super().step(plan)
+        failure = self.fault(plan)
+        if failure is not None:
+            self.num_raised += 1
+            raise failure
+        return output
+
+
+def holds(*names: str):
+    """Raises whenever one of these is in the step."""
+
+    def fault(plan: StepPlan) -> Exception | None:
+        found = {row.request_id for row in plan.rows} & set(names)
+        return RuntimeError("the forward pass failed") if found else None
+
+    return fault
+
+
+async def read(stream: TokenStream) -> list[int] | ForetokenError:
+    tokens: list[int] = []
+    last = Delta()
+    try:
+        async for last in stream:
+            tokens += last.token_ids
+    except ForetokenError as error:
+        return error
+    assert last.finish_reason is FinishReason.LENGTH
+    return tokens
+
+
+def serve(runner: FakeRunner, prompts=PROMPTS, *, max_tokens: int = 8, **options):
+    """What each prompt's reader was told, and the engine afterwards."""
+
+    async def scenario():
+        options.setdefault("depth", 3)
+        options.setdefault("max_batch_tokens", 128)
+        options.setdefault("max_running", 16)
+        engine = Engine(make_scheduler(**options), runner)
+        await engine.start()
+        streams = [
+            engine.submit(make_request(str(i), prompt, max_tokens=max_tokens))
+            for i, prompt in enumerate(prompts)
+        ]
+        async with asyncio.timeout(30):
+            told = await asyncio.gather(*map(read, streams))
+        was_alive = engine.alive
+        if was_alive:
+            result = await engine.audit()
+            assert result["ok"], result
+        await engine.close()
+        engine.scheduler.audit()
+        return told, engine, was_alive
+
+    return asyncio.run(scenario())
+
+
+def check_neighbours(told, failing_rows=()) -> None:
+    for index, (prompt, one) in enumerate(zip(PROMPTS, told, strict=False)):
+        if str(index) in failing_rows:
+            assert type(one) is ForetokenError
+        else:
+            assert one == answer(prompt, 8)
+
+
+@pytest.mark.parametrize("culprit", range(16))
+def test_one_culprit_is_found_in_few_runs_and_its_neighbours_never_know(culprit: int) -> None:
+    runner = Faulty(holds(str(culprit)))
+    told, engine, was_alive = serve(runner)
+    check_neighbours(told, {str(culprit)})
+    assert was_alive
+    assert engine.num_bisections == 1
+    assert runner.num_raised == engine.num_failed_steps == 1 + math.log2(16)
+    assert len(runner.plans) <= 8 + 1 + 2 * math.log2(16)
+
+
+@pytest.mark.parametrize("failing_rows", [{"0", "15"}, {"6", "7"}, {"3", "12"}])
+def test_two_culprits_are_found_together(failing_rows) -> None:
+    told, _, was_alive = serve(Faulty(holds(*failing_rows)))
+    check_neighbours(told, failing_rows)
+    assert was_alive
+
+
+def test_a_culprit_among_those_that_decode_is_found_in_the_middle_of_its_answer() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        grown = [row for row in plan.rows if row.request_id == "5" and len(row.tokens) > 6]
+        return RuntimeError("the forward pass failed") if grown else None
+
+    told, _, was_alive = serve(Faulty(fault))
+    check_neighbours(told, {"5"})
+    assert was_alive
+
+
+def test_a_failure_that_does_not_come_again_costs_nobody_anything() -> None:
+    failures = [RuntimeError("once")]
+    told, engine, _ = serve(Faulty(lambda plan: failures.pop() if failures else None))
+    check_neighbours(told)
+    assert engine.num_failed_steps == 1
+
+
+def test_a_failure_that_follows_from_drafts_costs_the_drafts_alone() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        drafted = any(row.max_draft for row in plan.rows)
+        return RuntimeError("the draft broke the step") if drafted else None
+
+    told, engine, _ = serve(Faulty(fault, drafter=perfect), PROMPTS[:1])
+    check_neighbours(told)
+    assert engine.num_failed_steps > 1
+
+
+def test_when_too_much_fails_the_rest_of_the_step_fails_together() -> None:
+    plans: list[StepPlan] = []
+
+    def fault(plan: StepPlan) -> Exception | None:
+        plans.append(plan)
+        return RuntimeError("the forward pass failed") if len(plans) < 40 else None
+
+    told, _, was_alive = serve(Faulty(fault), PROMPTS, max_running=16)
+    assert all(type(one) is ForetokenError for one in told)
+    assert len(plans) == 3 + 2 * math.log2(16)
+    assert was_alive, "one step of which nothing came through"
+
+
+def test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told() -> None:
+    runner = Faulty(lambda plan: RuntimeError("the forward pass failed"))
+    told, engine, was_alive = serve(runner, PROMPTS, max_running=4)
+    assert [type(one) for one in told] == [ForetokenError] * 8 + [EngineDead] * 8
+    assert not was_alive
+    assert isinstance(engine.failure, RuntimeError)
+    assert len(runner.plans) == 3 * (3 + 2 * math.log2(4)) + 1, "and one of nobody's, no run more"
+
+
+@pytest.mark.parametrize("message", GPU_LOST)
+def test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody(message: str) -> None:
+    runner = Faulty(lambda plan: RuntimeError(message) if len(runner.plans) > 1 else None)
+    told, engine, was_alive = serve(runner, PROMPTS, max_running=4)
+    assert {type(one) for one in told} == {EngineDead}
+    assert not was_alive
+    assert message in str(engine.failure)
+    assert len(runner.plans) == 1 + (3 + 2 * math.log2(4)) + 1, "one step in parts, and the probe"
+
+
+def test_one_call_that_a_gpu_refuses_costs_the_request_of_that_step_alone() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        is_his = any(row.request_id == "3" for row in plan.rows)
+        return RuntimeError("CUDA error: invalid configuration argument") if is_his else None
+
+    told, _, was_alive = serve(Faulty(fault), max_running=1)
+    check_neighbours(told, {"3"})
+    assert was_alive
+
+
+def test_an_engine_that_can_choose_no_token_ends_although_its_model_computes() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        return RuntimeError("no sampler") if any(row.samples for row in plan.rows) else None
+
+    told, _, was_alive = serve(Faulty(fault), PROMPTS, max_running=4)
+    assert {type(one) for one in told} == {ForetokenError, EngineDead}
+    assert not was_alive
+
+
+def test_five_culprits_among_sixty_four_take_no_innocent_with_them() -> None:
+    driver = Driver(make_scheduler(num_pages=256, max_batch_tokens=256, max_running=64),
+                    FakeRunner(4))  # fmt: skip
+    driver.add(*(make_request(str(i), [1 + i % 6, 2, 3]) for i in range(64)))
+    plan = driver.scheduler.schedule(0.0)
+    bad = {"3", "4", "20", "41", "63"}
+    bisection = StepBisection(plan, RuntimeError("x"))
+    while (part := bisection.next()) is not None:
+        if bad & {row.request_id for row in part.rows}:
+            bisection.failed(part, RuntimeError("x"))
+        else:
+            bisection.passed()
+    assert {row.request_id for row in bisection.failing_rows} == bad
+    driver.scheduler.abort_all(0.0)
+
+
+def test_drafts_that_make_every_step_fail_are_given_up() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        drafts = any(row.max_draft for row in plan.rows)
+        return RuntimeError("no kernel for so many rows") if drafts else None
+
+    told, engine, _ = serve(Faulty(fault), PROMPTS[:1], max_tokens=100)
+    assert told == [answer(PROMPTS[0], 100)]
+    assert engine.num_failed_steps < 30
+    assert engine.scheduler.speculator.inner is NO_SPECULATION
+
+
+def test_causes_that_go_round_in_a_circle_hold_nobody_up() -> None:
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    forget_frames(first)
+
+
+def test_what_a_failed_step_took_is_no_price_of_the_next() -> None:
+    told: list[float] = []
+    now = [0.0]
+
+    class Watching(FixedDepth):
+        def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+            told.append(seconds)
+
+    class Slow(FakeRunner):
+        def step(self, plan: StepPlan) -> StepOutput:
+            now[0] += 1.0
+            if len(self.plans) == 3:
+                self.plans.append(plan)
+                now[0] += 50.0
+                raise RuntimeError("slow, and then nothing")
+            return super().step(plan)
+
+    async def scenario() -> None:
+        scheduler = make_scheduler(speculator=Watching(0))
+        engine = Engine(scheduler, Slow(4), clock=lambda: now[0])
+        await engine.start()
+        assert await read(engine.submit(make_request("a", [1, 2], max_tokens=8))) is not None
+        await engine.close()
+
+    asyncio.run(scenario())
+    assert set(told[1:]) == {1.0}
+
+
+def test_requests_that_fail_one_after_the_other_do_not_end_an_engine_that_computes() -> None:
+    runner = Faulty(holds(*map(str, range(7))))
+    told, engine, was_alive = serve(runner, PROMPTS[:8], max_running=1)
+    check_neighbours(told, set(map(str, range(7))))
+    assert was_alive
+    assert engine.scheduler.cache.num_free_pages + engine.scheduler.cache.num_evictable_pages == 64
+
+
+@pytest.mark.parametrize("max_running", [1, 4])
+def test_failures_between_which_something_comes_through_never_end_the_engine(max_running) -> None:
+    odd = holds(*map(str, range(1, 16, 2)))
+    told, _, was_alive = serve(Faulty(odd), max_running=max_running)
+    check_neighbours(told, set(map(str, range(1, 16, 2))))
+    assert was_alive
+
+
+def test_a_retrial_tells_again_of_pages_and_of_those_who_left() -> None:
+    driver = Driver(make_scheduler(), FakeRunner(4))
+    driver.add(*(make_request(str(i), [1, 2, 3]) for i in range(2)))
+    plan = driver.scheduler.schedule(0.0)
+    bisection = StepBisection(plan, RuntimeError("x"))
+    part = bisection.next()
+    assert part is not None
+    assert part.newly_allocated_pages == plan.newly_allocated_pages
+    assert part.released_request_ids == plan.released_request_ids
+    bisection.passed()
+    driver.scheduler.abort_all(0.0)
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+class Small(Faulty):
+    """A machine on which steps beyond so many tokens do not fit into memory."""
+
+    def __init__(self, most: int, failure: Exception) -> None:
+        def fault(plan: StepPlan) -> Exception | None:
+            return failure if plan.num_tokens > most else None
+
+        super().__init__(fault, page_size=16, drafter=sometimes)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [plan.num_tokens for plan in self.plans]
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 7 bytes"),
+    type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+def test_what_a_failed_run_held_is_let_go_before_the_next() -> None:
+    class Holding(FakeRunner):
+        """What the frames of a failed run hold stands for its tensors."""
+
+        held: weakref.ref | None = None
+
+        def step(self, plan: StepPlan) -> StepOutput:
+            assert self.held is None or self.held() is None, "still held by the failure"
+            if self.held is None:
+                tensors = {1, 2, 3}
+                self.held = weakref.ref(tensors)
+                raise MemoryError
+            return super().step(plan)
+
+    gc.disable()
+    try:
+        told, _, _ = serve(Holding(4), PROMPTS[:2])
+    finally:
+        gc.enable()
+    check_neighbours(told)
+
+
+@pytest.mark.parametrize("failure", OUT_OF_MEMORY, ids=lambda each: str(each)[:12])
+def test_a_prompt_that_does_not_fit_into_memory_is_computed_in_smaller_chunks(failure) -> None:
+    assert is_out_of_memory(failure)
+    prompts = [[1 + (i + j) % 6 for j in range(200)] for i in range(3)]
+    runner = Small(40, failure)
+    told, engine, _ = serve(
+        runner, prompts, page_size=16, num_pages=64, max_batch_tokens=128, max_running=3
+    )
+    assert told == [answer(prompt, 8) for prompt in prompts]
+    assert engine.num_bisections < 6, "later steps ask for less at once"
+    first = runner.sizes.index(128)
+    assert runner.sizes[first : first + 3] == [128, 64, 32]
+
+
+def test_those_who_decode_go_on_where_a_prompt_does_not_fit() -> None:
+    runner = Small(40, MemoryError())
+    prompts = [[1, 2, 3], [1 + j % 6 for j in range(300)]]
+    told, _, _ = serve(runner, prompts, page_size=16, num_pages=64, max_tokens=20)
+    assert told == [answer(prompt, 20) for prompt in prompts]
+
+
+def test_a_prompt_fails_when_its_least_chunk_does_not_fit_either() -> None:
+    def fault(plan: StepPlan) -> Exception | None:
+        return MemoryError() if any(r.request_id == "0" for r in plan.rows) else None
+
+    runner = Faulty(fault, page_size=16)
+    prompts = [[1 + j % 6 for j in range(100)], [2, 3]]
+    told, _, was_alive = serve(runner, prompts, page_size=16, max_running=1)
+    assert type(told[0]) is ForetokenError
+    assert told[1] == answer([2, 3], 8)
+    assert was_alive
+    assert min(plan.num_tokens for plan in runner.plans if plan.num_tokens > 2) == LEAST_CHUNK
+
+
+def test_a_step_may_have_more_of_prompts_again_when_memory_is_back() -> None:
+    driver = Driver(make_scheduler(max_batch_tokens=128, num_pages=2000), FakeRunner(4))
+    driver.add(make_request("a", [1 + j % 6 for j in range(900)]))
+    plan = driver.scheduler.schedule(0.0)
+    assert plan.num_tokens == 128
+    driver.scheduler.shrink_chunks(plan)
+    sizes = []
+    while driver.scheduler.running["a"].num_pending > 1:
+        sizes.append(driver.step().num_tokens)
+    assert sizes[0] == 64
+    assert sizes[5] == int(64 * (1 + REGROWTH) ** 5)
+    assert sizes[:-1] == sorted(sizes[:-1])
+
+
+def test_a_tenant_pays_once_for_what_a_step_without_memory_did_not_get_to() -> None:
+    prompts = [[1 + (i + j) % 6 for j in range(200)] for i in range(3)]
+    paid = []
+    for runner in (Small(40, MemoryError()), Small(999, MemoryError())):
+        told, engine, _ = serve(runner, prompts, page_size=16, num_pages=64, max_running=3, depth=0)
+        assert told == [answer(prompt, 8) for prompt in prompts]
+        paid.append(engine.scheduler.waiting.counters[None])
+    assert paid[0] == paid[1] == 3 * (200 + 7), "all of a prompt, and of the answer but its end"

@@ -1,0 +1,109 @@
+"""Building the kernels: once per cache, and with one clear line where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from typing import get_args
+
+import pytest
+
+from foretoken.core.ops.native import build as building
+from foretoken.core.ops.native import library as loading
+from foretoken.core.ops.native.build import NativeBuildError, Variant, build, variants
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    loading._say_why.cache_clear()
+    loading._load.cache_clear()
+    yield
+    loading._load.cache_clear()
+
+
+def test_every_cpu_can_run_the_portable_variant():
+    assert variants()[-1] == "scalar"
+
+
+@needs_compiler
+def test_a_second_build_takes_the_library_from_the_cache(monkeypatch, tmp_path):
+    source = tmp_path / "source.c"
+    source.write_text("int f(void) { return 1; }\n")
+    monkeypatch.setattr(building, "_sources", lambda: [source])
+    first = build("scalar")
+    monkeypatch.setattr(building, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert build("scalar") == first
+    assert [p.name for p in first.parent.iterdir()] == [first.name]
+
+
+@needs_compiler
+def test_other_sources_flags_and_cpus_have_other_names(monkeypatch):
+    command = building._find_compiler()
+    keys = {building._key(command, ("-O3",)), building._key(command, ("-O2",))}
+    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"other"}))
+    keys.add(building._key(command, ("-O3",)))
+    monkeypatch.setattr(building, "_sources", list)
+    keys.add(building._key(command, ("-O3",)))
+    assert len(keys) == 4
+
+
+def test_a_source_that_changes_is_another_library(monkeypatch, tmp_path):
+    command, source = building._find_compiler(), tmp_path / "kernel.c"
+    monkeypatch.setattr(building, "_sources", lambda: [source])
+    keys = set()
+    for text in ("int a;\n", "int b;\n"):
+        source.write_text(text)
+        keys.add(building._key(command, ("-O3",)))
+    assert len(keys) == 2
+
+
+def test_without_a_compiler_one_log_line_says_so(monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with caplog.at_level(logging.WARNING):
+        assert loading.native_library("scalar") is None
+        assert loading.native_library("scalar") is None
+    assert len(caplog.records) == 1
+    assert "no C compiler (tried no-such-compiler)" in caplog.text
+
+
+@needs_compiler
+def test_a_compile_error_is_told_and_leaves_nothing_behind(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.c"
+    broken.write_text("int f(void) { return nothing; }\n")
+    monkeypatch.setattr(building, "_sources", lambda: [broken])
+    with pytest.raises(NativeBuildError, match="nothing"):
+        build("scalar")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(NativeBuildError, match="cache folder"):
+        build("scalar")
+
+
+def test_an_unknown_cpu_is_not_given_the_portable_variant_unasked(monkeypatch, caplog):
+    monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"sse2"}))
+    with caplog.at_level(logging.WARNING):
+        assert loading.native_library() is None
+    assert "no kernels for this CPU" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", get_args(Variant))
+def test_the_sources_are_free_of_warnings(variant):
+    """Those of the matrix unit, too, which this machine may not have."""
+    sources = [str(p) for p in building._sources() if p.suffix == ".c"]
+    flags = [*building._FLAGS, *building.variant_flags(variant), *building._WARNINGS]
+    command = ["cc", *flags, "-Wextra", "-Werror", "-fsyntax-only", *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unrecognized" in done.stderr or "bad value" in done.stderr:
+        pytest.skip("this compiler does not know the variant")
+    assert done.returncode == 0, done.stderr[:2000]

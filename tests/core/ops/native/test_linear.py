@@ -1,0 +1,209 @@
+"""The packed linears: right against torch, and the same bits whatever the rows beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_variants import every_variant
+from torch import Tensor
+
+from foretoken.core.ops.native import native_library
+from foretoken.core.ops.native.library import NativeLibrary
+from foretoken.core.ops.native.linear import NativeLinear, linear, pack_linear
+from foretoken.core.ops.quantize import Quantize, QuantizedWeight, WeightKind, quantize_weight
+
+KINDS: list[tuple[Quantize, torch.dtype, float]] = [  # and the relative error that is allowed
+    ("none", torch.float32, 1e-6),
+    ("none", torch.bfloat16, 1e-6),
+    ("int8", torch.bfloat16, 0.012),
+    ("int8", torch.float32, 0.012),
+    ("int4", torch.bfloat16, 0.1),
+    ("int4", torch.float32, 0.1),
+]
+# whole panels; no multiple of anything; a single output; more than one piece of work
+SHAPES = [(64, 128), (37, 51), (1, 32), (130, 33), (700, 96)]
+
+
+@pytest.fixture(scope="module", params=every_variant())
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    found = native_library(request.param)
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.fixture
+def threads(library: NativeLibrary):
+    yield library.set_threads
+    library.set_threads(1)
+
+
+def make(
+    library: NativeLibrary, shape: tuple[int, int], kind: tuple[Quantize, torch.dtype, float]
+) -> tuple[Tensor, Tensor, NativeLinear]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=generator).to(kind[1])
+    bias = torch.randn(shape[0], generator=generator).to(kind[1])
+    return weight, bias, pack_linear(library, weight, bias, kind[0])
+
+
+def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_packed_linear_agrees_with_float64(library, shape, kind):
+    weight, bias, packed = make(library, shape, kind)
+    x = rows(29, shape[1], kind[1])
+    expected = x.double() @ weight.double().T + bias.double()
+    error = (linear(library, x, packed, torch.float32) - expected).norm() / expected.norm()
+    assert error < kind[2]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(library, shape, kind):
+    packed = make(library, shape, kind)[2]
+    x = rows(67, shape[1], kind[1])
+    together = linear(library, x, packed, torch.float32)
+    for count in (1, 2, 3, 5, 8, 11, 12, 13, 25, 64):
+        part = linear(library, x[-count:], packed, torch.float32)
+        assert torch.equal(part, together[-count:]), count
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_number_of_threads_changes_no_bit(library, threads, kind):
+    packed = make(library, (700, 96), kind)[2]
+    for count in (1, 5, 67):
+        x = rows(count, 96, kind[1])
+        results = [linear(library, x, packed) for n in (1, 2, 5) if threads(n)]
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    out_features=st.integers(1, 140),
+    in_features=st.integers(1, 140),
+    count=st.integers(1, 40),
+    kind=st.sampled_from(KINDS),
+)
+def test_any_shape_agrees_with_its_rows_one_by_one(library, out_features, in_features, count, kind):
+    packed = make(library, (out_features, in_features), kind)[2]
+    x = rows(count, in_features, kind[1])
+    alone = torch.cat([linear(library, row, packed) for row in x.split(1)])
+    assert torch.equal(linear(library, x, packed), alone)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_results_are_rounded_once_to_the_models_dtype(library, kind):
+    packed = make(library, (37, 51), kind)[2]
+    x = rows(9, 51, kind[1])
+    wide = linear(library, x, packed, torch.float32)
+    assert torch.equal(linear(library, x, packed), wide.to(kind[1]))
+
+
+def test_infinities_and_nans_stay_visible_in_their_own_row(library):
+    for kind in KINDS:
+        packed = make(library, (37, 50), kind)[2]
+        x = rows(4, 50, kind[1])
+        x[1, 7], x[2, 8] = float("nan"), float("inf")
+        out = linear(library, x, packed)
+        assert out[1].isnan().all()
+        assert not out[2].isfinite().any()
+        assert out[[0, 3]].isfinite().all()
+
+
+def test_a_row_of_zeros_and_a_channel_of_zeros_are_exact_when_quantised(library):
+    for kind in KINDS[2:]:
+        weight = torch.randn(37, 64, generator=torch.Generator().manual_seed(1)).to(kind[1])
+        weight[5] = 0
+        packed = pack_linear(library, weight, None, kind[0])
+        x = rows(3, 64, kind[1])
+        x[1] = 0
+        out = linear(library, x, packed)
+        assert out[:, 5].eq(0).all()
+        assert out[1].eq(0).all()
+
+
+def test_int8_values_reach_127_and_round_to_the_nearest_step():
+    weight = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]])
+    quantized = quantize_weight(weight, "int8")
+    values, scale = quantized.values, quantized.scale
+    assert values.tolist() == [[64, -127, 32], [0, 0, 0]]
+    assert torch.allclose(values * scale.unsqueeze(1), weight, atol=1 / 127)
+
+
+def test_int4_values_use_all_sixteen_levels_and_pad_the_last_group():
+    weight = torch.cat((torch.linspace(-1, 1, 32), torch.ones(8))).unsqueeze(0)
+    quantized = quantize_weight(weight, "int4")
+    values, scale = quantized.values, quantized.scale
+    assert values.shape == (1, 64)
+    assert values.min() == -8
+    assert values.max() == 7
+    assert values[0, 40:].eq(0).all()
+    back = (values.view(1, 2, 32) * scale.float().unsqueeze(2)).view(1, -1)[:, :40]
+    assert (back - weight).abs().max() <= scale.abs().max()
+
+
+def test_the_exact_int4_weight_comes_back_bit_by_bit(library):
+    """A weight that int4 holds exactly, times unit vectors, is read back as it was."""
+    values = torch.randint(-8, 8, (37, 64), generator=torch.Generator().manual_seed(2)).float()
+    values[:, ::32] = -8
+    packed = pack_linear(library, values / 16, None, "int4")
+    out = linear(library, torch.eye(64) * 127, packed)
+    assert torch.equal(out, (values / 16 * 127).T.contiguous())
+
+
+# -- weights that a file holds quantised
+
+
+def stored(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(sum(shape))
+    low, high = {"int4": (-8, 8), "int4_min": (0, 16), "int8_group": (-128, 128)}[kind]
+    values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
+    groups = (shape[0], shape[1] // 32)
+    scale = torch.randn(groups, generator=generator).half()
+    minimum = torch.randn(groups, generator=generator).half() if kind == "int4_min" else None
+    return QuantizedWeight(kind, values, scale, minimum)
+
+
+GROUPED: tuple[WeightKind, ...] = ("int4", "int4_min", "int8_group")
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+@pytest.mark.parametrize("shape", [(64, 128), (37, 64), (1, 32), (130, 96)], ids=str)
+def test_a_stored_weight_is_computed_with_as_it_is(library, shape, kind):
+    """Activations that int8 holds exactly: what is left is the rounding of float32 sums."""
+    weight = stored(kind, shape)
+    packed = pack_linear(library, weight, None)
+    x = torch.randint(-127, 128, (29, shape[1]), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::32] = 32639 / 256 if kind != "int4" else 127
+    expected = x.double() @ weight.dequantize().double().T
+    found = linear(library, x, packed, torch.float32).double()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(library, threads, kind):
+    packed = pack_linear(library, stored(kind, (130, 96)), None)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = rows(67, 96, dtype)
+        together = linear(library, x, packed, torch.float32)
+        for count, n in ((1, 1), (2, 3), (5, 2), (12, 1), (13, 2), (64, 1)):
+            threads(n)
+            part = linear(library, x[-count:], packed, torch.float32)
+            assert torch.equal(part, together[-count:]), count
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_stored_weights_let_infinities_and_nans_through(library, kind):
+    packed = pack_linear(library, stored(kind, (37, 64)), None)
+    x = rows(4, 64, torch.float32)
+    x[1, 7], x[2, 8] = float("nan"), float("inf")
+    out = linear(library, x, packed)
+    assert out[1].isnan().all()
+    assert not out[2].isfinite().any()
+    assert out[[0, 3]].isfinite().all()

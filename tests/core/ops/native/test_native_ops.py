@@ -1,0 +1,234 @@
+"""The native kernels against the torch oracle, and the bits of every row on its own."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+from native_variants import every_variant
+from torch import Tensor
+from turns import Turns
+
+from checkpoints import ModelDriver, make_checkpoint
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.model import load_decoder
+from foretoken.core.ops.backends import choose_ops
+from foretoken.core.ops.base import HeadLayout, HeadNorm, Ops
+from foretoken.core.ops.batch import Segment, build_batch
+from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.native import native_library
+from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.native.plan import NativePlan
+from foretoken.core.ops.torch.torch_ops import TorchOps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DTYPES = (torch.float32, torch.bfloat16)
+CLOSE = {
+    torch.float32: {"atol": 2e-5, "rtol": 1e-5},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+}
+SHAPES = [  # (query heads, KV heads, head_dim): odd sizes, many heads in a group, real ones
+    (6, 2, 24),
+    (3, 1, 6),
+    (8, 1, 80),
+    (4, 2, 128),
+    (4, 4, 64),
+]
+
+
+@pytest.fixture(params=every_variant())
+def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
+    torch.manual_seed(0)
+    library = native_library(request.param)
+    if library is None:
+        pytest.skip("no native kernels on this machine")
+    yield NativeOps(library)
+    library.set_threads(1)
+
+
+class Layers:
+    """A pool of two layers, and how rows are put into it and read from it."""
+
+    def __init__(self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
+        num_heads, num_kv_heads, head_dim = shape
+        self.heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        self.width = (num_heads + 2 * num_kv_heads) * head_dim
+        self.page_size = page_size
+        self.pool = KVPool(
+            500 // page_size + 8,
+            num_layers=2,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            device="cpu",
+        )
+        self.pool.data.fill_(torch.nan)  # what nobody has written must reach nobody
+        norm = torch.rand(num_heads + num_kv_heads, head_dim) + 0.5
+        self.norm = HeadNorm(norm, 1e-6)
+
+    @property
+    def turns(self) -> Turns:
+        return Turns(0.7 ** torch.arange(self.heads.head_dim // 2))
+
+    def run(
+        self, ops: Ops, segments: list[Segment], qkv: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and attention outputs of a batch, in the second layer."""
+        batch = build_batch(segments, page_size=self.page_size, device="cpu", min_rows=1)
+        plan = ops.plan(batch, self.pool, self.heads, self.turns)
+        q = ops.rope_write(qkv.clone(), 1, plan, self.norm)
+        return q, ops.attention(q, 1, plan, window)
+
+
+def lone_rows_equal(operation: object, x: Tensor) -> bool:
+    whole = operation(x)  # type: ignore[operator]
+    windows = [(at, n) for n in (1, 2, 7, 33) for at in (0, 1, 13)]
+    return all(
+        torch.equal(operation(x[a : a + n].clone()), whole[a : a + n])  # type: ignore[operator]
+        for a, n in windows
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 202, 2049])
+def test_norms_and_activation_equal_torch_and_rows_stand_alone(
+    width: int, dtype: torch.dtype, ops: NativeOps
+) -> None:
+    oracle, close = TorchOps(), CLOSE[dtype]
+    x, residual = torch.randn(64, width).to(dtype), torch.randn(64, width).to(dtype)
+    weight, wide = torch.rand(width).to(dtype), torch.randn(64, 2 * width).to(dtype) * 20
+    wide[0, 0] = -1e5  # exp overflows, the product must not
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6), **close
+    )
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-6))
+    torch.testing.assert_close(ops.silu_mul(wide), oracle.silu_mul(wide), **close)
+    assert lone_rows_equal(lambda rows: ops.rms_norm(rows, weight, 1e-6), x)
+    assert lone_rows_equal(ops.silu_mul, wide)
+
+
+def test_the_exponential_is_right_to_a_few_units_in_the_last_place(ops: NativeOps) -> None:
+    x = torch.linspace(-60, 60, 20_001).view(1, -1)
+    got = ops.silu_mul(torch.cat((x, torch.ones_like(x)), dim=1)).double()
+    expected = x.double() / (1 + torch.exp(-x.double()))
+    assert ((got - expected).abs() <= 4e-7 * expected.abs()).all()
+
+
+def test_nan_stays_nan(ops: NativeOps) -> None:
+    x = torch.tensor([[torch.nan, 1.0]])
+    assert ops.silu_mul(x).isnan().all()
+    for dtype in DTYPES:
+        assert ops.rms_norm(x.to(dtype), torch.ones(2, dtype=dtype), 1e-6).isnan().all()
+
+
+def test_embedding_rows_are_the_tables(ops: NativeOps) -> None:
+    table = torch.randn(7, 5).bfloat16()
+    ids = torch.tensor([6, 0, 6])
+    assert torch.equal(ops.embedding(ids, table), table[ids])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("page_size", "window"), [(1, 30), (3, None), (16, 100), (512, 1)])
+def test_attention_equals_torch_over_ragged_batches(
+    page_size: int,
+    window: int | None,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    ops: NativeOps,
+) -> None:
+    """A long prefill beside short ones, then rows that go on from there."""
+    ours, theirs = Layers(shape, page_size, dtype), Layers(shape, page_size, dtype)
+    theirs.norm = ours.norm
+    lens, more = (300, 17, 1), (7, 1, 3)
+    free = iter(torch.randperm(ours.pool.num_pages).tolist())
+    tables = [array("q", [next(free) for _ in range(-(-(n + 8) // page_size))]) for n in lens]
+    steps = [
+        [Segment(range(n), 0, pages, 0) for n, pages in zip(lens, tables, strict=True)],
+        [Segment(range(m), n, p, 0) for n, m, p in zip(lens, more, tables, strict=True)],
+    ]
+    for segments in steps:
+        num_rows = sum(len(segment.token_ids) for segment in segments)
+        qkv = torch.randn(num_rows, ours.width).to(dtype)
+        got = ours.run(ops, segments, qkv, window)
+        expected = theirs.run(TorchOps(), segments, qkv, window)
+        torch.testing.assert_close(got, expected, **CLOSE[dtype])
+    torch.testing.assert_close(ours.pool.data, theirs.pool.data, equal_nan=True, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_rows_are_the_same_bits_in_any_batch_on_any_number_of_threads(
+    window: int | None, dtype: torch.dtype, ops: NativeOps
+) -> None:
+    """One sequence in one chunk, and again in random chunks beside a stranger."""
+    rng = random.Random(3)
+    layers, length = Layers((6, 2, 48), 16, dtype), 230
+    pages = array("q", range(-(-length // 16)))
+    other = array("q", range(len(pages), len(pages) + 4))
+    qkv = torch.randn(length, layers.width).to(dtype)
+    _, whole = layers.run(ops, [Segment(range(length), 0, pages, 0)], qkv, window)
+    ops.set_threads(2)
+    layers.pool.data.fill_(torch.nan)
+    at = 0
+    while at < length:
+        size = min(length - at, rng.choice((1, 2, 3, 5, 33, 70)))
+        segments = [Segment(range(size), at, pages, 0)]
+        beside = torch.randn(rng.randrange(1, 60), layers.width).to(dtype)
+        segments.insert(0, Segment(range(len(beside)), 0, other, 0))
+        rows = torch.cat((beside, qkv[at : at + size]))
+        _, out = layers.run(ops, segments, rows, window)
+        assert torch.equal(out[len(beside) :], whole[at : at + size]), (at, size)
+        at += size
+
+
+def test_hidden_values_weigh_exactly_nothing(ops: NativeOps) -> None:
+    """Not e^-80: a row whose own values are 0 must not feel the next row's."""
+    layers = Layers((4, 2, 16), 4, torch.float32)
+    qkv = torch.randn(4, layers.width)
+    qkv.view(4, 8, 16)[0, 6:] = 0
+    _, out = layers.run(ops, [Segment(range(4), 0, array("q", [3]), 0)], qkv, None)
+    assert out[0].count_nonzero() == 0
+    assert out[1].count_nonzero() > 0
+
+
+def test_a_batch_with_copies_of_its_last_row_is_refused() -> None:
+    layers = Layers((4, 2, 16), 4, torch.float32)
+    segment = Segment([1], 0, array("q", [0]), 0)
+    batch = build_batch([segment], page_size=4, device="cpu", min_rows=4)
+    with pytest.raises(ValueError, match="copies"):
+        NativePlan(batch, layers.pool, layers.heads, *layers.turns.rows(batch.positions, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral_window", "qwen2"])
+def test_a_step_in_one_call_is_the_same_bits_as_one_operation_after_another(
+    kind: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    folder = make_checkpoint(tmp_path_factory.mktemp(kind), kind)
+    fused, plain = (load_decoder(folder, dtype=dtype, backend="native") for _ in range(2))
+    plain._compiled = None
+    assert fused._compiled is not None
+    ids = [n * 7 % 200 for n in range(150)]
+    outs = [d.prefill(d.add(ids), 100, 101, 150) for d in map(ModelDriver, (fused, plain))]
+    assert torch.equal(*outs)
+
+
+def test_the_backend_is_chosen_by_what_it_can_compute() -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    assert isinstance(choose_ops("cpu", backend="auto"), NativeOps)
+    assert isinstance(choose_ops("cpu", backend="torch"), TorchOps)
+    assert isinstance(choose_ops("cpu", backend="auto", dtype=torch.float64), TorchOps)
+    wide = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=512, scale=1.0)
+    assert isinstance(choose_ops("cpu", backend="auto", heads=wide), TorchOps)
+    with pytest.raises(ModelLoadError, match="native"):
+        choose_ops("cpu", backend="native", heads=wide)

@@ -1,0 +1,79 @@
+"""The pool: many short jobs, callers beside each other, a child process."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from foretoken.core.ops.native import native_library, variants
+from foretoken.core.ops.native.library import NativeLibrary
+from foretoken.core.ops.native.linear import linear, pack_linear
+
+
+@pytest.fixture(params=[variants()[0]])
+def library(request: pytest.FixtureRequest):
+    found = native_library(request.param)
+    if found is None:
+        pytest.skip("no C compiler")
+    yield found
+    found.set_threads(1)
+
+
+def work(library: NativeLibrary, repeats: int) -> bool:
+    """Whether many calls, each of many pieces, give what the first gave."""
+    generator = torch.Generator().manual_seed(0)
+    packed = pack_linear(library, torch.randn(640, 32, generator=generator), None)
+    x = torch.randn(3, 32, generator=generator)
+    first = linear(library, x, packed)
+    assert torch.allclose(first[:, 0], x @ packed.weight[0, :, 0].flatten(), atol=1e-4)
+    return all(torch.equal(linear(library, x, packed), first) for _ in range(repeats))
+
+
+def test_thousands_of_short_jobs_lose_no_piece(library):
+    assert library.set_threads(4) == 4
+    assert work(library, 3000)
+
+
+def test_a_range_that_its_thread_does_not_take_is_taken_by_others(library):
+    """More threads than cores, and fewer pieces than threads: some ranges are empty or unserved."""
+    library.set_threads(7)
+    for out_features in (33, 64, 65, 200):
+        weight = torch.randn(out_features, 8, generator=torch.Generator().manual_seed(1))
+        packed, x = pack_linear(library, weight, None), torch.eye(8)
+        for _ in range(200):
+            assert torch.equal(linear(library, x, packed), weight.T)
+
+
+def test_callers_beside_each_other_share_the_pool_without_waiting_for_it(library):
+    library.set_threads(3)
+    with ThreadPoolExecutor(3) as callers:
+        assert all(callers.map(lambda _: work(library, 500), range(3)))
+
+
+def test_the_pool_can_be_resized_while_it_works(library):
+    library.set_threads(2)
+    with ThreadPoolExecutor(1) as caller:
+        done = caller.submit(work, library, 2000)
+        sizes = [library.set_threads(n) for n in (4, 1, 3, 2) * 5]
+        assert done.result()
+    assert sizes == [4, 1, 3, 2] * 5
+
+
+def test_a_thread_count_below_one_means_one(library):
+    assert library.set_threads(0) == 1
+    assert library.set_threads(-5) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_computes_without_its_parents_workers(library):
+    library.set_threads(3)
+    expected = work(library, 10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if work(library, 10) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert expected

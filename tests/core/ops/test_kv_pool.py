@@ -1,0 +1,136 @@
+"""The KV pool: what int8 and fp8 keep of a vector, what a page is, and how pages are copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.core.ops.kv_pool import (
+    SCALED_DTYPES,
+    KvDtype,
+    KVPool,
+    bytes_per_page,
+    from_scaled,
+    to_scaled,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS: tuple[KvDtype, ...] = ("int8", "fp8")
+
+
+def make_pool(kv_dtype: KvDtype, *, page_size: int = 16, head_dim: int = 64) -> KVPool:
+    return KVPool(
+        5,
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        device="cpu",
+        kv_dtype=kv_dtype,
+    )
+
+
+# -- a vector -----------------------------------------------------------------------------------
+
+
+def kept(rows: torch.Tensor, kind: KvDtype, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return from_scaled(*to_scaled(rows, SCALED_DTYPES[kind]), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_comes_back_to_half_a_step(kind: KvDtype) -> None:
+    """A step of int8 is the same for the whole vector, one of e4m3 an eighth of a power of two."""
+    torch.manual_seed(0)
+    rows = torch.randn(50, 64) * torch.logspace(-20, 20, 50).unsqueeze(1)
+    back = kept(rows, kind)
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    steps = largest / 127
+    if kind == "fp8":
+        powers = torch.exp2(torch.frexp(rows * 448 / largest).exponent - 1)
+        steps = powers.clamp(min=2**-6) / 8 * largest / 448
+    assert ((back - rows).abs() <= 0.5001 * steps).all()
+    at = rows.abs().argmax(dim=1, keepdim=True)
+    torch.testing.assert_close(back.gather(1, at), rows.gather(1, at), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        ("int8", [254, 1, 3, 5, -1, -3], [254, 0, 4, 4, 0, -4]),
+        ("fp8", [448, 17, 19, 25, -27, 2**-10], [448, 16, 20, 24, -28, 0]),
+        ("fp8", [-896, 432, 3 * 2**-9], [-896, 448, 2**-7]),
+    ],
+)
+def test_half_way_between_two_steps_the_even_one_is_taken(
+    kind: KvDtype, row: list[float], expected: list[float]
+) -> None:
+    assert kept(torch.tensor([row]), kind).tolist() == [expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_come_back_as_zeros_and_the_smallest_numbers_without_harm(kind: KvDtype) -> None:
+    """The scale of such numbers is itself rounded: the largest must not become more than it may."""
+    rows = torch.tensor([[0.0, -0.0], [1e-45, -1e-45], [9.6e-43, 3e-43], [1e-39, -2e-39]])
+    back = kept(rows, kind)
+    assert (back[0] == 0).all()
+    assert ((back - rows).abs() <= rows.abs() / 2 + 2e-45).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_vector_that_is_not_finite_stays_so_and_harms_no_other(bad: float, kind: KvDtype) -> None:
+    rows = torch.ones(3, 8)
+    rows[1, 5] = bad
+    back = kept(rows, kind, torch.bfloat16)
+    assert not back[1].isfinite().any()
+    assert torch.equal(back[[0, 2]], torch.ones(2, 8).bfloat16())
+
+
+# -- a pool -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(1, 6), (3, 6), (16, 64), (4, 24)])
+def test_a_page_is_one_blob_of_the_size_that_the_helper_says(
+    page_size: int, head_dim: int, kind: KvDtype
+) -> None:
+    """Also where the vectors' bytes end between two places for a scale."""
+    pool = make_pool(kind, page_size=page_size, head_dim=head_dim)
+    per_page = bytes_per_page(
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        kv_dtype=kind,
+    )
+    assert pool.num_bytes == 5 * per_page
+    assert pool.data[0].is_contiguous()
+    vectors, scales = pool.split(pool.blocks)
+    assert scales is not None
+    assert vectors.shape == (60, page_size, head_dim)
+    assert scales.shape == (60, page_size)
+    vectors.fill_(7)
+    scales.fill_(2.0)
+    assert (from_scaled(*pool.split(pool.blocks), torch.float32) == 14).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["auto", *KINDS])
+def test_several_pages_are_copied_at_once_and_no_other_changes(kind: KvDtype) -> None:
+    pool = make_pool(kind, page_size=3, head_dim=6)
+    memory = pool.data.view(torch.int32).view(5, -1)
+    memory.copy_(torch.randint(2**30, memory.shape))
+    before = memory.clone()
+    pool.copy_pages([4, 4, 0], [1, 3, 2])
+    assert torch.equal(memory, before[[0, 4, 0, 4, 4]])
+    pool.copy_pages([], [])
+    assert torch.equal(memory, before[[0, 4, 0, 4, 4]])
+
+
+@pytest.mark.parametrize(("sources", "targets"), [([0, 1], [2, 2]), ([0, 1], [1, 2]), ([0], [0])])
+def test_pages_are_not_copied_where_the_order_would_matter(
+    sources: list[int], targets: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="cannot be copied"):
+        make_pool("auto").copy_pages(sources, targets)

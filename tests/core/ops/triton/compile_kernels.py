@@ -1,0 +1,219 @@
+"""Compiles every variant of every kernel for sm_90, which needs no GPU; prints what came out.
+
+One process apart: Triton decides at import whether kernels are compiled or interpreted.
+To have a kernel compiled, add a line to VARIANTS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from foretoken.core.ops.triton.attention import attend_kernel, merge_kernel
+from foretoken.core.ops.triton.elementwise import (
+    rms_norm_kernel,
+    rope_write_kernel,
+    silu_mul_kernel,
+)
+from foretoken.core.ops.triton.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
+from foretoken.core.ops.triton.gumbel_argmax_kernels import (
+    gumbel_argmax_kernel,
+    rank_kernel,
+    take_kernel,
+)
+from foretoken.core.ops.triton.linear import linear_kernel
+from foretoken.core.ops.triton.logits_processors import copy_kernel, edit_kernel
+from foretoken.core.ops.triton.tiled_linear import linear_constants, linear_options
+from foretoken.core.ops.triton.tiles import linear_launch, linear_tiles
+from foretoken.core.ops.triton.top_k_top_p import cut_kernel
+
+TARGET = GPUTarget("cuda", 90, 32)
+NONE: Mapping[str, Any] = {}
+
+
+class Variant(NamedTuple):
+    """A kernel, its constants, the dtypes that differ from POINTERS, and num_warps and the like."""
+
+    kernel: Any
+    constants: Mapping[str, Any]
+    dtypes: Mapping[str, str] = NONE
+    options: Mapping[str, int] = NONE
+
+
+POINTERS = {  # others are int32
+    "sums_ptr": "fp32", "tops_ptr": "fp32", "totals_ptr": "fp32", "scale_ptr": "fp32",
+    "cos_ptr": "fp32", "sin_ptr": "fp32", "scales_ptr": "fp32",
+    "kv_ptr": "bf16", "q_ptr": "bf16", "out_ptr": "bf16", "x_ptr": "bf16", "weight_ptr": "bf16",
+    "bias_ptr": "bf16", "qkv_ptr": "bf16", "norm_ptr": "bf16", "residual_ptr": "bf16",
+    "total_ptr": "bf16", "gate_up_ptr": "bf16", "parts_ptr": "fp32",
+}  # fmt: skip
+SCALARS = {"eps": "fp32", "scale": "fp32"}  # others are int32
+DIVISIBLE = ("IN", "OUT", "logits_stride")  # scalars that are multiples of 16; pointers all are
+
+HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAGE_SIZE": 32}
+PLAIN = {"NUM_ITEMS": 32 * 128, "SCALES_AT": 0}
+SCALED = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128}
+KV_INT8, KV_FP8 = {"kv_ptr": "i8"}, {"kv_ptr": "fp8e4nv"}
+ATTEND = {**HEADS, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "WINDOW": 0, "ITEM_WORDS": 5}
+MERGE = {
+    "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": 4, "HEAD_DIM": 128,
+    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": 64, "WINDOW": 0,
+}  # fmt: skip
+NARROW = {"TILE_ROWS": 16, "IS_NARROW": True}
+WIDE = {"TILE_ROWS": 64, "IS_NARROW": False}
+ONE_TILE = {"TILE_ROWS": 16, "IS_NARROW": False}
+
+VARIANTS: dict[str, Variant] = {
+    "attend narrow": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW}),
+    "attend narrow window": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW, "WINDOW": 4096}),
+    "attend narrow int8": Variant(attend_kernel, {**ATTEND, **SCALED, **NARROW}, KV_INT8),
+    "attend narrow fp8": Variant(attend_kernel, {**ATTEND, **SCALED, **NARROW}, KV_FP8),
+    "attend wide": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE}),
+    "attend wide window": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE, "WINDOW": 4096}),
+    "attend wide int8": Variant(attend_kernel, {**ATTEND, **SCALED, **WIDE}, KV_INT8),
+    "attend wide fp8": Variant(attend_kernel, {**ATTEND, **SCALED, **WIDE}, KV_FP8),
+    "attend one tile": Variant(attend_kernel, {**ATTEND, **PLAIN, **ONE_TILE}),
+    "attend one tile int8": Variant(attend_kernel, {**ATTEND, **SCALED, **ONE_TILE}, KV_INT8),
+    "merge": Variant(merge_kernel, MERGE),
+    "merge window": Variant(merge_kernel, {**MERGE, "WINDOW": 4096}),
+    "rms norm": Variant(rms_norm_kernel, {"WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False}),
+    "add rms norm": Variant(rms_norm_kernel, {"WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": True}),
+    "rope write": Variant(rope_write_kernel, {**HEADS, **PLAIN, "HAS_NORM": True}),
+    "rope write int8": Variant(rope_write_kernel, {**HEADS, **SCALED, "HAS_NORM": False}, KV_INT8),
+    "rope write fp8": Variant(rope_write_kernel, {**HEADS, **SCALED, "HAS_NORM": False}, KV_FP8),
+    "silu mul": Variant(silu_mul_kernel, {"WIDTH": 12288, "TILE": 1024}),
+}
+
+VOCAB = {"VOCAB": 151_936, "TILE": TILE, "NUM_TILES": -(-151_936 // TILE)}
+LOGITS = {
+    **dict.fromkeys(("logits_ptr", "values_ptr", "list_ptr", "amounts_ptr"), "fp32"),
+    **dict.fromkeys(("controls_ptr", "hashes_ptr", "winners_ptr"), "i64"),
+}
+CUT = {"TILES": 256, "MASS_SCALE": 2.0**44, "LIST_TILE": LIST_TILE}
+VARIANTS |= {
+    "sample rank": Variant(rank_kernel, VOCAB, LOGITS, ROUNDED),
+    "sample race": Variant(gumbel_argmax_kernel, {**VOCAB, "TILES": 256}, LOGITS, ROUNDED),
+    "sample cut": Variant(cut_kernel, {**VOCAB, **CUT}, LOGITS, {"num_warps": 8, **ROUNDED}),
+    "sample copy": Variant(copy_kernel, {**VOCAB, "MASK_WORDS": 4748}, LOGITS, ROUNDED),
+    "sample take": Variant(take_kernel, NONE, LOGITS, {"num_warps": 1}),
+    "sample edit": Variant(edit_kernel, {"VOCAB": 151_936, "TILE": EDIT_TILE}, LOGITS, ROUNDED),
+}
+
+LINEAR_SHAPES = (  # [out, in] of qkv, o, gate and up, down, lm_head
+    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)),  # Qwen3 0.6B
+    *((4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144), (151936, 2048)),  # 1.7B
+    *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)),  # 8B
+    *((28672, 4096), (4096, 14336), (128256, 4096)),  # Llama 3 8B
+    *((3072, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),  # 3.2 1B
+)
+LINEAR_ROWS = (1, 65, 512, 4096)
+
+
+def linear_variants() -> dict[str, Variant]:
+    """One for everything that can be compiled for these shapes, named by what is special in it."""
+    variants = {}
+    for out_features, in_features in LINEAR_SHAPES:
+        for is_int8 in (False, True):
+            tiles = linear_tiles(out_features, in_features, torch.bfloat16, is_int8=is_int8)
+            for num_rows in LINEAR_ROWS:
+                launch = linear_launch(tiles, out_features, num_rows)
+                kind = "int8" if is_int8 else "bf16"
+                pieces = " apart" if launch.is_apart else " in pieces" if tiles.pieces > 1 else ""
+                policy = " streamed" if launch.policy else ""
+                name = f"linear {kind}{pieces}, {launch.rows} x {tiles.columns}{policy}"
+                variants[name] = Variant(
+                    linear_kernel,
+                    linear_constants(tiles, launch, in_features, has_bias=is_int8),
+                    {"weight_ptr": "i16"} if is_int8 else NONE,
+                    linear_options(launch),
+                )
+    return variants
+
+
+VARIANTS |= linear_variants()
+_LINEAR = VARIANTS["linear bf16, 64 x 128 streamed"]
+_LINEAR_INT8 = VARIANTS["linear int8, 64 x 128 streamed"]
+FLOAT16 = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "fp16")
+VARIANTS |= {
+    "linear logits": _LINEAR._replace(dtypes={"out_ptr": "fp32"}),
+    "linear odd": _LINEAR._replace(constants={**_LINEAR.constants, "IS_EVEN": False}),
+    "linear float16": _LINEAR._replace(dtypes=FLOAT16),
+    "linear float16 int8": _LINEAR_INT8._replace(dtypes={**FLOAT16, "weight_ptr": "i16"}),
+}
+
+
+def compiled(variant: Variant) -> dict[str, object]:
+    """Shared memory, registers and stack in bytes, and which instructions are there."""
+    kernel, constants, dtypes, options = variant
+    names, pointers = kernel.arg_names, {**POINTERS, **dtypes}
+    signature = {
+        each: "constexpr" if each in constants
+        else f"*{pointers.get(each, 'i32')}" if each.endswith("_ptr")
+        else SCALARS.get(each, "i32")
+        for each in names
+    }  # fmt: skip
+    values = {(names.index(each),): value for each, value in constants.items()}
+    aligned = {
+        (names.index(each),): [["tt.divisibility", 16]]
+        for each in names
+        if (each.endswith("_ptr") or each in DIVISIBLE) and each not in constants
+    }
+    source = ASTSource(kernel, signature, values, aligned)
+    made = triton.compile(source, target=TARGET, options=dict(options))
+    ptx, layouts = made.asm["ptx"], made.asm["ttgir"]
+    registers, stack = usage(made.asm["cubin"])
+    return {
+        "shared": made.metadata.shared,
+        "threads": 32 * made.metadata.num_warps,
+        "registers": registers,
+        "stack": stack,
+        "tensor cores": "wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "",
+        "multiplies": sorted(set(re.findall(r"mma\S*\.aligned\.(m\d+n\d+k\d+\S*)", ptx))),
+        "operands": sorted(set(re.findall(r"kWidth = \d", layouts))),
+        "conversions of e4m3": sorted(set(re.findall(r"cvt\.\S*e4m3\S*", ptx))),
+        "divisions": sorted(set(re.findall(r"div\.\w+", ptx))),
+        "multiply-adds": sorted(set(re.findall(r"fma\.rn\.\w+", ptx))),
+        "integer conversions": sorted(set(re.findall(r"cvt\.rn\.f\w+\.[su]\d+", ptx))),
+        "asynchronous copies": "cp.async" in ptx,
+        "bytes of a copy": sorted(
+            {int(n, 16) for n in re.findall(r"cp\.async\.c.*?, 0x(\d+)", ptx)}
+        ),
+        "around a count": around_a_count(ptx),
+        "wide loads": "ld.global.v4" in ptx or "ld.global.v2" in ptx or "cp.async" in ptx,
+    }
+
+
+def around_a_count(ptx: str) -> list[str]:
+    """Two things before an atomic addition that is seen by all the device, and two behind it."""
+    order = re.findall(r"bar\.sync|atom\.global\.gpu\.acq_rel|[sl][td]\.global", ptx)
+    order = [each for at, each in enumerate(order) if at == 0 or each != order[at - 1]]
+    return [
+        " ".join(order[at - 2 : at + 3]) for at, each in enumerate(order) if each.startswith("atom")
+    ]
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack, which is where they are spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if found is None:
+        raise ValueError(f"cuobjdump tells no registers: {said}")
+    return int(found[1]), int(found[2])
+
+
+if __name__ == "__main__":
+    json.dump({name: compiled(variant) for name, variant in VARIANTS.items()}, sys.stdout)

@@ -1,0 +1,209 @@
+"""An engine over the Triton kernels: what a request says depends on nothing but the request."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixed_depth import FixedDepth
+from house import make_speculator
+
+from checkpoints import make_reference, save
+from fake_model import Driver
+from foretoken.api.build import build
+from foretoken.core.config import EngineConfig
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import Proposer
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.speculator import Speculator
+from foretoken.core.interface.step import SamplingMetadata, StepPlan
+from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.models.draft_model import LmProposer
+from foretoken.radix_cache import PrefixCache
+
+pytest.importorskip("triton")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+# The interpreter takes a millisecond for each of a kernel's programs.
+TINY = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+PAGE_SIZE, NUM_TOKENS = 4, 4
+PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 11, 12])
+PARAMS = (
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
+    SamplingParams(
+        temperature=0.8, top_p=0.9, repetition_penalty=1.2, logprobs=1, max_tokens=NUM_TOKENS
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and a draft that often agrees with it: the target with a little noise."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    with torch.device("cpu"), torch.no_grad():
+        model = make_reference("qwen3", **TINY)
+        target = save(model, tmp_path_factory.mktemp("target"))
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        return target, save(model, tmp_path_factory.mktemp("draft"))
+
+
+@pytest.fixture(scope="module")
+def decoders(folders: tuple[Path, Path], device: torch.device) -> list[Decoder]:
+    options = {"device": device, "dtype": "float32", "backend": "triton", "exact": "batch"}
+    return [load_decoder(folder, **options) for folder in folders]  # type: ignore[arg-type]
+
+
+def requests(params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
+    return [
+        Request(
+            request_id=str(index),
+            tokens=array("q", prompt),
+            sampling=SamplingMetadata(params=form, seed=7 + index, prompt_len=len(prompt)),
+        )
+        for index, (prompt, form) in enumerate(zip(PROMPTS, params, strict=True))
+    ]
+
+
+def make_driver(
+    decoders: Sequence[Decoder],
+    *,
+    speculator: Speculator,
+    with_lm: bool = False,
+    num_pages: int = 40,
+    page_size: int = PAGE_SIZE,
+    max_batch_tokens: int = 32,
+) -> Driver:
+    limits = SchedulerLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_running=4,
+        max_queued=9,
+        max_model_len=40,
+        vocab_size=TINY["vocab_size"],  # type: ignore[arg-type]
+    )
+    target, draft = decoders
+    pools = [each.make_pool(num_pages, page_size=page_size) for each in decoders]
+    for pool in pools:
+        pool.data.fill_(torch.nan)
+    proposer: Proposer | None = LmProposer(draft, pools[1], window=16) if with_lm else None
+    scheduler = Scheduler(PrefixCache(num_pages, page_size), limits, speculator)
+    return Driver(scheduler, ModelRunner(target, pools[0], proposer))  # type: ignore[arg-type]
+
+
+def serve(driver: Driver, asked: Sequence[Request]) -> dict[str, list[int]]:
+    driver.ended.clear()
+    driver.add(*asked)
+    driver.run()
+    assert set(driver.ended.values()) == {"length"}
+    return dict(driver.served)
+
+
+@pytest.fixture(scope="module")
+def alone(decoders: Sequence[Decoder]) -> dict[str, list[int]]:
+    """What each request says by itself, token by token."""
+    told = {}
+    for request in requests():
+        told |= serve(make_driver(decoders, speculator=FixedDepth(0)), [request])
+    return told
+
+
+def test_neither_a_batch_nor_a_cached_prompt_nor_look_ups_change_a_token(decoders, alone) -> None:
+    driver = make_driver(decoders, speculator=make_speculator("all"))
+    assert serve(driver, requests()) == alone
+    again = requests()
+    assert serve(driver, again) == alone
+    assert all(request.usage.cached_tokens >= PAGE_SIZE for request in again)
+    assert sum(request.usage.accepted_tokens for request in again) > 0
+
+
+def test_a_draft_model_changes_no_token_and_is_often_right(decoders, alone) -> None:
+    driver = make_driver(decoders, speculator=FixedDepth(2), with_lm=True)
+    asked = requests()
+    assert serve(driver, asked) == alone
+    assert sum(request.usage.accepted_tokens for request in asked) > 0
+
+
+def test_neither_chunks_nor_preemption_change_a_token(decoders, alone) -> None:
+    few = {"num_pages": 7, "page_size": 2, "max_batch_tokens": 6}
+    driver = make_driver(decoders, speculator=FixedDepth(0), **few)
+    assert serve(driver, requests()) == alone
+    assert driver.scheduler.num_preemptions > 0
+
+
+def answers(
+    folder: Path, device: torch.device, asked: Sequence[Request], **options: Any
+) -> dict[str, list[int]]:
+    """What each request says, all of them at once on an engine."""
+    config = EngineConfig(
+        device=device.type,  # type: ignore[arg-type]
+        backend="triton",
+        dtype="float32",
+        exact="batch",
+        kv_tokens=160,
+        max_model_len=40,
+        max_batch_tokens=32,
+        max_running=4,
+        **options,
+    )
+
+    async def scenario() -> dict[str, list[int]]:
+        engine = build(folder, config).engine
+        await engine.start()
+        streams = {each.request_id: engine.submit(each) for each in asked}
+        told = {}
+        for name, stream in streams.items():
+            told[name] = [token_id async for delta in stream for token_id in delta.token_ids]
+        await engine.close()
+        return told
+
+    return asyncio.run(scenario())
+
+
+def test_an_engine_built_over_them_says_the_same(folders, alone, device: torch.device) -> None:
+    drafting = {"draft": f"ngram,{folders[1]}", "speculation": 2}
+    assert answers(folders[0], device, requests(), **drafting) == alone
+
+
+def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
+    folders, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind: list[int] = []
+    launch = ModelRunner.launch
+
+    def counted(
+        runner: ModelRunner,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
+    ) -> Pending:
+        if after is not None:
+            behind.append(len(plan.rows))
+        return launch(runner, plan, after, on_kernels_started)
+
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3),
+        SamplingParams(temperature=1.5, top_p=0.9, max_tokens=5),
+    ]
+    off, auto = (
+        answers(folders[0], device, requests(params), speculation="off", overlap=overlap)
+        for overlap in ("off", "auto")
+    )
+    assert off == auto
+    assert behind == [2, 1, 1], "every step but that of the prompts and the first behind it"

@@ -1,0 +1,296 @@
+"""Steps launched one behind the other: the same tokens, and nobody waits before they are wanted."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import (
+    Draft,
+    PlanRow,
+    RowOutput,
+    SamplingMetadata,
+    StepOutput,
+    StepPlan,
+)
+from foretoken.core.interface.step_runner import StepRunner
+from foretoken.core.sampling.sampler import TorchSampler
+from foretoken.core.sampling.verifier import NOT_FINITE
+
+pytest.importorskip("triton")
+
+from fake_graph import Memory
+from fake_stream import FakeStream, StreamGraph
+from graphed import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
+
+from foretoken.core.ops.triton import graph_inputs
+from foretoken.core.ops.triton.sampler import TritonSampler
+from triton_sampling import as_on_a_gpu  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "drawn": SamplingParams(temperature=3.0),
+    "cut": SamplingParams(temperature=2.0, top_p=0.8, top_k=9),
+}
+EVERYBODY = tuple(PARAMS)
+Rounds = Sequence[Sequence[str]]
+# Rows change places, and leave; the third step is on the next page.
+ROUNDS: Rounds = (EVERYBODY, EVERYBODY, ("cut", "greedy", "drawn"), ("drawn", "cut"), ("cut",))
+PROMPT_LEN, PAGES_EACH = PAGE_SIZE - 2, 3
+
+
+class Lab:
+    """Three requests, each with pages of its own, and a slow device that computes them.
+
+    The graphs are captured and the kernels know the vocabulary before anything is launched.
+    """
+
+    def __init__(self, *, has_graphs: bool, stream: FakeStream) -> None:
+        self.stream, self.has_graphs = stream, has_graphs
+        self.decoder = make_decoder(self._graphs() if has_graphs else None)
+        self.pool = make_pool(self.decoder)
+        self._content = self.pool.data.clone()
+        self.runner = ModelRunner(self.decoder, self.pool)
+        self.restart()
+        self.step([EVERYBODY[:count] for count in ((3, 2, 1) if has_graphs else (1,))])
+        self.restart()
+
+    def _graphs(self) -> Any:
+        if torch.get_default_device().type == "cuda":
+            return Graphs()
+        memory: Memory = []
+        return lambda: StreamGraph(self.stream, memory)
+
+    def restart(self) -> None:
+        """As it was before anything was computed."""
+        self.pool.data.copy_(self._content)
+        self.tokens = {
+            name: array("q", [(3 * i + at) % VOCAB for i in range(PROMPT_LEN)])
+            for at, name in enumerate(PARAMS)
+        }
+        self.sampling = {
+            name: SamplingMetadata(params=params, seed=at, prompt_len=PROMPT_LEN)
+            for at, (name, params) in enumerate(PARAMS.items())
+        }
+
+    def plan(self, names: Sequence[str], num_ahead: int = 0) -> StepPlan:
+        """The step behind as many whose tokens nobody has."""
+        rows = [self._row(name, num_ahead) for name in names]
+        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
+
+    def _row(self, name: str, num_ahead: int) -> PlanRow:
+        first = EVERYBODY.index(name) * PAGES_EACH
+        tokens = self.tokens[name]
+        stop = len(tokens) + num_ahead
+        return PlanRow(
+            request_id=name,
+            tokens=tokens,
+            start=stop - 1,
+            stop=stop,
+            page_ids=array("q", range(first, first + PAGES_EACH)),
+            sampling=self.sampling[name],
+            is_ahead=num_ahead > 0,
+        )
+
+    def take(self, output: StepOutput) -> Sequence[RowOutput]:
+        """Commit a step."""
+        assert output.num_rows == len(output.rows)
+        assert list(output.times) == ["draft", "forward", "verify"]
+        for row in output.rows:
+            self.tokens[row.request_id].extend(row.token_ids)
+        return output.rows
+
+    def step(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
+        """One by one."""
+        return [self.take(self.runner.step(self.plan(names))) for names in rounds]
+
+    def launch(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
+        """Each asked for before the one ahead of it is read, and nothing waited for but that."""
+        launcher: StepRunner = self.runner
+        found, stream = [], self.stream
+        under_way = launcher.launch(self.plan(rounds[0]))
+        for names in rounds[1:]:
+            following = launcher.launch(self.plan(names, num_ahead=1), under_way)
+            assert stream.num_waits == len(found) * stream.is_driven
+            found.append(self.take(under_way.finish()))
+            assert stream.num_waits == len(found) * stream.is_driven
+            assert stream.num_pending > 0 or not stream.is_driven, "the step that follows"
+            under_way = following
+        return [*found, self.take(under_way.finish())]
+
+    @contextmanager
+    def is_slow(self) -> Iterator[None]:
+        """On the CPU nothing is done before it is waited for; a GPU is as it is."""
+        if self.decoder.device.type == "cuda":
+            yield
+        else:
+            self.stream.num_waits = 0
+            with self.stream.driving():
+                yield
+
+
+@pytest.fixture(params=["graphs", "eager"])
+def lab(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    stream = FakeStream()
+    if torch.get_default_device().type == "cpu":
+        monkeypatch.setattr(graph_inputs, "make_event", stream.make_event)
+    return Lab(has_graphs=request.param == "graphs", stream=stream)
+
+
+only_eager = pytest.mark.parametrize("lab", ["eager"], indirect=True)
+only_graphs = pytest.mark.parametrize("lab", ["graphs"], indirect=True)
+
+
+@pytest.fixture
+def num_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each choice that was launched behind a pass, not with it."""
+    counts: list[int] = []
+    begin = TritonSampler._begin
+
+    def counted(sampler: TritonSampler, logits: Any, places: Any, temperature_scale: float) -> Any:
+        counts.append(len(places))
+        return begin(sampler, logits, places, temperature_scale)
+
+    monkeypatch.setattr(TritonSampler, "_begin", counted)
+    return counts
+
+
+def test_launched_steps_yield_what_steps_one_by_one_do(lab: Lab, num_behind: list[int]) -> None:
+    expected = lab.step(ROUNDS)
+    content = lab.pool.data.clone()
+    assert len({row.token_ids for rows in expected for row in rows}) > 3
+    lab.restart()
+    with lab.is_slow():
+        assert lab.launch(ROUNDS) == expected
+    assert torch.equal(lab.pool.data, content)
+    assert num_behind == ([] if lab.has_graphs else [len(rows) for rows in (*ROUNDS, *ROUNDS)])
+
+
+@only_graphs
+def test_a_launch_may_take_tokens_chosen_behind_a_graph_and_leave_them_to_one(
+    lab: Lab, num_behind: list[int]
+) -> None:
+    rounds = (EVERYBODY, EVERYBODY, ("drawn", "greedy"), ("greedy", "drawn"))
+    params = SamplingParams(temperature=3.0, logit_bias={3: 3.0})
+
+    def edit() -> None:
+        lab.restart()
+        lab.sampling["cut"] = SamplingMetadata(params=params, seed=1, prompt_len=PROMPT_LEN)
+
+    edit()
+    expected = lab.step(rounds)
+    edit()
+    num_behind.clear()
+    with lab.is_slow():
+        assert lab.launch(rounds) == expected
+    assert num_behind == [3, 3], "while somebody is edited"
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_the_next_step_has_it_without_harm(
+    lab: Lab,
+) -> None:
+    rounds = (EVERYBODY, EVERYBODY)
+    expected = lab.step(rounds)
+    lab.restart()
+    lab.pool.data[EVERYBODY.index("drawn") * PAGES_EACH] = torch.nan
+    with lab.is_slow():
+        found = lab.launch(rounds)
+    for rows, sound in zip(found, expected, strict=True):
+        assert rows[1] == RowOutput(request_id="drawn", error=NOT_FINITE)
+        assert [rows[0], rows[2]] == [sound[0], sound[2]]
+
+
+@only_eager
+def test_steps_behind_a_launch_that_nobody_finished_are_as_ever(lab: Lab) -> None:
+    expected = lab.step((EVERYBODY, EVERYBODY))
+    lab.restart()
+    with lab.is_slow():
+        first = lab.runner.launch(lab.plan(EVERYBODY))
+        lab.runner.launch(lab.plan(EVERYBODY, num_ahead=1), first)
+        assert [lab.take(first.finish()), *lab.step([EVERYBODY])] == expected
+
+
+@only_eager
+def test_a_row_that_the_host_knows_may_stand_beside_rows_that_it_does_not(lab: Lab) -> None:
+    expected = lab.step((("greedy", "cut"), EVERYBODY))[1]
+    lab.restart()
+    with lab.is_slow():
+        first = lab.runner.launch(lab.plan(("greedy", "cut")))
+        rows = [lab._row(name, int(name != "drawn")) for name in EVERYBODY]
+        second = lab.runner.launch(replace(lab.plan(()), rows=rows), first)
+        first.finish()
+        assert second.finish().rows == expected
+
+
+@only_eager
+def test_the_proposer_forgets_what_a_launched_step_says_and_observes_it(lab: Lab) -> None:
+    told: list[object] = []
+    seen: list[object] = []
+    proposer: Any = SimpleNamespace(
+        taps=(), forget=lambda *what: told.append(what), observe=lambda *what: seen.append(what)
+    )
+    runner = ModelRunner(lab.decoder, lab.pool, proposer)
+    plan = replace(
+        lab.plan(["greedy"]), released_request_ids=["gone"], newly_allocated_pages=array("q", [3])
+    )
+    runner.launch(plan).finish()
+    assert told == [(["gone"], array("q", [3]))]
+    assert len(seen) == 1
+
+
+@only_eager
+def test_a_launch_that_cannot_follow_the_one_before_is_refused(lab: Lab) -> None:
+    steady, behind = lab.plan(["greedy"]), lab.plan(["greedy"], num_ahead=1)
+    (row,) = steady.rows
+    reads = SamplingMetadata(params=SamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
+    for plan in (
+        replace(steady, is_plain=False),
+        replace(steady, rows=[replace(row, start=0)]),
+        replace(steady, rows=[replace(row, start=1, stop=2)]),
+        replace(steady, rows=[replace(row, sampling=reads)]),
+    ):
+        with pytest.raises(ValueError, match="decides more than a token for each row"):
+            lab.runner.launch(behind, lab.runner.launch(plan))
+    with pytest.raises(ValueError, match="is not under way"):
+        lab.runner.launch(behind)
+    reading = replace(behind, rows=[replace(behind.rows[0], sampling=reads)])
+    with pytest.raises(ValueError, match="reads the text"):
+        lab.runner.launch(reading, lab.runner.launch(steady))
+
+
+@only_eager
+def test_a_row_that_is_ahead_may_have_a_draft(lab: Lab) -> None:
+    """The draft of a token that nobody knows: its last token comes from the device, too."""
+    said = [list(rows[0].token_ids) for rows in lab.step((["greedy"],) * 3)]
+    (first,), (second,), (third,) = said
+    lab.restart()
+    with lab.is_slow():
+        under_way = lab.runner.launch(lab.plan(["greedy"]))
+        (row,) = lab.plan(["greedy"], num_ahead=1).rows
+        row = replace(row, draft=Draft.of([second, (third + 1) % VOCAB], "a"))
+        following = lab.runner.launch(
+            StepPlan(rows=[row], newly_allocated_pages=array("q")), under_way
+        )
+        assert list(under_way.finish().rows[0].token_ids) == [first]
+        (found,) = following.finish().rows
+    assert (list(found.token_ids), found.num_accepted) == ([second, third], 1)
+
+
+@only_eager
+def test_who_launches_computes_behind_the_hosts_back_and_verifies_no_drafts_by_rejection(
+    lab: Lab,
+) -> None:
+    assert lab.runner.launches
+    assert not ModelRunner(lab.decoder, lab.pool, rejection=True).launches
+    decoder: Any = SimpleNamespace(device=lab.decoder.device, sampler=TorchSampler())
+    assert not ModelRunner(decoder, cast("Any", None)).launches

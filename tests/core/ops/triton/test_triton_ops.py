@@ -1,0 +1,165 @@
+"""The Triton kernels under the interpreter, one by one, against the torch oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.core.ops.base import HeadNorm
+from foretoken.core.ops.batch import Segment
+from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.torch.torch_ops import TorchOps
+
+pytest.importorskip("triton")
+
+from attended import (
+    HEADS,
+    PAGE_SIZE,
+    TURNS,
+    assert_attention_agrees,
+    filled_pool,
+    make_batch,
+    page_ids,
+    random_qkv,
+    tolerance,
+    twin,
+    write,
+)
+
+from foretoken.core.ops.triton.triton_ops import TritonOps
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lanes of a tile that hold no row divide nothing by nothing; they are not stored.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+]
+LONG = 2 * 256 + 3 * PAGE_SIZE  # two splits and a bit
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+SHARED = tuple(range(LONG // PAGE_SIZE))
+RAGGED = {
+    "decode": [
+        Segment([1], 300, page_ids(*range(19)), 1),
+        Segment([1], 295, page_ids(*range(30, 49)), 1),  # a window of 40 begins with a split
+    ],
+    "sharers": [
+        Segment([1], LONG, page_ids(*SHARED, 60), 1),
+        Segment(range(5), LONG, page_ids(*SHARED, 61), 5),
+        Segment([1], 290, page_ids(*SHARED[:18], 62), 1),
+    ],
+    "chunk": [Segment(range(40), 270, page_ids(*range(20)), 1)],
+    "mixed": [
+        Segment(range(3), 0, page_ids(70), 3),
+        Segment(range(36), 30, page_ids(*range(71, 76)), 1),
+        Segment([1], 17, page_ids(76, 77), 1),
+    ],
+}
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("name", RAGGED)
+def test_attention_agrees_with_the_oracle(name: str, window: int | None) -> None:
+    assert_attention_agrees(RAGGED[name], filled_pool(), window)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["sharers", "mixed"])
+def test_attention_reads_scaled_vectors_as_the_oracle_does(name: str, kv_dtype: KvDtype) -> None:
+    assert_attention_agrees(RAGGED[name], filled_pool(kv_dtype), None)
+
+
+def test_attention_agrees_in_half_precision() -> None:
+    assert_attention_agrees(RAGGED["mixed"], filled_pool(dtype=torch.float16), None)
+
+
+def test_a_verified_row_has_the_bits_of_a_decoded_one_and_sharers_change_none() -> None:
+    pool, ops = filled_pool(), TritonOps()
+    qkv = torch.randn(5, 160)
+    verify = Segment(range(5), LONG, page_ids(*SHARED, 61), 5)
+    together = [Segment([1], LONG, page_ids(*SHARED, 60), 1), verify]
+    q, plan = write(ops, make_batch(together), pool, torch.cat((torch.randn(1, 160), qkv)))
+    beside = ops.attention(q, 1, plan, None)[1:6]  # type: ignore[arg-type]
+    for index in range(5):
+        alone = make_batch([Segment([1], LONG + index, page_ids(*SHARED, 61), 1)])
+        plan = ops.plan(alone, pool, HEADS, TURNS)
+        row = ops.attention(q[index + 1 : index + 2].expand(4, -1).contiguous(), 1, plan, None)
+        assert torch.equal(row[0], beside[index])
+
+
+def test_with_exact_batch_a_row_of_a_long_chunk_has_the_bits_of_a_decoded_one() -> None:
+    pool, ops, pages = filled_pool(), TritonOps(exact="batch"), page_ids(*range(18))
+    q, plan = write(
+        ops, make_batch([Segment(range(34), 240, pages, 0)]), pool, torch.randn(34, 160)
+    )
+    assert plan.geometry.wide_tile == plan.geometry.narrow_tile  # type: ignore[attr-defined]
+    chunk = ops.attention(q, 1, plan, None)  # type: ignore[arg-type]
+    for index in (0, 16, 33):  # in the first split and in the second
+        alone = ops.plan(make_batch([Segment([1], 240 + index, pages, 1)]), pool, HEADS, TURNS)
+        row = ops.attention(q[index : index + 1].expand(4, -1).contiguous(), 1, alone, None)
+        assert torch.equal(row[0], chunk[index])
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_keys_are_normed_turned_and_stored_as_the_oracle_does(
+    kv_dtype: KvDtype, normed: bool
+) -> None:
+    pool = filled_pool(kv_dtype)
+    other, batch = twin(pool), make_batch(RAGGED["mixed"])
+    qkv = random_qkv(batch)
+    norm = HeadNorm(torch.rand(8, 16) + 0.5, 1e-6) if normed else None
+    expected, _ = write(TorchOps(), batch, pool, qkv, norm)
+    q, _ = write(TritonOps(), batch, other, qkv, norm)
+    torch.testing.assert_close(q, expected, atol=tolerance(), rtol=0)
+    if kv_dtype == "auto":
+        torch.testing.assert_close(other.data, pool.data, atol=tolerance(), rtol=0)
+    else:
+        assert_stored_alike(other, pool)
+
+
+def assert_stored_alike(pool: KVPool, other: KVPool) -> None:
+    """A number half way between two steps may go either way, when the scale's last bit differs."""
+    (items, scales), (expected, wanted) = pool.split(pool.blocks), other.split(other.blocks)
+    assert scales is not None
+    assert wanted is not None
+    torch.testing.assert_close(scales, wanted, atol=0, rtol=1e-6)
+    items, expected = items.float(), expected.float()
+    torch.testing.assert_close(
+        items, expected, atol=1, rtol=0 if pool.data.dtype == torch.int8 else 1 / 8
+    )
+    assert int((items != expected).sum()) <= 2
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_a_row_that_is_not_finite_has_a_scale_that_is_not_and_its_neighbours_have(
+    kv_dtype: KvDtype,
+) -> None:
+    pool = filled_pool(kv_dtype)
+    batch = make_batch([Segment([1], 0, page_ids(3), 1)])
+    qkv = torch.randn(4, 160)
+    qkv[0, 6 * 16] = float("inf")
+    write(TritonOps(), batch, pool, qkv)
+    _, scales = pool.split(pool.blocks)
+    assert scales is not None
+    first_key = (3 * 2 + 1) * 4  # page 3, layer 1
+    assert not scales[first_key, 0].isfinite()
+    assert scales[first_key + 1, 0].isfinite()
+
+
+def test_norms_and_activation_agree_with_the_oracle() -> None:
+    ops, oracle = TritonOps(), TorchOps()
+    x, residual, weight = torch.randn(3, 202) * 9, torch.randn(3, 202), torch.rand(202)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6))
+    for out, expected in zip(
+        ops.add_rms_norm(x, residual, weight, 1e-6),
+        oracle.add_rms_norm(x, residual, weight, 1e-6),
+        strict=True,
+    ):
+        torch.testing.assert_close(out, expected)
+    x[0, 0] = -1e5  # exp overflows, the product must not
+    torch.testing.assert_close(ops.silu_mul(x), oracle.silu_mul(x))

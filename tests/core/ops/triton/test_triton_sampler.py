@@ -1,0 +1,210 @@
+"""Tokens chosen by the sampler's kernels, under Triton's interpreter, against the torch oracle."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from foretoken.core.ops.triton import gumbel_argmax as race_module
+from foretoken.core.ops.triton import sampler as sampler_module
+from foretoken.core.ops.triton.graph_inputs import AsyncCopy
+from foretoken.core.ops.triton.gumbel_argmax_kernels import ODD_1, ODD_2, gumbel
+from foretoken.core.ops.triton.sampler import TritonSampler
+from foretoken.core.sampling.gumbel import _gumbel_of_words
+from foretoken.core.sampling.logits_processors import scaled, truncate
+from sampling_rows import logits_of, random_row, row_of
+from triton_sampling import SAMPLER, as_on_a_gpu, oracle  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
+INF, NAN = math.inf, math.nan
+SHAPES = {  # of logits, and their spread
+    "normal": 2.0,
+    "ties": 2.0,
+    "sparse": 2.0,
+    "same": 0.0,
+    "flat": 0.05,
+    "steep": 30.0,
+    "huge": 1e38,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("vocab", [1, 50, 700])
+def test_any_mixture_of_parameters_draws_what_torch_draws(vocab: int, shape: str) -> None:
+    seed = vocab * 10 + len(shape)
+    rng, spread = random.Random(seed), SHAPES[shape]
+    logits = logits_of(10, vocab, spread, seed)
+    if shape == "ties":
+        logits.round_()
+    if shape == "sparse":
+        logits[logits < 0] = -INF
+    rows = [random_row(rng, vocab) for _ in range(10)]
+    before, temperature_scale = logits.clone(), rng.choice([1.0, 0.5, 1.3])
+    assert SAMPLER.sample(logits, rows, temperature_scale=temperature_scale) == oracle(
+        logits, rows, temperature_scale=temperature_scale
+    )
+    assert torch.equal(logits, before)
+
+
+CUTS: list[dict[str, Any]] = [
+    {"top_k": 2},
+    {"top_k": 3, "top_p": 0.7},
+    {"top_k": 40},
+    {"top_p": 0.55},
+    {"top_p": 0.5},
+    {"min_p": math.exp(-1)},
+    {"top_k": 9, "top_p": 0.6},
+    {"top_k": 12, "min_p": math.exp(-1), "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("form", CUTS, ids=str)
+def test_exactly_the_tokens_that_the_cuts_leave_are_drawn(form: dict[str, Any]) -> None:
+    """Among values that tie, at the edge too: those with the lowest ids stay."""
+    values = torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 3.0, 3.0, 2.0, 1.0, 2.0] * 7)
+    rows = [row_of(seed, **form) for seed in range(6)]
+    _, kept = truncate(scaled(values[None], rows[:1]), rows[:1])
+    drawn = TritonSampler(tile=32).sample(values.expand(6, -1), rows)
+    assert drawn == oracle(values.expand(6, -1), rows)
+    assert {choice.token_id for choice in drawn} <= set(kept[0].tolist())
+
+
+def test_long_lists_of_what_may_stay_are_narrowed_to_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(race_module, "LIST_TILE", 16)  # more than 64 values are many
+    form = [{"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01, "top_p": 0.3}, {"top_k": 90}]
+    rows = [row_of(seed, **each) for seed, each in enumerate(form * 2)]
+    logits = logits_of(8, 200, 0.5).round(decimals=1)
+    logits[7, ::2] = -INF
+    assert SAMPLER.sample(logits, rows) == oracle(logits, rows)
+
+
+@triton.jit
+def noise_kernel(hashes_ptr, out_ptr, NUM: tl.constexpr):
+    places = tl.arange(0, NUM)
+    tl.store(out_ptr + places, gumbel(tl.load(hashes_ptr + places), 0))
+
+
+def hash_of(word: int) -> int:
+    """The hash that makes this word of noise, where the key is 0."""
+    word = word * pow(ODD_2.value, -1, 2**64) % 2**64
+    word = (word ^ (word >> 32)) * pow(ODD_1.value, -1, 2**64) % 2**64
+    return word - 2**64 if word >> 63 else word
+
+
+def test_noise_is_as_accurate_for_the_rarest_words() -> None:
+    """Those of a magnitude far below the last bit of u: one token in millions has such luck."""
+    words = [0, 1, -1, 2**63 - 1, -(2**63)]
+    words += [sign * (2**bit + 3**bit % 2**bit) for bit in range(2, 63) for sign in (1, -1)][:123]
+    hashes, noise = torch.tensor([hash_of(word) for word in words]), torch.empty(128)
+    noise_kernel[(1,)](hashes, noise, NUM=128)
+    expected = _gumbel_of_words(torch.tensor(words + [0] * (128 - len(words))))
+    bound = 5e-7 if noise.device.type == "cpu" else 2e-6  # a GPU divides less exactly
+    torch.testing.assert_close(noise[: len(words)], expected[: len(words)], rtol=bound, atol=bound)
+
+
+# ---- a row on its own --------------------------------------------------------------------------
+
+
+def test_a_row_draws_the_same_alone_in_any_company_and_by_any_tiles() -> None:
+    rng, vocab = random.Random(7), 301
+    rows, logits = [random_row(rng, vocab) for _ in range(12)], logits_of(12, vocab)
+    together = SAMPLER.sample(logits, rows)
+    order = rng.sample(range(12), 12)
+    assert SAMPLER.sample(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
+    for i in range(0, 12, 3):
+        assert SAMPLER.sample(logits[i : i + 1], rows[i : i + 1]) == [together[i]]
+    assert TritonSampler(tile=512).sample(logits, rows) == together
+    assert TritonSampler(tile=64).sample(logits[:6], rows[:6]) == together[:6]
+
+
+def test_more_rows_than_there_is_space_for_are_done_block_by_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, vocab = random.Random(8), 40
+    rows, logits = [random_row(rng, vocab) for _ in range(10)], logits_of(10, vocab)
+    rows[7], logits[8, 3] = row_of(logit_bias={vocab: 1.0}), NAN
+    together = SAMPLER.sample(logits, rows)
+    monkeypatch.setattr(sampler_module, "BLOCK", 3 * vocab)
+    assert SAMPLER.sample(logits, rows) == together
+    assert [choice.error is None for choice in together[7:9]] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("form", "num_kernels"), [({}, 2), ({"top_p": 0.9}, 3), ({"presence_penalty": 1.0}, 4)]
+)
+def test_a_batch_takes_few_kernels_whatever_its_mix(
+    monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], num_kernels: int
+) -> None:
+    launched = []
+    for name in ("rank", "gumbel_argmax", "cut", "copy", "edit"):
+        kernel = getattr(race_module, f"{name}_kernel")
+        monkeypatch.setattr(race_module, f"{name}_kernel", _Counted(kernel, launched))
+    rows = [row_of(tokens=(0, 0, 1), **each) for each in ({"temperature": 0.0}, {}, form)]
+    SAMPLER.sample(logits_of(3, 20), rows)
+    assert len(launched) == num_kernels
+
+
+class _Counted:
+    def __init__(self, kernel: Any, launched: list[Any]) -> None:
+        self._kernel, self._launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self._launched.append(self._kernel)
+        return self._kernel[grid]
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whatever would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in (
+            "cpu",
+            "item",
+            "tolist",
+            "nonzero",
+            "__bool__",
+            "__int__",
+            "__index__",
+        ):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_winners_are_read_at_the_end_and_nothing_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("rank", "gumbel_argmax", "cut", "copy", "edit"):
+        monkeypatch.setattr(race_module, f"{name}_kernel", _Idle())
+    rows = [random_row(random.Random(seed), 50) for seed in range(20)]
+    SAMPLER.sample(logits_of(20, 50), rows)
+    read = AsyncCopy.read
+    with _Reads() as reads:
+        noted = lambda reply: (reads.names.append("a reply"), read(reply))[1]  # noqa: E731
+        monkeypatch.setattr(AsyncCopy, "read", noted)
+        drawing = SAMPLER.begin(logits_of(20, 50), rows)
+        assert reads.names == []
+        drawing.choices()
+    assert reads.names == ["a reply"]
+
+
+class _Idle:
+    """A kernel that leaves nothing but zeros, in its last argument."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **_: arguments[-1].zero_()

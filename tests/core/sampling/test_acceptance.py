@@ -1,0 +1,92 @@
+"""How often the verifier accepts drafts that were drawn with its own noise (arXiv 2408.07978).
+
+The formula is sum_i 1 / sum_j max(p_j / p_i, q_j / q_i); here it is met by `sample` and `verify`
+together, for pairs from alike to foreign and for every tau that a drafter may choose.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.sampling.verifier import VerifyRow, sample, verify
+
+VOCAB, NUM_ROWS, PROMPT = 10, 10_000, array("q", [3])
+GENERATOR = torch.Generator().manual_seed(2)
+TARGET = torch.randn(VOCAB, generator=GENERATOR) * 1.5
+NOISE = torch.randn(VOCAB, generator=GENERATOR)
+PAIRS = {
+    "alike": TARGET + 0.2 * NOISE,
+    "blurred": TARGET + NOISE,
+    "flat": 0.4 * TARGET + 0.3 * NOISE,
+    "sharp": 2.5 * TARGET,
+    "foreign": 2.0 * NOISE,
+}
+
+
+def samplings(temperature: float) -> list[SamplingMetadata]:
+    params = SamplingParams(temperature=temperature)
+    return [
+        SamplingMetadata(params=params, seed=seed * 7919, prompt_len=1) for seed in range(NUM_ROWS)
+    ]
+
+
+def accepted_share(draft: torch.Tensor, *, temperature_scale: float, temperature: float) -> float:
+    """Share of one-token drafts that the verifier accepts."""
+    asked = samplings(temperature)
+    rows = [SampleRow(PROMPT, sampling) for sampling in asked]
+    drawn = [
+        choice.token_id
+        for choice in sample(draft.expand(NUM_ROWS, -1), rows, temperature_scale=temperature_scale)
+    ]
+    return sum(accepted(drawn, asked)) / NUM_ROWS
+
+
+def accepted(drawn: Sequence[int], asked: Sequence[SamplingMetadata]) -> list[int]:
+    rows = [VerifyRow(PROMPT, (token,), each) for token, each in zip(drawn, asked, strict=True)]
+    return [result.num_accepted for result in verify(TARGET.expand(2 * NUM_ROWS, -1), rows)]
+
+
+def formula(p: torch.Tensor, q: torch.Tensor) -> float:
+    ratios = torch.maximum(p / p[:, None], q / q[:, None])  # [i, j]
+    return float((1 / ratios.sum(-1)).sum())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature_scale", [0.5, 0.8, 1.0, 1.2])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_acceptance_is_that_of_the_formula(
+    pair: str, temperature_scale: float, temperature: float
+) -> None:
+    draft = PAIRS[pair]
+    p = (TARGET.double() / temperature).softmax(0)
+    q = (draft.double() / (temperature * temperature_scale)).softmax(0)
+    rate = formula(p, q)
+    assert 0.02 < rate < 0.999
+    share = accepted_share(draft, temperature_scale=temperature_scale, temperature=temperature)
+    assert abs(share - rate) < 4 * math.sqrt(rate * (1 - rate) / NUM_ROWS)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_formula_lies_between_the_bounds_of_the_paper(pair: str) -> None:
+    p, q = TARGET.double().softmax(0), PAIRS[pair].double().softmax(0)
+    distance = float((p - q).abs().sum() / 2)
+    assert (1 - distance) / (1 + distance) - 1e-9 <= formula(p, q) <= 1 - distance + 1e-9
+
+
+def test_the_bands_are_narrow_enough_to_notice_independent_noise() -> None:
+    """Negative control: a draft drawn with the noise of another seed."""
+    asked = samplings(1.0)
+    rows = [SampleRow(PROMPT, sampling) for sampling in asked]
+    strange = [SampleRow(row.tokens, asked[i - 1]) for i, row in enumerate(rows)]
+    drawn = [c.token_id for c in sample(PAIRS["alike"].expand(NUM_ROWS, -1), strange)]
+    p, q = TARGET.double().softmax(0), PAIRS["alike"].double().softmax(0)
+    rate, share = formula(p, q), sum(accepted(drawn, asked)) / NUM_ROWS
+    assert abs(share - rate) > 20 * math.sqrt(rate * (1 - rate) / NUM_ROWS)

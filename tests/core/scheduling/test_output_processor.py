@@ -1,0 +1,74 @@
+"""Taking a step's outcome into a request, as the scheduler does it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_model import EOS, make_request
+from foretoken.core.interface.request import Delta, FinishReason, Request
+from foretoken.core.interface.step import RowOutput, TokenLogprob
+from foretoken.core.scheduling.draft_pages import make_row
+from foretoken.core.scheduling.output_processor import take_output
+
+NAMED = 5  # a stop token that the caller asked for
+
+
+def running(**params: object) -> Request:
+    request = make_request("a", [1, 2, 3], stop_ids=(EOS, NAMED), stop_token_ids=[NAMED], **params)
+    request.max_len = 100
+    return request
+
+
+def take(request: Request, *, now: float = 1.0, **output: object) -> Delta:
+    row = make_row(request, len(request.tokens))
+    return take_output(request, row, RowOutput(request_id="a", **output), now)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("token_id", "told"), [(EOS, None), (NAMED, NAMED)])
+def test_only_a_stop_token_that_the_caller_named_is_a_reason(
+    token_id: int, told: int | None
+) -> None:
+    delta = take(running(), token_ids=[4, token_id, 6], num_accepted=2)
+    assert delta.token_ids == [4, token_id]
+    assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, told)
+
+
+def test_prompt_logprobs_are_told_once_though_preemption_computes_them_twice() -> None:
+    request = running(prompt_logprobs=0)
+    entries = [TokenLogprob(token_id, -1.0) for token_id in (2, 3)]
+    told = []
+    for computed in (entries[:1], entries, entries):
+        request.num_computed = 0  # preempted, but for the first time
+        told += take(request, prompt_logprobs=computed).prompt_logprobs
+    assert told == entries
+
+
+def test_log_probabilities_are_cut_as_the_tokens_are() -> None:
+    entries = [TokenLogprob(token_id, -1.0) for token_id in (4, EOS, 6)]
+    delta = take(running(), token_ids=[4, EOS, 6], num_accepted=2, logprobs=entries)
+    assert delta.logprobs == entries[:2]
+
+
+def test_the_time_to_the_first_token_is_not_that_to_a_later_one() -> None:
+    request = running()
+    request.arrival_time = 0.5
+    for now in (2.0, 5.0):
+        take(request, now=now, token_ids=[4])
+    assert request.usage.time_to_first_token == 1.5
+
+
+def test_accepted_tokens_behind_the_cut_were_proposed_and_not_served() -> None:
+    request = running()
+    sources = ["ngram", "ngram", "suffix", "suffix"]
+    take(
+        request,
+        token_ids=[4, 4, EOS, 4, 4],
+        num_proposed=4,
+        num_accepted=4,
+        sources=sources,
+        draft_len=4,
+    )
+    usage = request.usage
+    assert (usage.completion_tokens, usage.proposed_tokens, usage.accepted_tokens) == (3, 4, 3)
+    assert usage.accepted_by_source == {"ngram": 2, "suffix": 1}
+    assert request.num_computed == len(request.tokens) == 6

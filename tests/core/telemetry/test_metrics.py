@@ -1,0 +1,352 @@
+"""The tally of speculation, what Prometheus is told of it, and the line a minute in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+from array import array
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foretoken.core.errors import DeadlineExceeded, ForetokenError
+from foretoken.core.interface.request import Delta, FinishReason, Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.core.telemetry.metrics import EngineMetrics
+from foretoken.core.telemetry.spec_decode_stats import SpecDecodeLog, SpecDecodeStats
+from foretoken.radix_cache import PrefixCache
+
+LIMITS = SchedulerLimits(
+    max_batch_tokens=64, max_running=4, max_queued=9, max_model_len=64, vocab_size=100
+)
+
+
+class Troubled:
+    """What an engine counts of its misfortunes."""
+
+    alive = True
+    num_failed_steps, num_bisections, num_audit_failures, num_crash_dumps = 5, 4, 3, 2
+
+
+class Engine:
+    """Metrics over a scheduler of ten pages of two tokens, fed as the engine feeds them."""
+
+    def __init__(self) -> None:
+        self.cache = PrefixCache(10, 2)
+        self.metrics = EngineMetrics(Scheduler(self.cache, LIMITS), Troubled())
+        sampling = SamplingMetadata(params=SamplingParams(), seed=1, prompt_len=1)
+        self.request = Request(request_id="a", tokens=array("q", [1]), sampling=sampling)
+
+    def step(
+        self, sources: str, accepted: int, *, path: int | None = None, now: float = 0.0
+    ) -> None:
+        """One draft: a letter per draft token names its source; ``path`` of them lead."""
+        names = [{"n": "ngram", "m": "model", "p": "prediction"}[letter] for letter in sources]
+        row = RowOutput(
+            request_id="a",
+            num_proposed=len(names),
+            num_accepted=accepted,
+            sources=names,
+            draft_len=len(names) if path is None else path,
+        )
+        delta = Delta(
+            token_ids=[5] * (accepted + 1),
+            num_proposed=len(names),
+            proposed_sources=names,
+            accepted_sources=names[:accepted],
+            token_sources=[*names[:accepted], ""],
+        )
+        plan = StepPlan(rows=[self.row(1)], newly_allocated_pages=array("q"))
+        output = StepOutput(rows=[row])
+        self.metrics.observe_step(plan, output, began=0.0, computed=0.01, ended=0.02)
+        self.metrics.observe_delta(self.request, delta, now)
+
+    def row(self, num_tokens: int) -> PlanRow:
+        """A share of a step: a chunk of so many tokens, or one to decode."""
+        return PlanRow(
+            request_id="a",
+            tokens=array("q", range(100)),
+            start=10,
+            stop=10 + num_tokens,
+            page_ids=array("q"),
+            sampling=self.request.sampling,
+        )
+
+    def samples(self) -> dict[str, float]:
+        """Every sample by name and label values, read as Prometheus reads it."""
+        families = text_string_to_metric_families(self.metrics.render()[0].decode())
+        return {
+            " ".join([sample.name.removeprefix("foretoken:"), *sample.labels.values()]): value
+            for family in families
+            for sample in family.samples
+            for value in [sample.value]
+        }
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_drafts_are_counted_whole_by_source_and_by_position(engine: Engine) -> None:
+    engine.step("", 0)
+    engine.step("nnn", 2)
+    engine.step("nmmp", 1, path=2)  # the last two are of a branch that got less far
+    engine.step("pp", 0)
+    found = engine.samples()
+    expected = {
+        "drafts_total": 3,
+        "draft_tokens_total": 9,
+        "accepted_tokens_total": 3,
+        "draft_tokens_per_source_total ngram": 4,
+        "draft_tokens_per_source_total model": 2,
+        "draft_tokens_per_source_total prediction": 3,
+        "accepted_tokens_per_source_total ngram": 3,
+        "draft_tokens_per_pos_total 0": 3,
+        "draft_tokens_per_pos_total 1": 3,
+        "draft_tokens_per_pos_total 2": 1,
+        "accepted_tokens_per_pos_total 0": 2,
+        "accepted_tokens_per_pos_total 1": 1,
+        "accepted_tokens_per_pos_total 2": 0,
+    }
+    spec = {
+        name.removeprefix("spec_decode_num_"): value
+        for name, value in found.items()
+        if name.startswith("spec_decode_num_")
+    }
+    assert spec == expected
+
+
+def test_acceptance_length_is_a_histogram_over_steps_with_a_draft(engine: Engine) -> None:
+    for sources, accepted in [("", 0), ("nnn", 2), ("nn", 2), ("n", 0)]:
+        engine.step(sources, accepted)
+    found = engine.samples()
+    assert found["spec_decode_acceptance_length_count"] == 3
+    assert found["spec_decode_acceptance_length_sum"] == 7
+    buckets = [found[f"spec_decode_acceptance_length_bucket {n}.0"] for n in (1, 2, 3, 65)]
+    assert buckets == [1, 1, 3, 3]
+    assert found["spec_decode_acceptance_length_bucket +Inf"] == 3
+
+
+def test_the_tokens_of_a_step_share_the_time_since_the_last(engine: Engine) -> None:
+    engine.step("", 0, now=1.0)
+    assert engine.samples()["inter_token_latency_seconds_count"] == 0
+    engine.step("nnn", 3, now=1.4)
+    engine.step("", 0, now=1.44)
+    found = engine.samples()
+    assert found["inter_token_latency_seconds_count"] == 5
+    assert found["inter_token_latency_seconds_sum"] == pytest.approx(0.44)
+    assert found["inter_token_latency_seconds_bucket 0.05"] == 1
+    assert found["inter_token_latency_seconds_bucket 0.1"] == 5
+    assert found["inter_token_latency_seconds_bucket +Inf"] == 5
+
+
+def test_a_draft_is_counted_though_nothing_of_it_was_accepted_or_the_answer_ended(
+    engine: Engine,
+) -> None:
+    engine.step("nn", 0)
+    end = Delta(
+        token_ids=[7], num_proposed=3, proposed_sources=["ngram"] * 3,
+        accepted_sources=["ngram"], token_sources=["ngram"], finish_reason=FinishReason.STOP,
+    )  # fmt: skip
+    engine.metrics.observe_delta(engine.request, end, 1.0)
+    found = engine.samples()
+    assert found["spec_decode_num_draft_tokens_total"] == 5
+    assert found["spec_decode_num_accepted_tokens_total"] == 1
+    assert found["spec_decode_acceptance_length_sum"] == 2
+    assert found["request_success_total stop"] == 1
+
+
+# -- pools, steps and faults ----------------------------------------------------------------------
+
+
+def test_a_page_is_free_evictable_or_held_and_the_held_share_is_the_occupancy(
+    engine: Engine,
+) -> None:
+    tokens = array("q", range(9))
+    lease = engine.cache.acquire(tokens)
+    assert engine.cache.extend(lease, 9)
+    assert pages(engine) == {"total": 10, "free": 5, "evictable": 0, "held": 5, "pinned": 0}
+    assert engine.samples()["kv_cache_occupancy"] == 0.5
+    engine.cache.release(lease, tokens, 8)
+    assert pages(engine) == {"total": 10, "free": 6, "evictable": 4, "held": 0, "pinned": 0}
+    assert engine.samples()["kv_cache_occupancy"] == 0.0
+    engine.cache.pin(tokens, 4, ttl=60.0)
+    assert pages(engine) == {"total": 10, "free": 6, "evictable": 2, "held": 2, "pinned": 2}
+    assert engine.samples()["kv_cache_occupancy"] == 0.2
+    assert engine.samples()["kv_cache_usage_perc"] == 0.0  # pins yield: nobody live holds them
+
+
+def pages(engine: Engine) -> dict[str, float]:
+    found = engine.samples()
+    names = ("total", "free", "evictable", "held", "pinned")
+    return {name: found[f"kv_cache_{name}_pages"] for name in names}
+
+
+def test_evicted_pages_are_counted_by_whether_a_quota_made_them_go(engine: Engine) -> None:
+    cache = PrefixCache(10, 2, cache_quota=0.5)
+    metrics = EngineMetrics(Scheduler(cache, LIMITS))
+    for salt, num_pages in (("rich", 7), ("poor", 3)):
+        tokens = array("q", range(2 * num_pages + 1))
+        lease = cache.acquire(tokens, namespace=salt)
+        cache.extend(lease, 2 * num_pages)
+        cache.release(lease, tokens, 2 * num_pages)
+    cache.extend(cache.acquire(array("q", [1]), namespace="third"), 6)
+    text = metrics.render()[0].decode()
+    evicted = dict(re.findall(r'evicted_pages_total\{cause="(\w+)"\} (\S+)', text))
+    assert evicted == {"quota": "2.0", "pressure": "1.0"}
+
+
+def test_a_step_counts_its_requests_and_its_tokens_by_kind(engine: Engine) -> None:
+    plan = StepPlan(
+        rows=[engine.row(1), engine.row(7), engine.row(1)], newly_allocated_pages=array("q")
+    )
+    output = StepOutput(rows=[], times={"draft": 0.25, "forward": 2.0, "verify": 0.5})
+    engine.metrics.observe_step(plan, output, began=1.0, computed=4.0, ended=4.5)
+    engine.metrics.observe_round(output, 5.0)
+    engine.step("nnn", 2)  # its tokens are served, and its row decodes
+    found = engine.samples()
+    assert found["step_tokens_total prefill"] == 7
+    assert found["step_tokens_total decode"] == 3
+    assert found["step_tokens_total draft"] == 3
+    assert found["step_num_requests_sum"] == 4
+    assert found["step_num_tokens_sum"] == 10
+    assert found["step_seconds_sum"] == pytest.approx(3.01)
+    parts = [found[f"step_part_seconds_sum {p}"] for p in ("draft", "forward", "verify", "host")]
+    assert parts == [0.25, 2.0, 0.5, 2.25]
+
+
+def test_what_goes_wrong_is_told_from_the_start(engine: Engine) -> None:
+    found = engine.samples()
+    faults = ("failed_steps", "bisections", "audit_failures", "crash_dumps")
+    assert [found[f"{name}_total"] for name in faults] == [5, 4, 3, 2]
+    assert found["engine_alive"] == 1
+    assert found["request_aborts_total caller"] == found["request_aborts_total deadline"] == 0
+    assert found["max_requests_running"] == 4
+    assert found["max_requests_waiting"] == 9
+
+
+def test_an_abort_is_the_callers_or_the_deadlines(engine: Engine) -> None:
+    ended = Delta(finish_reason=FinishReason.ABORT)
+    late = Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
+    never_ran = Delta(error=DeadlineExceeded("too late"))
+    failed = Delta(error=ForetokenError("the model failed"))
+    for delta in (ended, late, late, never_ran, failed):
+        engine.metrics.observe_delta(engine.request, delta, 1.0)
+    found = engine.samples()
+    assert found["request_aborts_total caller"] == 1
+    assert found["request_aborts_total deadline"] == 3
+    assert found["request_success_total abort"] == 3
+    assert found["request_failure_total"] == 1
+
+
+# -- the log --------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Logged:
+    """A log over a tally, with a clock that is moved by hand."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "foretoken.core.telemetry.spec_decode_stats")
+        self._caplog = caplog
+        self.spec_stats, self.clock = SpecDecodeStats(), Clock()
+        self.decision: dict[str, object] = {}
+        self.asked = 0
+        self.log = SpecDecodeLog(self.spec_stats, self.describe, interval_s=60.0, clock=self.clock)
+
+    def describe(self) -> dict[str, object]:
+        self.asked += 1
+        return self.decision
+
+    def serve(self, sources: list[str], accepted: int) -> None:
+        """As the engine does: the tick comes before the tokens."""
+        self.log.tick()
+        self.spec_stats.observe_delta(
+            Delta(
+                token_ids=[5] * (accepted + 1),
+                num_proposed=len(sources),
+                proposed_sources=sources,
+                accepted_sources=sources[:accepted],
+            )
+        )
+
+    def tick_at(self, now: float) -> list[str]:
+        """The lines that a step at this time brings."""
+        self.clock.now = now
+        self._caplog.clear()
+        self.log.tick()
+        assert {record.levelname for record in self._caplog.records} <= {"INFO"}
+        return self._caplog.messages
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Logged:
+    return Logged(caplog)
+
+
+def test_a_line_a_minute_tells_acceptance_sources_and_what_decides(logged: Logged) -> None:
+    logged.decision = {"depth": 3, "because": "a third token costs more than it brings"}
+    logged.serve([], 0)
+    logged.serve(["ngram", "ngram", "oracle:0.8"], 3)
+    logged.serve(["ngram"], 0)
+    assert logged.tick_at(59.9) == []
+    assert logged.asked == 0
+    assert logged.tick_at(60.0) == [
+        "speculation in the last 60 s: 6 tokens in 3 steps (2.00 a step); "
+        "acceptance length 2.50 over 2 drafts; "
+        "acceptance rate 75%: ngram 2 of 3, oracle:0.8 1 of 1 (simulated); "
+        "tokens from ngram 33%, oracle:0.8 17%, the target itself 50%; "
+        "controller: depth=3, because=a third token costs more than it brings"
+    ]
+
+
+def test_each_line_tells_its_own_minute_only(logged: Logged) -> None:
+    logged.serve(["ngram"], 1)
+    assert len(logged.tick_at(60.0)) == 1
+    logged.serve(["model", "model"], 1)
+    [line] = logged.tick_at(125.0)
+    assert line.startswith("speculation in the last 65 s: 2 tokens in 1 steps (2.00 a step); ")
+    assert "model 1 of 2" in line
+    assert "ngram" not in line
+
+
+def test_an_idle_minute_is_silent_and_the_next_window_begins_with_the_work(logged: Logged) -> None:
+    assert logged.tick_at(60.0) == []
+    assert logged.tick_at(1000.0) == []
+    logged.serve(["ngram"], 1)
+    assert logged.tick_at(1059.0) == []
+    [line] = logged.tick_at(1060.0)
+    assert line.startswith("speculation in the last 60 s: 2 tokens")
+    assert logged.asked == 1
+
+
+def test_plain_decoding_is_said_to_have_no_drafts(logged: Logged) -> None:
+    logged.serve([], 0)
+    expected = "speculation in the last 60 s: 1 tokens in 1 steps (1.00 a step); no drafts"
+    assert logged.tick_at(60.0) == [expected]
+
+
+def test_a_controller_that_cannot_be_described_does_not_end_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> dict[str, object]:
+        raise RuntimeError("broken")
+
+    caplog.set_level(logging.INFO, "foretoken.core.telemetry.spec_decode_stats")
+    spec_stats, clock = SpecDecodeStats(), Clock()
+    log = SpecDecodeLog(spec_stats, fail, clock=clock)
+    spec_stats.observe_delta(Delta(token_ids=[1]))
+    clock.now = 60.0
+    log.tick()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+    assert caplog.messages[1].endswith("no drafts")

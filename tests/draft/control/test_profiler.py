@@ -1,0 +1,82 @@
+"""Start-up measurements, on pools of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.batch import Segment
+from foretoken.core.ops.kv_pool import KVPool
+from foretoken.draft.control import profiler as profiler_module
+from foretoken.draft.control.cost_model import CostModel
+from foretoken.draft.control.profiler import profile_step
+from tiny_pair import write_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder]:
+    folders: tuple[Path, Path] = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
+    target, draft = (load_decoder(folder, dtype="float32") for folder in folders)
+    return target, draft
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(1, 1), (2, 1), (1, 16), (5, 4), (200, 4)])
+def test_every_pool_can_be_measured(pair, num_pages, page_size) -> None:
+    models = [(model, model.make_pool(num_pages, page_size=page_size)) for model in pair]
+    profile = profile_step(models[0], models[1])
+    assert profile.forward[1] > 0
+    assert profile.draft[1] > 0
+    assert max(profile.forward) < max(2, num_pages * page_size)
+    costs = CostModel()
+    costs.load(profile)
+    assert costs.step_seconds(1) > 0
+    assert costs.is_ready
+
+
+def test_without_a_draft_model_only_the_target_is_measured(pair) -> None:
+    target = pair[0]
+    profile = profile_step((target, target.make_pool(50, page_size=4)), None)
+    assert profile.forward
+    assert not profile.draft
+
+
+class Machine:
+    """Stands in for the clock: what a pass takes is known, and how slow the machine is when."""
+
+    def __init__(self, slow: dict[int, float]) -> None:
+        self.num_passes = 0
+        self._slow = slow  # by the number of the pass
+        self._seconds = 0.0
+
+    def compute(self, decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
+        rows = sum(len(segment.token_ids) for segment in segments)
+        seen = sum(segment.start for segment in segments)
+        seconds = 1e-3 + 1e-4 * rows + 1e-6 * seen
+        self._seconds = seconds * self._slow.get(self.num_passes, 1.0)
+        self.num_passes += 1
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [{}, {0: 300.0}, dict.fromkeys(range(12, 20), 50.0), dict.fromkeys(range(25), 2.0)],
+    ids=["quiet", "cold", "a stall", "slow for long"],
+)
+def test_a_slow_spell_of_the_machine_is_no_price(pair, monkeypatch, slow) -> None:
+    machine = Machine(slow)
+    monkeypatch.setattr(profiler_module, "_compute", machine.compute)
+    monkeypatch.setattr(profiler_module, "make_stopwatch", lambda device: machine)
+    target = pair[0]
+    profile = profile_step((target, target.make_pool(400, page_size=16)), None)
+    for num_rows, seconds in profile.forward.items():
+        assert seconds == pytest.approx(1e-3 + 1e-4 * num_rows + 32e-6)
