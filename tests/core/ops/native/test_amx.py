@@ -513,7 +513,7 @@ def test_what_the_compiler_made_for_the_true_unit_computes_the_same_bits(tmp_pat
         libraries = [str(build("amx")), str(build("amx-emulated"))]
     except NativeBuildError as error:
         pytest.skip(str(error))
-    paths = [str(folder), str(folder.parents[1])]
+    paths = [str(folder), str(folder.parents[2])]
     command = [sys.executable, "-c", TRAPPED, str(trap), *libraries, *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
