@@ -73,6 +73,7 @@ class ModelRoutes:
             "display_name": self.service.model,
             "created_at": self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "lifecycle": "active",
+            "tool_parser": self.service.turns.syntax.tool_parser,
         }
 
 

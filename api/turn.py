@@ -7,26 +7,31 @@ dialects differ in is only how they write that down.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from ..core.errors import InvalidRequest
 from ..core.interface.request import Usage
 from ..core.interface.sampling_params import FORMS, SamplingParams
 from .answer import Answer
+from .grammar_text import num_chars
 from .host import Host
 from .intake import warm_params
 from .output.call_ids import with_short_ids
 from .output.events import OutputParser
+from .output.generic import GENERIC, as_text, needs_text
 from .output.syntax import Syntax, check_tools
 from .prompts import PromptNote
 from .reader import TurnReader
 from .results import Completion
 from .talk import Ask, TurnChoice, TurnDelta
+from .template import check_messages
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
+PROBE = "foretoken"  # a system text whose place in the prompt is looked for
 TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
 
 
@@ -99,6 +104,7 @@ class Turns:
     ) -> None:
         self._llm = llm
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._has_system_role: bool | None = None  # of the template; None until a request asks
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -144,17 +150,36 @@ class Turns:
 
     async def render(self, ask: Ask) -> list[int]:
         """Token ids of the conversation, tools included, up to where the answer begins."""
-        messages = ask.messages
+        messages, tools = ask.messages, [tool.body for tool in ask.tools]
         if self.syntax.tool_parser == "mistral":
             messages = with_short_ids(messages)
+        elif self.syntax.tool_parser == GENERIC:
+            check_messages(messages)
+            if needs_text(messages, ask.tools):
+                messages, tools = await self._as_text(ask), []
         try:
-            return await self._llm.render(
-                messages, ask.template, tools=[tool.body for tool in ask.tools]
-            )
+            return await self._llm.render(messages, ask.template, tools=tools)
         except InvalidRequest as error:
             if error.param == "prompt":
                 error.param = "messages"
             raise
+
+    async def _as_text(self, ask: Ask) -> Sequence[Mapping[str, Any]]:
+        """The conversation for a template that knows nothing of tools."""
+        if self._has_system_role is None:
+            self._has_system_role = await self._takes_system_messages()
+        work = partial(as_text, ask.messages, ask.tools, has_system_role=self._has_system_role)
+        size = num_chars([ask.messages, [tool.body for tool in ask.tools]])
+        return await self._llm.tokenizer.apart(size, work)
+
+    async def _takes_system_messages(self) -> bool:
+        """Whether the template writes what a system message says."""
+        probe = [{"role": "system", "content": PROBE}, {"role": "user", "content": "hi"}]
+        try:
+            token_ids = await self._llm.render(probe)
+        except InvalidRequest:
+            return False
+        return PROBE in self._llm.tokenizer.decode(token_ids)
 
     async def _note(self, ask: Ask) -> PromptNote:
         """Of a long conversation it takes its time."""
@@ -164,7 +189,7 @@ class Turns:
     def _check_tools(self, ask: Ask) -> None:
         check_tools(ask.tools, ask.tool_choice)
         if ask.callable_tools and not self.syntax.has_tools:
-            message = "the model's chat template has no tools (a --tool-parser may be named)"
+            message = "tools are turned off (--tool-parser none), or there is no chat template"
             raise InvalidRequest(message, param="tools")
 
     def _constrained(self, ask: Ask, tail: str) -> SamplingParams:

@@ -172,6 +172,7 @@ class Model(Struct, kw_only=True):
     display_name: str = ""
     created_at: str = ""
     lifecycle: str = ""
+    tool_parser: str = ""  # how the model writes calls: one of `--tool-parser`
 
 
 class ModelList(Struct, kw_only=True):

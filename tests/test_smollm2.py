@@ -37,6 +37,19 @@ TASKS = {
     "edit": "Rename the function `median_low` to `lower_median` and answer with the whole code "
     f"only.\n\n```python\n{CODE}```",
 }
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +148,18 @@ def test_its_digits_stand_alone(llm):
     tokenizer = load_gguf_tokenizer(FILE)
     assert tokenizer.tokenize("year 2026\n") == ["year", "Ġ", "2", "0", "2", "6", "Ċ"]
     assert tokenizer.convert_ids_to_tokens([0, 1, 2])[1:] == ["<|im_start|>", "<|im_end|>"]
+
+
+def test_it_can_be_made_to_call_a_tool_and_reads_the_result(llm):
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": "What is the weather in Rome?"}
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    options = {"tool_choice": "required", "parallel_tool_calls": False}
+    called = llm.chat(messages, greedy, tools=[WEATHER], **options)  # type: ignore[arg-type]
+    (call,) = called.tool_calls
+    assert (called.finish_reason, call.parsed()) == ("tool_calls", {"city": "Rome"})
+    messages += [called.message, call.reply("sunny, 21 degrees")]
+    answer = llm.chat(messages, greedy, tools=[WEATHER])
+    assert "sunny" in answer.text.lower()
+    assert answer.usage.cached_tokens > 0.8 * len(called.prompt_token_ids)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from . import formats as f
 from . import grammars as g
+from .generic import GENERIC
 from .pythonic import PYTHON_END, PYTHON_START, read_pythonic
 from .qwen_coder import FUNCTION, read_qwen_coder
 from .source import Reading, Source
@@ -24,7 +25,8 @@ class Family:
     """One way to call tools.
 
     ``marks``: those that may be tokens of their own. ``clues``: its chat template holds each of
-    these. ``grammar``: by the template and the vocabulary, where versions differ.
+    these; no template tells of a family without any. ``grammar``: by the template and the
+    vocabulary, where versions differ.
     """
 
     marks: tuple[str, ...]
@@ -84,13 +86,17 @@ FAMILIES = {  # in the order in which they are looked for: what is more special 
         lambda tools: partial(f.read_llama3, names=_names(tools)),
         lambda *_: g.LLAMA3,
     ),
+    GENERIC: Family(HERMES_MARKS, (), _always(f.read_hermes), lambda *_: g.HERMES),
 }
 
 
 def family_of(template: str) -> str:
-    """The name of the family whose template this is; "none" if it has no tools we know."""
+    """The name of the family whose template this is; "none" without a template.
+
+    A template without tools, or with tools in a format that is not known, gets the generic one.
+    """
     if "tools" in template:
         for name, family in FAMILIES.items():
-            if all(clue in template for clue in family.clues):
+            if family.clues and all(clue in template for clue in family.clues):
                 return name
-    return "none"
+    return GENERIC if template else "none"

@@ -60,6 +60,7 @@ def test_patterns_on_what_callers_write(make):
 
 BEGINNINGS = {
     "hermes": ['<tool_call>{"name": "f", "arguments": {', "<tool_call>"],
+    "generic": ["<tool_call>"],
     "qwen3-coder": ["<tool_call>\n<function=f>\n<parameter=a>\n", "<tool_call><function="],
     "mistral": ["[TOOL_CALLS][", "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]"],
     "deepseek": [

@@ -14,6 +14,7 @@ from foretoken.api.reader import TurnReader
 from foretoken.api.results import TextDelta
 from foretoken.api.schema import Message
 from foretoken.api.talk import ToolChoice, TurnChoice, TurnDelta
+from foretoken.api.template import ChatTemplate
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.step import TokenLogprob
 
@@ -135,14 +136,61 @@ def test_each_choice_has_calls_of_its_own(client, say):
     assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
 
 
-def test_a_model_without_a_way_to_call_refuses_tools(serve, say):
-    server = serve()
+def test_tools_that_are_turned_off_are_refused(serve, say):
+    server = serve(tool_parser="none")
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
     with pytest.raises(openai.BadRequestError) as info:
         ask(client)
     assert info.value.param == "tools"
     say("hello")
     assert ask(client, tool_choice="none").choices[0].message.content == "hello"
+
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.fixture
+def long_context(monkeypatch, built):
+    """Room for the description of a tool in letters."""
+    monkeypatch.setattr("fake_engine.MAX_MODEL_LEN", 4096)
+    built.max_model_len = 4096
+
+
+@pytest.mark.usefixtures("long_context")
+@pytest.mark.parametrize("beginning", ["", NO_SYSTEM])
+def test_a_model_whose_template_has_no_tools_is_told_of_them_in_text(
+    serve, engine, tokenizer, say, monkeypatch, beginning
+):
+    template = ChatTemplate.render
+
+    def render(self, messages, options, most_chars):
+        options = {**options, "chat_template": beginning + self.text}
+        return template(self, messages, options, most_chars)
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    server = serve()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    assert client.models.list().data[0].tool_parser == "generic"
+    say(CALL)
+    choice = ask(client).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "get_weather")
+
+    say("Sunny.")
+    answered = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    talk = [*TALK, choice.message, answered]
+    again = client.chat.completions.create(model="tiny/model", messages=talk, tools=[WEATHER])
+    assert again.choices[0].message.content == "Sunny."
+    request = engine.requests[-1]
+    prompt = tokenizer.decode(request.tokens[: request.prompt_len], skip_special_tokens=False)
+    _, first, *others = prompt.split("<|im_start|>")
+    assert first.startswith("user" if beginning else "system")
+    assert '"description": "Tell the weather."' in first
+    assert others[-3:] == [
+        f"assistant\n{CALL}<|im_end|>\n",
+        "user\n<tool_response>\n21 degrees\n</tool_response><|im_end|>\n",
+        "assistant\n",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from foretoken.api.output.families import FAMILIES
 
 CALLS = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": ["\\"}", {}]}}\n</tool_call>',
+    "generic": '<tool_call>\n{"name": "f", "arguments": {"b": 1}}\n</tool_call>',
     "qwen3-coder": "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n"
     "</tool_call>",
     "llama3": '{"name": "f", "parameters": {"a": "é\\n"}}; {"name": "f", "parameters": {}}',

@@ -24,8 +24,8 @@ QWEN = "{% if tools %}<tool_call>\n{{ x }}</tool_call>"
         ("{{ tools }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
         ('{% if tools %}<|start_header_id|>{"name": x, "parameters": y}', "llama3"),
         ('{% if tools %}<|start_header_id|>[func_name1(a=b)] "parameters"', "pythonic"),
-        ("{% for message in messages %}<tool_call>", "none"),
-        ("{% if tools %}{{ tools }}", "none"),
+        ("{% for message in messages %}<tool_call>", "generic"),
+        ("{% if tools %}{{ tools }}", "generic"),
         ("", "none"),
     ],
 )
