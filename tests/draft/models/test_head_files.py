@@ -1,0 +1,136 @@
+"""Head checkpoints: what is written is read back to the bit, and surprises have a name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.model.rope import RopeSpec
+from foretoken.draft.models.block import BlockHead
+from foretoken.draft.models.eagle import EagleHead
+from foretoken.draft.models.head_files import head_kind, open_head, save_head
+from tiny_heads import TARGET, block_config, eagle_config
+
+CONFIGS = {
+    "dspark": block_config(),
+    "dflash": block_config(markov_rank=0, predicts_at_anchor=False),
+    "gated": block_config(markov_kind="gated"),
+    "rnn": block_config(markov_kind="rnn"),
+    "reduced": block_config(draft_vocab_size=20, markov_vocab_size=20),
+    "windows": block_config(windows=(None, 8)),
+    "own output": block_config(owns_output=True, owns_embedding=True),
+    "eagle": eagle_config(),
+    "eagle, all norms": eagle_config(
+        norm_before_residual=True, norm_before_fc=True, fc_norm=True, norm_output=True, fc_bias=True
+    ),
+    "eagle, reduced": eagle_config(draft_vocab_size=24, owns_output=True, owns_embedding=False),
+    "yarn": eagle_config(
+        rope=RopeSpec(kind="yarn", theta=5e4, factor=4.0, original_max_len=64, beta_fast=30.0)
+    ),
+}
+
+
+def make(name: str) -> BlockHead | EagleHead:
+    torch.manual_seed(1)
+    config = CONFIGS[name]
+    head = EagleHead(config) if name.startswith(("eagle", "yarn")) else BlockHead(config)
+    if config.is_reduced:
+        head.set_draft_ids(torch.arange(config.draft_vocab_size) * 2 + 1)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return head
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_saved_head_loads_to_the_bit(tmp_path: Path, name: str) -> None:
+    head = make(name)
+    save_head(head, tmp_path, extra={"odds": [1.0, 2.0]})
+    folder = open_head(tmp_path, TARGET)
+    found = folder.load()
+    expected = head.config
+    if isinstance(head, BlockHead) and expected.markov_rank:
+        expected = replace(expected, markov_vocab_size=expected.markov_vocab_size or 64)
+    assert (
+        replace(found.config, windows=expected.windows) == expected
+        if isinstance(head, BlockHead) and not any(expected.windows)
+        else found.config == expected
+    )
+    assert folder.shifted_taps is None, "our own taps leave no doubt"
+    assert json.loads((tmp_path / "config.json").read_text())["foretoken"]["odds"] == [1.0, 2.0]
+    state, theirs = head.state_dict(), found.state_dict()
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[key], theirs[key]) for key in state)
+    if head.draft_ids is not None:
+        assert torch.equal(head.draft_ids, found.draft_ids)
+
+
+def change(folder: Path, **keys: object) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values |= keys
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in values.items() if v is not None})
+    )
+
+
+def change_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(drop, None)
+    save_file(tensors | added, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("eagle", {"norm_of_ours": True}, "norm_of_ours is not supported"),
+        ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers must be 1"),
+        ("eagle", {"target_hidden_size": 48}, "target_hidden_size is 48"),
+        ("eagle", {"vocab_size": 65, "draft_vocab_size": None}, "vocab_size is 65"),
+        ("eagle", {"draft_vocab_size": 30}, "there is no tensor d2t"),
+        ("dspark", {"mask_token_id": 64}, "mask_token_id is 64"),
+        ("dspark", {"mask_token_id": None, "dflash_config": {}}, "mask_token_id is missing"),
+        ("dspark", {"markov_head_type": "deep"}, "markov_head_type 'deep' is not supported"),
+        ("dspark", {"hidden_act": "gelu"}, "hidden_act other than silu"),
+        ("dspark", {"foretoken": {"kind": "block", "taps": [1, 9]}}, "foretoken.taps names"),
+        ("dspark", {"architectures": ["DFlash2DraftModel"]}, "dflash2 are not supported"),
+    ],
+)
+def test_a_key_that_cannot_be_served_is_named(
+    tmp_path: Path, name: str, keys: dict[str, object], message: str
+) -> None:
+    save_head(make(name), tmp_path)
+    change(tmp_path, **keys)
+    with pytest.raises(ModelLoadError, match=message):
+        open_head(tmp_path, TARGET).load()
+
+
+def test_tensors_that_the_config_does_not_imply_are_named(tmp_path: Path) -> None:
+    save_head(make("dspark"), tmp_path)
+    change_tensors(tmp_path, extra=torch.zeros(2))
+    with pytest.raises(ModelLoadError, match="has unexpected tensors: extra"):
+        open_head(tmp_path, TARGET).load()
+    save_head(make("dspark"), tmp_path)
+    change_tensors(tmp_path, "fc.weight")
+    with pytest.raises(ModelLoadError, match=r"lacks tensors: fc\.weight"):
+        open_head(tmp_path, TARGET).load()
+    save_head(make("dspark"), tmp_path)
+    change_tensors(tmp_path, **{"fc.weight": torch.zeros(3, 3)})
+    with pytest.raises(ModelLoadError, match=r"fc\.weight has shape \[3, 3\]"):
+        open_head(tmp_path, TARGET).load()
+    save_head(make("eagle, reduced"), tmp_path)
+    change_tensors(tmp_path, d2t=torch.full((24,), 60))
+    with pytest.raises(ModelLoadError, match="d2t must lead to distinct ids below 64"):
+        open_head(tmp_path, TARGET).load()
+
+
+def test_a_language_model_is_no_head(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    )
+    assert head_kind(tmp_path) is None
+    assert head_kind(tmp_path / "nothing") is None
