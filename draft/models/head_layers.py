@@ -120,14 +120,14 @@ class RotaryTable(nn.Module):
 
     def __init__(self, spec: RopeSpec, head_dim: int) -> None:
         super().__init__()
-        frequencies = inverse_frequencies(spec, head_dim)
-        self.frequencies: Tensor
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        # no buffer: a module that is cast to bfloat16 would cast it, too
+        self._frequencies = inverse_frequencies(spec, head_dim)
         self.scaling = attention_scaling(spec)
 
     def forward(self, positions: Tensor) -> Rotary:
         """``[..]`` to cos and sin ``[.., 1, head_dim / 2]``, float32."""
-        angles = positions.unsqueeze(-1).float() * self.frequencies.float()
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions.unsqueeze(-1).float() * self._frequencies
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         return cos.unsqueeze(-2), sin.unsqueeze(-2)
 

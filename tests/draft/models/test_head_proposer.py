@@ -1,0 +1,342 @@
+"""Proposers with heads: every draft is the one that the head makes from the whole text at once.
+
+The reference computes the text so far with the target, from nothing, and hands tokens and taps to
+the head's own forward pass over whole sequences, the one that training uses. So stale, foreign,
+shifted or missing head KV shows, whatever brought it about.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixed_depth import FixedDepth
+from torch import Tensor
+
+from fake_model import Driver
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import DraftRow
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
+from foretoken.core.ops.batch import Segment, Wanted
+from foretoken.core.ops.native import native_library
+from foretoken.core.sampling.logits_processors import SampleRow
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.models.block import BlockHead
+from foretoken.draft.models.eagle import EagleHead
+from foretoken.draft.models.head_drafters import (
+    BlockProposer,
+    EagleProposer,
+    join_target,
+    make_head_pool,
+)
+from foretoken.draft.models.head_proposer import HeadProposer
+from foretoken.radix_cache import PrefixCache
+from tiny_heads import block_config, eagle_config
+from tiny_pair import write_pair
+
+VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, CHUNK = 256, 4, 160, 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("pair"), vocab_size=VOCAB_SIZE)[0]
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def target(request, folder) -> Decoder:
+    torch.set_num_threads(1)
+    if request.param == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    return load_decoder(folder, backend=request.param, exact="batch")
+
+
+def make_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
+    """Random weights, large enough that the head reads its context."""
+    torch.manual_seed(11)
+    shape = {"intermediate_size": 40}
+    head: BlockHead | EagleHead
+    if kind == "block":
+        head = BlockHead(block_config(target.config, block_size=5, **shape))
+    elif kind == "dflash":
+        changes = {"predicts_at_anchor": False, "markov_rank": 0, "windows": (None, 12)}
+        head = BlockHead(block_config(target.config, block_size=5, **shape, **changes))
+    elif kind == "rnn":
+        head = BlockHead(block_config(target.config, markov_kind="rnn", **shape))
+    elif kind == "reduced":
+        changes = {"draft_vocab_size": 100, "markov_vocab_size": 100}
+        head = BlockHead(block_config(target.config, **shape, **changes))
+        head.set_draft_ids(torch.arange(100) * 2 + 3)
+    else:
+        head = EagleHead(eagle_config(target.config, **shape))
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.5 if "markov" in name else 0.25)
+    join_target(head, target, lambda: pytest.fail("the output is tied"))
+    return head
+
+
+def make_proposer(head: BlockHead | EagleHead, target: Decoder, **options: bool) -> HeadProposer:
+    made = BlockProposer if isinstance(head, BlockHead) else EagleProposer
+    pool = make_head_pool(head.config, NUM_PAGES, PAGE_SIZE, target)
+    pool.data.fill_(float("nan"))  # void
+    return made(head, pool, target, **options)  # type: ignore[arg-type]
+
+
+def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -> Tensor:
+    """Of a text, computed from nothing, [len(tokens), num_taps * hidden]."""
+    num_pages = -(-len(tokens) // 16)
+    pool = target.make_pool(num_pages, page_size=16)
+    segment = Segment(array("q", tokens), 0, array("q", range(num_pages)), 0)
+    batch = target.batch([segment], page_size=16)
+    once = sorted(set(boundaries))
+    found = target.forward(batch, pool, Wanted(taps=tuple(once))).taps
+    assert found is not None
+    parts = found[: len(tokens)].chunk(len(once), dim=-1)
+    return torch.cat([parts[once.index(boundary)] for boundary in boundaries], dim=-1)
+
+
+@torch.inference_mode()
+def reference(head: BlockHead | EagleHead, target: Decoder, row: DraftRow) -> list[int]:
+    """The chain that a head drafts behind a row's tokens."""
+    tokens = list(row.tokens)
+    last = len(tokens) - 1
+    taps = taps_of(target, tokens, head.config.taps)
+    taps[last:] = 0.0  # not to be looked at
+    drafted: list[int] = []
+    most = row.max_draft
+    if isinstance(head, BlockHead):
+        most = min(most, head.config.num_drafted)
+        anchors = torch.tensor([[last]])
+        hidden = head(torch.tensor([tokens]), taps[None], anchors)[0, 0]
+    for depth in range(most):
+        if isinstance(head, BlockHead):
+            before = torch.tensor([tokens[-1], *drafted])
+            logits = head.logits(hidden[: depth + 1], before)[depth]
+        else:
+            ids = torch.tensor([tokens + drafted])
+            padded = torch.cat([taps, taps.new_zeros(depth, taps.shape[1])])
+            logits = head.logits(head(ids, padded[None], depth + 1)[depth][0, last - 1])
+        wide = torch.full((1, VOCAB_SIZE), -torch.inf)
+        wide[0, head.target_ids(torch.arange(len(logits)))] = logits
+        choice = target.sampler.sample(wide, [SampleRow(row.tokens, row.sampling, drafted)])[0]
+        drafted.append(choice.token_id)
+    return drafted
+
+
+class Compared:
+    """Compares every draft with the reference; drafts every other time only."""
+
+    def __init__(self, proposer: HeadProposer, target: Decoder, *, rests: bool = True) -> None:
+        self.proposer, self._target, self._rests = proposer, target, rests
+        self.observe, self.forget = proposer.observe, proposer.forget
+        self.taps = proposer.taps
+        self.num_calls = self.num_right = self.num_compared = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        self.num_calls += 1
+        if self._rests and self.num_calls % 3 == 0:
+            return [Draft()] * len(rows)
+        drafts = self.proposer.propose(rows)
+        for row, draft in zip(rows, drafts, strict=True):
+            expected = reference(self.proposer.head, self._target, row)  # type: ignore[attr-defined]
+            self.num_compared += len(expected)
+            pairs = zip(draft.token_ids, expected, strict=False)
+            self.num_right += sum(ours == theirs for ours, theirs in pairs)
+        return drafts
+
+
+class Unit:
+    """An engine without its loop and a head that is compared."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        proposer: HeadProposer,
+        *,
+        num_pages: int = NUM_PAGES,
+        rests: bool = True,
+    ) -> None:
+        limits = SchedulerLimits(
+            max_batch_tokens=CHUNK, max_running=4, max_queued=20, max_model_len=300,
+            vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+        self.compared = Compared(proposer, target, rests=rests)
+        runner = ModelRunner(
+            target, target.make_pool(num_pages, page_size=PAGE_SIZE), self.compared
+        )
+        cache = PrefixCache(num_pages, PAGE_SIZE)
+        self.scheduler = Scheduler(cache, limits, FixedDepth(4))
+        self.driver = Driver(self.scheduler, runner)  # type: ignore[arg-type]
+
+    def add(self, request_id: str, prompt: list[int], num: int, temperature: float) -> Request:
+        params = SamplingParams(temperature=temperature, max_tokens=num)
+        sampling = SamplingMetadata(params=params, seed=7, prompt_len=len(prompt))
+        request = Request(request_id=request_id, tokens=array("q", prompt), sampling=sampling)
+        self.driver.add(request)
+        return request
+
+    def run_all(self) -> None:
+        """Prompts of several chunks, shared ones, the same ids again for others, and hits."""
+        shared = prompt_of(41)
+        for turn in range(2):
+            for i in range(4):
+                prompt = (
+                    [*shared, *prompt_of(2 + i, 10 * turn + i)] if i % 2 else prompt_of(i + 1, i)
+                )
+                self.add(str(i), prompt, 24, i % 3 / 2)
+            self.driver.run()
+            self.driver.ended.clear()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids
+
+
+KINDS = ("block", "dflash", "rnn", "reduced", "eagle")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_the_reference_over_chunks_hits_and_rejections(target, kind) -> None:
+    unit = Unit(target, make_proposer(make_head(kind, target), target))
+    unit.run_all()
+    compared = unit.compared
+    assert unit.scheduler.cache.num_hits > 0
+    assert compared.num_compared > 200
+    # near ties may fall otherwise: a pass over more rows rounds otherwise
+    assert compared.num_right >= 0.98 * compared.num_compared
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_drafts_are_the_reference_after_preemption(target, kind) -> None:
+    unit = Unit(target, make_proposer(make_head(kind, target), target), num_pages=40)
+    for i in range(4):
+        unit.add(str(i), [*prompt_of(21), *prompt_of(3 + i, i)], 40, 1.0)
+    unit.driver.run()
+    assert unit.scheduler.num_preemptions > 0
+    assert unit.compared.num_right >= 0.98 * unit.compared.num_compared > 0
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_hole_in_the_heads_kv_hides_what_lies_before_it(target, kind) -> None:
+    """A step whose taps never arrived: drafts go on, and see what came later."""
+    head = make_head(kind, target)
+    proposer = make_proposer(head, target)
+    unit = Unit(target, proposer, rests=False)
+    observe, calls = unit.compared.observe, 0
+
+    def sometimes(*step: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("no taps today")
+        observe(*step)  # type: ignore[arg-type]
+
+    unit.compared.observe = sometimes  # type: ignore[assignment, method-assign]
+    unit.add("a", prompt_of(50), 30, 1.0)  # of two chunks: the first is lost
+    unit.driver.run()
+    assert len(unit.driver.served["a"]) == 30
+    compared = unit.compared
+    assert compared.num_compared > 20
+    assert 0 < compared.num_right < 0.9 * compared.num_compared, "the reference sees all"
+    calls = 1
+    unit.add("b", prompt_of(50), 30, 1.0)  # the hit lacks the head's KV of its first pages
+    unit.driver.run()
+    assert unit.driver.served["b"] == unit.driver.served["a"]
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
+    """The negative control: the comparison sees taps that are off by one."""
+    head = make_head(kind, target)
+    config = replace(head.config, taps=tuple(max(0, tap - 1) for tap in head.config.taps))
+    proposer = make_proposer(head, target)
+    shifted = make_proposer(head, target)
+    proposer._taps = type(shifted)(  # type: ignore[call-arg]
+        head_with(head, config), shifted.pool, target
+    )._taps
+    unit = Unit(target, proposer)
+    unit.run_all()
+    assert unit.compared.num_right < 0.9 * unit.compared.num_compared
+
+
+def head_with(head, config):
+    """The same weights under another config."""
+    made = type(head)(config)
+    made.load_state_dict(head.state_dict())
+    return made
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_a_slot_before_the_position_would_show(target, kind, monkeypatch) -> None:
+    """The negative control: head KV that lies one slot too low."""
+    proposer = make_proposer(make_head(kind, target), target)
+    write = proposer._write
+
+    def low(columns, pages, places):
+        write([(k.roll(-1, 0), v.roll(-1, 0)) for k, v in columns], pages, places)
+
+    monkeypatch.setattr(proposer, "_write", low)
+    unit = Unit(target, proposer)
+    unit.run_all()
+    assert unit.compared.num_right < 0.9 * unit.compared.num_compared
+
+
+@torch.inference_mode()
+def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
+    """A target that goes by its last token alone, and a Markov head that holds its table."""
+    target = load_decoder(folder)
+    for layer in target.weights.layers:
+        for packed in (layer.o, layer.down):
+            packed.weight.zero_()
+    shape = {"markov_rank": target.config.hidden_size, "markov_kind": "vanilla"}
+    head = BlockHead(block_config(target.config, block_size=6, **shape))
+    assert head.markov_head is not None
+    normed = target.ops.rms_norm(
+        target.weights.embedding, target.weights.final_norm, target.config.norm_eps
+    )
+    head.markov_head.markov_w1.weight.copy_(normed)
+    head.markov_head.markov_w2.weight.copy_(target.weights.embedding)
+    head.norm.weight.zero_()
+    join_target(head, target, lambda: pytest.fail("the output is tied"))
+    for temperature in (0.0, 1.0):
+        unit = Unit(target, make_proposer(head, target))
+        request = unit.add("a", prompt_of(21), 60, temperature)
+        unit.driver.run()
+        assert request.usage.accepted_tokens == request.usage.proposed_tokens > 20
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_independent_drafts_say_what_they_were_drawn_from(folder, kind) -> None:
+    target = load_decoder(folder)
+    proposer = make_proposer(make_head(kind, target), target, independent=True)
+    found: list[Draft] = []
+    propose = proposer.propose
+
+    def kept(rows: Sequence[DraftRow]) -> list[Draft]:
+        found.extend(drafts := propose(rows))
+        return drafts
+
+    proposer.propose = kept  # type: ignore[method-assign]
+    runner = ModelRunner(
+        target, target.make_pool(NUM_PAGES, page_size=PAGE_SIZE), proposer, rejection=True
+    )
+    unit = Unit(target, proposer)
+    unit.driver.runner = runner  # type: ignore[assignment]
+    unit.add("a", prompt_of(21), 20, 1.0)
+    unit.driver.run()
+    assert len(found) > 2
+    for draft in found:
+        probs = draft.probs  # type: ignore[attr-defined]
+        assert probs.shape == (len(draft.token_ids), VOCAB_SIZE)
+        torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
