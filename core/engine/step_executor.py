@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from ..errors import ForetokenError
+from ..interface.circuit_breaker import CircuitBreaker
 from ..interface.step import StepOutput, StepPlan
 from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, StepRunner
 from ..scheduling.async_scheduling import plan_next, replan
@@ -27,14 +28,6 @@ from .watchdog import StepHung, Watchdog
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # steps in a row without a successful part
 OnEvents = Callable[[list[Event]], None]
-
-
-# Shadow: what the event loop does for others while the model thread computes.
-#
-# Python lets one thread run at a time. At the beginning of a step that must be the model thread,
-# which prepares its kernels: whatever the loop does then, the step waits for. So the loop waits to
-# be told that the kernels begin, and does its work behind them. That it is told costs something,
-# too: two threads' time to wake one. So what is little is done at once.
 
 
 class OverlapWork:
@@ -211,7 +204,7 @@ class StepExecutor:
         self._overlap = overlap
         self._next: InFlightStep | None = None  # of a plan made ahead
         self._ended = 0.0  # when the last run did, on the clock
-        self._num_failures = 0  # steps in a row without a successful part
+        self._breaker = CircuitBreaker(MAX_FAILURES)  # of steps without a successful part
 
     @property
     def planned_ahead(self) -> StepPlan | None:
@@ -242,7 +235,7 @@ class StepExecutor:
             else:  # the runner may not have read its ids and pages
                 self._scheduler.discard_plan(plan)
             return None
-        self._num_failures = 0
+        self._breaker.record_success()
         return output
 
     def _start(
@@ -337,9 +330,12 @@ class StepExecutor:
             else:
                 bisection.passed()
         self._scheduler.credit_unfinished(plan)
-        self._num_failures = 0 if bisection.num_passed else self._num_failures + 1
+        if bisection.num_passed:
+            self._breaker.record_success()
+        else:
+            self._breaker.record_failure()
         lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed
-        if lost or self._num_failures == MAX_FAILURES:
+        if lost or self._breaker.is_open:
             await self._check_health(bisection, runner)
         if any(map(drafts, plan.rows)) and not bisection.failing_rows:
             self._scheduler.speculator.broke_step()
@@ -355,7 +351,7 @@ class StepExecutor:
         in_flight = self._start(plan, runner)
         if isinstance(await self._compute(in_flight, in_flight.began), Exception):
             raise bisection.failure
-        self._num_failures = 0
+        self._breaker.record_success()
 
     def _fail_rows(self, bisection: StepBisection) -> None:
         failing_rows = [row.request_id for row in bisection.failing_rows]

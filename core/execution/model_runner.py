@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from ..interface.circuit_breaker import CircuitBreaker
 from ..interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 from ..interface.step_runner import OnKernelsStarted, Pending, ignore_kernels, launch_behind
 from ..model.decoder import Decoder
@@ -30,7 +30,7 @@ from ..sampling.verifier import NOT_FINITE, Choice, LogitsRow, Verified, VerifyR
 from .proposer import Proposer, VerifiedRow
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 20
+MAX_FAILURES = 20  # of one method of the proposer, in a row
 NO_GUESS = (NO_DRAFT,)  # the paths of a row that drafts nothing
 
 
@@ -179,7 +179,7 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self.proposer = proposer
-        self._num_failures = Counter[str]()  # of each of the proposer's methods, in a row
+        self._breakers = {name: CircuitBreaker(MAX_FAILURES) for name in ("propose", "observe")}
         self.rejection = rejection  # verify by rejection sampling, for comparison only
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
@@ -280,7 +280,7 @@ class ModelRunner:
         except Exception:
             self._failed("propose")
             return {}
-        self._num_failures["propose"] = 0
+        self._breakers["propose"].record_success()
         return drafts
 
     def _observe(self, work: Work, best: Sequence[int], outputs: Sequence[RowOutput]) -> None:
@@ -293,13 +293,13 @@ class ModelRunner:
         except Exception:
             self._failed("observe")
         else:
-            self._num_failures["observe"] = 0
+            self._breakers["observe"].record_success()
 
     def _failed(self, what: str) -> None:
         """Log and count the exception that is being handled."""
         logger.exception("the proposer failed to %s; the step goes on without it", what)
-        self._num_failures[what] += 1
-        if self._num_failures[what] >= MAX_FAILURES:
+        self._breakers[what].record_failure()
+        if self._breakers[what].is_open:
             logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
             self.proposer = None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol
 
+from .circuit_breaker import CircuitBreaker
 from .request import Request
 from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
 
@@ -157,7 +158,7 @@ class GuardedSpeculator:
 
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
-        self._failures = 0.0  # faded
+        self._breaker = CircuitBreaker(MAX_FAILURES, forgiven=FORGIVEN)
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
         """Call the speculator; True if it fails."""
@@ -177,7 +178,7 @@ class GuardedSpeculator:
         except Exception:
             self._failed()
             return [NO_DRAFT_PLAN] * len(requests)
-        self._failures = max(0.0, self._failures - FORGIVEN)
+        self._breaker.record_success()
         return plans
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
@@ -232,8 +233,8 @@ class GuardedSpeculator:
         self._count("the speculator fails")
 
     def _count(self, what: str) -> None:
-        self._failures += 1
-        if self._failures >= MAX_FAILURES:
+        self._breaker.record_failure()
+        if self._breaker.is_open:
             logger.error("%s again and again: drafting is off", what)
             self.inner = NO_SPECULATION
 

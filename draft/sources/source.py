@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...core.interface.circuit_breaker import CircuitBreaker
 from ...core.interface.request import Request
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 5
+MAX_FAILURES = 5  # in all
 INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most
 BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each class of positions
 
@@ -83,7 +84,7 @@ class GuardedSource:
         self.name = source.name
         self.priors = source.priors
         self._inner: Source | None = source
-        self._num_failures = 0
+        self._breaker = CircuitBreaker(MAX_FAILURES, forgiven=0.0)
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Its guesses; none where it failed."""
@@ -121,13 +122,12 @@ class GuardedSource:
         try:
             self._inner.flush(*namespaces)
         except Exception:
-            self._num_failures = MAX_FAILURES
-            self._failed()
+            self._failed(is_last=True)
 
-    def _failed(self) -> None:
-        """To be called while the failure is handled."""
-        self._num_failures += 1
+    def _failed(self, *, is_last: bool = False) -> None:
+        """Log and count the exception that is being handled; drop the source if it ``is_last``."""
+        self._breaker.record_failure()
         logger.exception("draft source %s failed", self.name)
-        if self._num_failures >= MAX_FAILURES:
+        if is_last or self._breaker.is_open:
             logger.error("draft source %s is dropped", self.name)
             self._inner = None

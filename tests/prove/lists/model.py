@@ -168,8 +168,8 @@ MUTATIONS = (
     Mutation(
         "runner-fails-with-its-proposer",
         "ModelRunner._propose",
-        '            return {}\n        self._num_failures["propose"] = 0',
-        '            raise\n        self._num_failures["propose"] = 0',
+        '            return {}\n        self._breakers["propose"].record_success()',
+        '            raise\n        self._breakers["propose"].record_success()',
         (
             "test_a_draft_that_makes_no_sense_costs_nothing_but_itself",
             "test_no_drafter_and_no_batch_changes_a_token",

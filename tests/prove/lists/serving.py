@@ -99,15 +99,15 @@ MUTATIONS = (
     Mutation(
         "stepper-goes-on-after-three-failures",
         "StepExecutor._recover",
-        "if lost or self._num_failures == MAX_FAILURES:",
-        "if lost or self._num_failures > 3 * MAX_FAILURES:",
+        "if lost or self._breaker.is_open:",
+        "if lost:",
         ("test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told",),
         "three failed steps in a row end the engine",
     ),
     Mutation(
         "stepper-never-forgives-a-failure",
         "StepExecutor.step",
-        "        self._num_failures = 0\n        return output",
+        "        self._breaker.record_success()\n        return output",
         "        return output",
         ("test_failures_count_in_a_row_and_not_in_all",),
         "three in a row, not three in all",
