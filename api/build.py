@@ -66,8 +66,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     pair = (drafts[0], draft_pools[0]) if drafts else None
     _say_what_computes(decoders, pool)
     by_rejection = config.verify == "rejection"
-    # measured for the built-in pair; else tuned
-    temperature_scale = 1.0 if source.draft is not None else None
+    temperature_scale = None if config.draft_temperature == "tuned" else 1.0
     proposer = (
         LmProposer(*pair, independent=by_rejection, temperature_scale=temperature_scale)
         if pair is not None

@@ -65,6 +65,11 @@ def add_engine_flags(parser: Parser) -> None:
         help="auto, none, or a comma list of radix, suffix, ngram, PATH, oracle:P",
         metavar="SPEC",
     )
+    add(
+        "--draft-temperature",
+        choices=("same", "tuned"),
+        help="of a draft model: the request's, or a multiple of it tuned by acceptances",
+    )
     add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
     add("--verify", choices=("coupled", "rejection"))
     add("--exact", choices=("spec", "batch", "off"))

@@ -54,6 +54,8 @@ class EngineConfig:
 
     None means: chosen for the model and the device, as `sizes` says.
     ``draft``: auto, none, or a comma list of sources and draft-model paths, tried in order.
+    ``draft_temperature``: a draft model draws at the request's temperature, or at a multiple of it
+    that is tuned by acceptances: for draft models that are less sure than the target, or more.
     ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:
     coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
     ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
@@ -75,6 +77,7 @@ class EngineConfig:
     """
 
     draft: str = "auto"
+    draft_temperature: Literal["same", "tuned"] = "same"
     speculation: Literal["auto", "off"] | int = "auto"
     verify: Literal["coupled", "rejection"] = "coupled"
     exact: Literal["spec", "batch", "off"] = "spec"

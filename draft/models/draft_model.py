@@ -7,8 +7,8 @@ The draft's KV lives in a pool of its own under the *same page ids* as the targe
 brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
 is caught up a window at a time in steps that follow the first token, never on the way to it.
 
-A draft may be sharpened (temperature_tuner.py), which cannot change the output of `verify`: it
-sees tokens alone. For rejection sampling a draft is ``independent``: all its
+If asked for, a draft is sharpened as temperature_tuner.py learns, which cannot change the output of
+`verify`: it sees tokens alone. For rejection sampling a draft is ``independent``: all its
 ``max_draft`` tokens, drawn with noise of its own, and what they were drawn from.
 """
 
@@ -58,7 +58,7 @@ class LmProposer:
     """Drafts by running ``decoder`` on the request's tokens.
 
     ``window``: tokens of missing KV that one step may catch up over the whole batch.
-    ``temperature_scale``: a fixed sharpening, else it is tuned.
+    ``temperature_scale`` divides the draft's logits on top of the temperature; None: it is tuned.
     """
 
     taps: Taps = ()
@@ -70,7 +70,7 @@ class LmProposer:
         *,
         window: int = 256,
         independent: bool = False,
-        temperature_scale: float | None = None,
+        temperature_scale: float | None = 1.0,
     ) -> None:
         self._decoder = decoder
         self._sampler = decoder.sampler

@@ -85,7 +85,8 @@ def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
 
 def test_every_engine_option_is_a_flag_of_every_command():
     flags = {
-        "draft": "none", "speculation": "5", "verify": "coupled", "exact": "off", "device": "cpu",
+        "draft": "none", "draft-temperature": "tuned", "speculation": "5",
+        "verify": "coupled", "exact": "off", "device": "cpu",
         "backend": "torch",
         "dtype": "float32", "quantize": "none", "kv-cache-dtype": "int8", "kv-tokens": "64",
         "page-size": "1", "pin-quota": "0.5", "cache-quota": "0.4", "max-model-len": "99",

@@ -109,6 +109,21 @@ def test_where_the_context_ends_there_is_no_backlog(pair) -> None:
     assert (draft.num_uncached_draft_tokens, len(draft.token_ids)) == (0, 0)
 
 
+# ---- temperature -------------------------------------------------------------------------------
+
+
+def test_the_draft_is_tuned_only_if_asked_for(pair) -> None:
+    """Tuning costs several draws of the whole vocabulary now and then."""
+
+    def kept(proposer: LmProposer) -> int:
+        for seed in range(64):
+            proposer.propose([row_of(prompt_of(20), 1, seed=seed)])
+        return len(proposer._tuner._kept)
+
+    assert kept(proposer_of(pair[1])) == 0
+    assert kept(proposer_of(pair[1], temperature_scale=None)) == 1
+
+
 # ---- independent -------------------------------------------------------------------------------
 
 
@@ -173,7 +188,7 @@ def test_tau_is_tuned_while_drafting(pair, monkeypatch) -> None:
     """The draft is the target with flattened logits; only the fate of its drafts tells that."""
     monkeypatch.setattr(tuner_module, "_EAGER", 1)
     target, draft = Scaled(pair[0], 3.0), Scaled(pair[0], 1.2)
-    proposer = proposer_of(draft)  # type: ignore[arg-type]
+    proposer = proposer_of(draft, temperature_scale=None)  # type: ignore[arg-type]
     run(target, proposer, 60, max_draft=1)  # type: ignore[arg-type]
     assert proposer._tuner._num_answers == 59
     assert proposer.temperature_scale < 0.8
