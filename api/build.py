@@ -21,6 +21,7 @@ from ..core.execution.warm_up import warm_up
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
 from ..core.ops.base import Ops
+from ..core.ops.batch import Taps
 from ..core.ops.device import choose_device
 from ..core.ops.host_memory import keep_freed_memory
 from ..core.ops.kv_pool import KVPool
@@ -87,7 +88,12 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
             runner,
             on_thread_start=_thread_setter(config.threads, target.ops),
             warm_up=partial(
-                _warm_up, (target, pool), pair, scheduler.limits, costs if measures else None
+                _warm_up,
+                (target, pool),
+                pair,
+                scheduler.limits,
+                costs if measures else None,
+                taps=() if proposer is None else proposer.taps,
             ),
             supervision=_supervision(config, sizes, target),
             overlap=overlaps,
@@ -153,9 +159,17 @@ def _say_what_computes(decoders: Sequence[Decoder], pool: KVPool) -> None:
 
 
 def _warm_up(
-    target: _Model, draft: _Model | None, limits: SchedulerLimits, costs: CostModel | None
+    target: _Model,
+    draft: _Model | None,
+    limits: SchedulerLimits,
+    costs: CostModel | None,
+    *,
+    taps: Taps = (),
 ) -> None:
-    """In the model thread, before the first request: make a GPU ready, measure what steps cost."""
+    """In the model thread, before the first request: make a GPU ready, measure what steps cost.
+
+    ``taps``: what the proposer observes of the target's passes.
+    """
     remedy = "lower kv_memory, max_batch_tokens or max_running"
     with out_of_memory_told("before the first request", remedy):
         for decoder, pool in (target, draft) if draft else (target,):
@@ -166,6 +180,7 @@ def _warm_up(
                     max_len=limits.max_model_len,
                     num_tokens=limits.max_batch_tokens,
                     num_requests=limits.max_running,
+                    taps=taps if decoder is target[0] else (),
                 )
         if costs is not None:
             measure_costs(costs, target, draft)

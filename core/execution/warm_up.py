@@ -9,7 +9,7 @@ import torch
 from ..interface.sampling_params import SamplingParams
 from ..interface.step import SamplingMetadata
 from ..model.decoder import Decoder
-from ..ops.batch import Segment
+from ..ops.batch import Segment, Taps, Wanted
 from ..ops.kv_pool import KVPool
 from ..sampling.logits_processors import SampleRow
 
@@ -25,22 +25,29 @@ _KINDS = (
 
 @torch.inference_mode()
 def warm_up(
-    decoder: Decoder, pool: KVPool, *, max_len: int, num_tokens: int, num_requests: int
+    decoder: Decoder,
+    pool: KVPool,
+    *,
+    max_len: int,
+    num_tokens: int,
+    num_requests: int,
+    taps: Taps = (),
 ) -> None:
     """Capture the graphs, then compute steps of the largest size.
 
     ``max_len``: tokens of the longest request. ``num_tokens`` of a prompt and ``num_requests``
-    make the largest step. The pool's content is void afterwards. Raises what steps raise, which
-    is torch's own where memory runs out.
+    make the largest step. ``taps``: the boundaries that each step will want (`Proposer.taps`). The
+    pool's content is void afterwards. Raises what steps raise, which is torch's own where memory
+    runs out.
     """
     longest = min(max_len, pool.num_pages * pool.page_size)
-    decoder.warm_up(pool, longest)
+    decoder.warm_up(pool, longest, taps)
     prompt = array("q", [0] * min(num_tokens, longest))
-    _compute(decoder, pool, [_segment(pool, prompt)])
+    _compute(decoder, pool, [_segment(pool, prompt)], taps)
     row = _segment(pool, prompt[:1])
-    _compute(decoder, pool, [row] * num_requests)
+    _compute(decoder, pool, [row] * num_requests, taps)
     if num_requests <= FEW_ROWS:  # with drafts there may be more rows of logits
-        _compute(decoder, pool, [row] * (FEW_ROWS + 1))
+        _compute(decoder, pool, [row] * (FEW_ROWS + 1), taps)
 
 
 def _segment(pool: KVPool, tokens: array[int]) -> Segment:
@@ -48,9 +55,10 @@ def _segment(pool: KVPool, tokens: array[int]) -> Segment:
     return Segment(tokens, 0, array("q", range(num_pages)), 1)
 
 
-def _compute(decoder: Decoder, pool: KVPool, segments: list[Segment]) -> None:
+def _compute(decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps) -> None:
     """A pass, and a token for each segment."""
-    logits = decoder.forward(decoder.batch(segments, page_size=pool.page_size), pool).logits
+    batch = decoder.batch(segments, page_size=pool.page_size)
+    logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [
         SampleRow(array("q", [0, 0]), SamplingMetadata(params=params, seed=0, prompt_len=1))
         for params in (_KINDS * len(segments))[: max(len(segments), len(_KINDS))]

@@ -81,9 +81,8 @@ class Decoder:
     def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
         """Be ready for passes over a pool, of up to ``max_len`` positions; it is not written.
 
-        ``taps``: the boundaries that these passes will want.
-
-        On a GPU, captures the graphs: seconds, and memory beside the pool's.
+        ``taps``: the boundaries that these passes will want. On a GPU, captures the graphs, which
+        takes seconds and memory beside the pool's.
         """
         self._rope.table(max_len)
         if self._compiled is not None:

@@ -21,8 +21,9 @@ from foretoken.core.execution import warm_up as warming
 from foretoken.core.execution.warm_up import warm_up
 from foretoken.core.model import loader, read_config
 from foretoken.core.ops import device as devices
-from foretoken.core.ops.batch import RaggedBatch, Segment
+from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Segment, Wanted
 from foretoken.core.ops.device import make_stopwatch
+from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.triton import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft import training
@@ -140,10 +141,9 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
     decoder = loader.load_decoder(FOLDER, dtype="float32")
     pool = decoder.make_pool(3, page_size=16)
     told: list[object] = []
+    tapped: set[tuple[int, ...]] = set()
 
     class Watched:
-        forward = staticmethod(decoder.forward)
-
         @property
         def sampler(self) -> Watched:
             return self
@@ -152,14 +152,21 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
             decoder.sampler.sample(logits, rows)
             told.append(len(rows))
 
-        def warm_up(self, _: object, max_len: int) -> None:
+        def warm_up(self, _: object, max_len: int, taps: tuple[int, ...]) -> None:
             told.append(max_len)
+            tapped.add(taps)
+
+        def forward(self, batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+            tapped.add(wanted.taps)
+            return decoder.forward(batch, pool, wanted)
 
         def batch(self, segments: list[Segment], *, page_size: int) -> RaggedBatch:
             told.append([len(segment.token_ids) for segment in segments])
             return decoder.batch(segments, page_size=page_size)
 
-    warm_up(Watched(), pool, max_len=4096, num_tokens=64, num_requests=5)  # type: ignore[arg-type]
+    watched: Any = Watched()
+    warm_up(watched, pool, max_len=4096, num_tokens=64, num_requests=5, taps=(0, 1))
+    assert tapped == {(0, 1)}, "the graphs and every step leave the boundaries that are observed"
     kinds, many = [1] * 4, [[1] * 65, 65]
     assert told == [48, [48], *kinds, [1] * 5, 5, *many], "the pool, a prompt, decodes, many rows"
 
@@ -169,12 +176,12 @@ def test_more_rows_than_few_are_those_for_which_a_linear_layer_has_another_kerne
 
 
 def test_a_gpu_is_made_ready_before_the_first_request_and_a_cpu_is_not(monkeypatch) -> None:
-    warmed: list[tuple[object, dict[str, int]]] = []
+    warmed: list[tuple[object, dict[str, object]]] = []
     monkeypatch.setattr(building, "warm_up", lambda d, _, **sizes: warmed.append((d, sizes)))
     limits: Any = SimpleNamespace(max_model_len=99, max_batch_tokens=64, max_running=8)
     host, target, draft = (SimpleNamespace(device=each) for each in (CPU, CUDA, CUDA))
     building._warm_up((host, None), None, limits, None)  # type: ignore[arg-type]
     assert not warmed
-    building._warm_up((target, None), (draft, None), limits, None)  # type: ignore[arg-type]
+    building._warm_up((target, None), (draft, None), limits, None, taps=(2,))  # type: ignore[arg-type]
     sizes = {"max_len": 99, "num_tokens": 64, "num_requests": 8}
-    assert warmed == [(target, sizes), (draft, sizes)]
+    assert warmed == [(target, sizes | {"taps": (2,)}), (draft, sizes | {"taps": ()})]
