@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ._version import __version__
 from .api.results import Choice, Completion, TextDelta, ToolCall
+from .api.sampling_params import SamplingParams
 from .api.sdk import AsyncLLM
 from .api.sync import LLM
 from .core.errors import (
@@ -16,7 +17,6 @@ from .core.errors import (
     QueueFull,
 )
 from .core.interface.request import Usage
-from .core.interface.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .api.client import AsyncClient, Client

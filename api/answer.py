@@ -12,10 +12,10 @@ from typing import TypeVar
 from ..core.engine.inbox import TokenStream
 from ..core.errors import ForetokenError
 from ..core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import TokenLogprob
 from .matcher import Grammar
 from .results import Choice, Completion, TextDelta, total_usage
+from .sampling_params import SamplingParams
 from .text import AnswerText
 
 T = TypeVar("T")

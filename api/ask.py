@@ -8,11 +8,11 @@ from typing import Any, Literal
 import msgspec
 
 from ..core.errors import InvalidRequest
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import TokenLogprob
 from .forms import NamedChoice, Tools, read_choice, read_tools
 from .intake import Conversation, Message, is_one_conversation
 from .results import CallDelta, Choice, Completion, TextDelta, ToolCall
+from .sampling_params import SamplingParams
 from .talk import Ask, Tool, ToolChoice, TurnChoice, TurnDelta
 from .turn import Turn
 

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from ..core.errors import InvalidRequest
 from ..core.interface.request import Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import TokenLogprob
 from .errors import JsonResponse
 from .forms import read_cache, read_choice, read_tools
 from .plain import plain_messages
+from .sampling_params import SamplingParams
 from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
 from .service import Service
 from .shapes import Body, Head, chat_logprobs, reason_body

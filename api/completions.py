@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from ..core.errors import InvalidRequest
 from ..core.interface.request import Usage
-from ..core.interface.sampling_params import SamplingParams
 from .answer import Answer
 from .errors import JsonResponse
 from .forms import read_cache
@@ -18,6 +17,7 @@ from .intake import Prompt, warm_params
 from .legacy import CompletionWriter, echo_ids
 from .prompts import PromptNote, text_parts
 from .results import Completion
+from .sampling_params import SamplingParams
 from .schema import (
     COMPLETION_TOKENS,
     CompletionRequest,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core.config import EngineConfig, parse_size
 from ..core.errors import InvalidRequest
-from ..core.interface.sampling_params import SamplingParams
 from .limits import Limits
 from .output.syntax import REASONING_PARSERS, TOOL_PARSERS
+from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .service import Settings

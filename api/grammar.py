@@ -17,9 +17,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..core.errors import EngineDead, InvalidRequest, QueueFull
-from ..core.interface.sampling_params import FORMS, SamplingParams
 from .grammar_text import guidance_text, source_text
 from .matcher import Grammar, Vocabulary, error_text
+from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 from .worker import Worker
 
@@ -107,8 +107,7 @@ class Grammars:
         Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow, and
         `QueueFull` where too many wait.
         """
-        field = next((name for name in FORMS if getattr(params, name) is not None), None)
-        if field is None:
+        if (field := params.form) is None:
             return None
         source = source_text(field, getattr(params, field))
         if self._vocabulary is None:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ..core.errors import InvalidRequest
-from ..core.interface.sampling_params import MAX_GRAMMAR_CHARS
+from .sampling_params import MAX_GRAMMAR_CHARS
 
 MAX_RULES = 4_000  # of a Lark text: what goes wrong in longer chains takes minutes to be told
 JSON_FORM = {

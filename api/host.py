@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self
 from ..core.config import EngineConfig
 from ..core.errors import EngineDead, InvalidRequest
 from ..core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.ops.host_memory import keep_freed_memory
 from .answer import Answer, Generation
 from .arrival import Arrival, arrival, seconds_left
@@ -33,6 +32,7 @@ from .intake import (
 )
 from .prompts import NO_NOTE, PromptLog, PromptNote
 from .results import Completion
+from .sampling_params import SamplingParams
 from .text import AnswerText
 from .tokenizer import Tokenizer
 from .visits import note_answer

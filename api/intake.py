@@ -20,10 +20,10 @@ from ..core.interface.request import (
     OnToken,
     Request,
 )
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from .matcher import Grammar
 from .owners import tenant_of
+from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ def make_request(
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids,
         constraint=None if grammar is None else grammar.matcher(stop_ids),
+        constraint_param=params.form,
     )
     return Request(
         request_id=request_id,

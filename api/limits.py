@@ -7,14 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from ..core.errors import InvalidRequest
-from ..core.interface.sampling_params import (
-    MAX_BIASED_TOKENS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-)
+from ..core.interface.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 from .output.syntax import MAX_TOOLS
+from .sampling_params import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 
 T = TypeVar("T", int, float)
 MAX_COUNT = 2**31 - 1

@@ -9,19 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.interface.sampling_params import (
-    MAX_ALLOWED,
-    MAX_BIASED_TOKENS,
+from ..core.interface.sampling_params import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_INT, MAX_LISTED
+from .responses.route import MAX_PAGE
+from .sampling_params import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARS,
-    MAX_INT,
-    MAX_LISTED,
     MAX_N,
     MAX_PREDICTION_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
 )
-from .responses.route import MAX_PAGE
 
 Schema = dict[str, Any]
 Keywords = Mapping[str, Schema]

@@ -17,13 +17,13 @@ import msgspec
 from ..core import errors
 from ..core.config import EngineConfig
 from ..core.interface.request import Usage
-from ..core.interface.sampling_params import SamplingParams
 from . import client
 from .app import _routes
 from .client.options import ChatOptions, CompleteOptions, SamplingOptions
 from .flags import Parser, add_engine_flags, add_server_flags
 from .openapi import EVENTS, JSON, describe
 from .results import Choice, Completion, TextDelta, ToolCall
+from .sampling_params import SamplingParams
 from .sdk import AsyncLLM
 from .service import Service, Settings
 from .sync import LLM

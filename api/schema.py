@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..core.errors import InvalidRequest
-from ..core.interface.sampling_params import MAX_DEPTH, MAX_LOGPROBS, SamplingParams
+from ..core.interface.sampling_params import MAX_LOGPROBS
 from .errors import bad_json
 from .forms import (
     CacheSpec,
@@ -24,6 +24,7 @@ from .forms import (
     Tools,
     form_of,
 )
+from .sampling_params import MAX_DEPTH, SamplingParams
 
 T = TypeVar("T", bound=Struct)
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import TypeVar, overload
 
 from ..core.errors import QueueFull
-from ..core.interface.sampling_params import SamplingParams
 from .answer import Answer
 from .ask import Asking, GivenChoice, GivenTools, completion_of, text_delta
 from .host import Host
@@ -24,6 +23,7 @@ from .intake import (
     one_params,
 )
 from .results import Completion, TextDelta
+from .sampling_params import SamplingParams
 from .talk import Ask
 from .turn import Turn, Turns
 

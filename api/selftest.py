@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ForetokenError
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from ..core.model.rope import RopeSpec, RopeTable
 from ..core.ops.base import HeadLayout, HeadNorm, Ops, PackedLinear
@@ -30,6 +29,7 @@ from ..core.ops.quantize import Quantize
 from ..core.ops.torch.torch_ops import TorchOps
 from ..core.sampling.logits_processors import SampleRow
 from ..core.sampling.sampler import TorchSampler
+from .sampling_params import SamplingParams
 
 DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of relative errors

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..core.interface.request import Delta, Request
+from ..core.interface.sampling_params import TokenSamplingParams
+from .sampling_params import SamplingParams
 from .visits import Visit
 
 Value = str | bool | int | float | list[str]
@@ -30,16 +32,17 @@ def asked_of(request: Request) -> dict[str, Value]:
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.top_k": params.top_k,
-        "gen_ai.request.seed": _fitting(params.seed),
+        "gen_ai.request.seed": _fitting(params),
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
         "gen_ai.request.presence_penalty": params.presence_penalty,
     }
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _fitting(number: int | None) -> int | None:
-    """OTLP has 64 bits with a sign."""
-    return number if number is not None and number < 2**63 else None
+def _fitting(params: TokenSamplingParams) -> int | None:
+    """The caller's own seed, if OTLP can hold it: it has 64 bits with a sign."""
+    seed = params.seed if isinstance(params, SamplingParams) else None
+    return seed if seed is not None and seed < 2**63 else None
 
 
 def cost_of(request: Request, delta: Delta) -> dict[str, Value]:

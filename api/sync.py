@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..core.errors import EngineDead, ForetokenError
-from ..core.interface.sampling_params import SamplingParams
 from .ask import GivenChoice, GivenTools
 from .intake import Conversation, Prompt
 from .results import Completion, TextDelta
+from .sampling_params import SamplingParams
 from .sdk import AsyncLLM, Params, RequestIds
 
 if TYPE_CHECKING:

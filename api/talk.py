@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..core.interface.request import DEFAULT_CACHE, CacheOptions
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import TokenLogprob
 from .prompts import PromptNote, conversation_parts
+from .sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

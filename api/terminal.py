@@ -12,11 +12,11 @@ from typing import Any
 
 from ..core.errors import InvalidRequest
 from ..core.interface.request import Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.telemetry.spec_decode_stats import by_source
 from .answer import Answer
 from .intake import Prompt
 from .paint import Painter, Palette, wants_colour
+from .sampling_params import SamplingParams
 from .sdk import AsyncLLM
 
 

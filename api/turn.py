@@ -15,7 +15,6 @@ from typing import Any
 
 from ..core.errors import InvalidRequest
 from ..core.interface.request import Usage
-from ..core.interface.sampling_params import FORMS, SamplingParams
 from .answer import Answer
 from .grammar_text import num_chars
 from .host import Host
@@ -27,6 +26,7 @@ from .output.syntax import Syntax, check_tools
 from .prompts import PromptNote
 from .reader import TurnReader
 from .results import Completion
+from .sampling_params import SamplingParams
 from .talk import Ask, TurnChoice, TurnDelta
 from .template import check_messages
 
@@ -232,5 +232,4 @@ def _name_field(error: InvalidRequest, ask: Ask) -> None:
     if error.param == "prompt":
         error.param = "messages"
     elif error.param == "grammar" and ask.params.grammar is None:  # what others became
-        form = next((name for name in FORMS if getattr(ask.params, name) is not None), "tools")
-        error.param = "tools" if ask.callable_tools else form
+        error.param = "tools" if ask.callable_tools else ask.params.form or "tools"

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from ..api.build import Built, build
 from ..api.models import BUILTIN
+from ..api.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.interface.request import Request, Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from .pairs import qwen3_06b, write_pair
 from .report import Spread, command, machine, table, write_json

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..api.build import build
+from ..api.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.interface.request import Request
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from ..draft.sources.merge import common_len
 from ..draft.sources.source import BUCKETS

@@ -16,8 +16,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
 from ..api.flags import Parser, add_engine_flags, engine_options
+from ..api.sampling_params import SamplingParams
 from ..core.errors import ForetokenError
-from ..core.interface.sampling_params import SamplingParams
 from .load import Content, Job, Load
 from .load_cli import parsed, run
 from .load_figures import Record

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ..api.build import Built
+from ..api.sampling_params import SamplingParams
 from ..core.errors import ForetokenError, InvalidRequest
 from ..core.interface.request import Request, Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from .phases_data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
 from .phases_roofline import LENGTHS, POSITIONS, clipped

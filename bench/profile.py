@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from ..api.sampling_params import SamplingParams
 from ..api.sdk import AsyncLLM
 from ..core.engine.engine import Engine
 from ..core.execution.model_runner import ModelRunner
-from ..core.interface.sampling_params import SamplingParams
 from .pairs import qwen3_06b, write_pair
 from .report import command, machine, table, write_json
 

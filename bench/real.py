@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..api.build import Built, build
+from ..api.sampling_params import SamplingParams
 from ..api.tokenizer import Tokenizer
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from ..core.model.config import read_config
 from .pairs import qwen3_06b

@@ -23,9 +23,9 @@ import torch
 
 from ..api.build import Built, build
 from ..api.models import find_model
+from ..api.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.interface.request import Request
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
 from ..core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
 from ..draft.control.acceptance import AcceptanceModel

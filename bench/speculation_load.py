@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..api.build import Built
+from ..api.sampling_params import SamplingParams
 from ..core.interface.request import Request, Usage
-from ..core.interface.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from .replay import ReplayRunner
 from .report import Spread

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..api.results import Completion
+from ..api.sampling_params import SamplingParams
 from ..api.sdk import AsyncLLM
-from ..core.interface.sampling_params import SamplingParams
 from .grammars import Guidance, Library, Ours, Peer, is_valid, measure, vocabularies
 from .report import command, machine, table, write_json
 from .schemas import random_schema

@@ -12,10 +12,10 @@ from fixed_depth import FixedDepth
 
 from checkpoints import void_item
 from fake_model import Driver
+from foretoken.api.sampling_params import SamplingParams
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow, Proposer
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import SamplingParams
 from foretoken.core.interface.speculator import Speculator
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder

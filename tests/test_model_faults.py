@@ -11,11 +11,11 @@ import torch
 from faults import BAD, NAMES, NUM_TOKENS, PROMPTS, Reader, live, no_act
 from fixed_depth import FixedDepth
 
+from foretoken.api.sampling_params import SamplingParams
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import ForetokenError
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.request import Delta, Request
-from foretoken.core.interface.sampling_params import SamplingParams
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder

@@ -23,12 +23,12 @@ from foretoken.api.answer import Answer, Generation
 from foretoken.api.errors import ApiError
 from foretoken.api.logs import JsonFormatter, TextFormatter, announcement, log_visit
 from foretoken.api.observing import make_telemetry
+from foretoken.api.sampling_params import SamplingParams
 from foretoken.api.server_metrics import ServerMetrics
 from foretoken.api.telemetry import MAX_CHUNKS, Telemetry
 from foretoken.api.visits import VISIT, Visit
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Usage
-from foretoken.core.interface.sampling_params import SamplingParams
 from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
 from foretoken.core.scheduling.draft_pages import make_row
 

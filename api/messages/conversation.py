@@ -8,8 +8,8 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequest
-from ...core.interface.sampling_params import SamplingParams
 from ..forms import named_choice
+from ..sampling_params import SamplingParams
 from ..talk import Ask, Tool, ToolChoice
 from .schema import (
     AnyBlock,

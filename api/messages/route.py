@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ...core.interface.sampling_params import SamplingParams
 from ..errors import ApiError, JsonResponse
 from ..forms import read_cache
+from ..sampling_params import SamplingParams
 from ..schema import decoder, refuse_unsupported, sampling_params
 from ..service import Service
 from ..sse import EventStream, unless_gone

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
-from ...core.interface.sampling_params import MAX_GRAMMAR_CHARS
 from ..grammar_text import lark_text, num_chars
+from ..sampling_params import MAX_GRAMMAR_CHARS
 from . import formats as f
 from .lark import Lark, value
 from .qwen_coder import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, kinds, listed_values

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequest
-from ...core.interface.sampling_params import MAX_GRAMMAR_CHARS
 from ..grammar_text import JSON_FORM, check_size, json_rule, lark_rules, lark_text
+from ..sampling_params import MAX_GRAMMAR_CHARS
 
 if TYPE_CHECKING:
-    from ...core.interface.sampling_params import SamplingParams
+    from ..sampling_params import SamplingParams
     from ..talk import Tool
 
 LOOSE_FORM = {**JSON_FORM, "coerce_one_of": True, "lenient": True}

@@ -15,7 +15,7 @@ from .source import ReaderParser
 from .thinking import MISTRAL_THINK, THINK, Thinking, ThinkingState, thinking_parser
 
 if TYPE_CHECKING:
-    from ...core.interface.sampling_params import SamplingParams
+    from ..sampling_params import SamplingParams
     from ..talk import Tool, ToolChoice
 
 MAX_TOOLS = 1024

@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from ...core.interface.request import Usage
-from ...core.interface.sampling_params import SamplingParams
+from ..sampling_params import SamplingParams
 from ..shapes import FINGERPRINT, Body, usage_body
 from .ask import served_tools
 from .schema import ResponsesRequest

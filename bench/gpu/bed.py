@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from ...api.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.execution.model_runner import ModelRunner
-from ...core.interface.sampling_params import SamplingParams
 from ...core.interface.step import NO_DRAFT, Draft, PlanRow, SamplingMetadata, StepPlan
 from ...core.model import Decoder
 from ...core.ops.gauge import Gauge

@@ -8,10 +8,10 @@ from itertools import count
 from typing import Literal
 
 from ...api.build import build
+from ...api.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.engine.engine import Engine
 from ...core.interface.request import Request
-from ...core.interface.sampling_params import SamplingParams
 from ...core.interface.step import SamplingMetadata
 from .wire import Call, Generate, Job, Tokens, serve
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..interface.sampling_params import SamplingParams
+from ..interface.sampling_params import TokenSamplingParams
 from ..interface.step import (
     LEAST_CHUNK,
     NO_DRAFT,
@@ -101,7 +101,7 @@ class StepBisection:
             start=0,
             stop=1,
             page_ids=array("q", [page]),
-            sampling=SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=1),
+            sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1),
         )
         return replace(self._plan, rows=[row], is_plain=True)
 

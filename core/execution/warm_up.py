@@ -6,7 +6,7 @@ from array import array
 
 import torch
 
-from ..interface.sampling_params import SamplingParams
+from ..interface.sampling_params import TokenSamplingParams
 from ..interface.step import SamplingMetadata
 from ..model.decoder import Decoder
 from ..ops.batch import Segment, Taps, Wanted
@@ -16,10 +16,10 @@ from ..sampling.logits_processors import SampleRow
 FEW_ROWS = 64  # beyond them the output layer has another kernel
 # One of each kind for which samplers have kernels.
 _KINDS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=1.0, top_p=0.9, top_k=50),
-    SamplingParams(temperature=1.0, presence_penalty=1.0, logit_bias={0: 1.0}),
+    TokenSamplingParams(temperature=0.0),
+    TokenSamplingParams(temperature=1.0),
+    TokenSamplingParams(temperature=1.0, top_p=0.9, top_k=50),
+    TokenSamplingParams(temperature=1.0, presence_penalty=1.0, logit_bias={0: 1.0}),
 )
 
 

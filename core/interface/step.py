@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from .constraint import Constraint
-from .sampling_params import SamplingParams
+from .sampling_params import TokenSamplingParams
 
 Form = TypeVar("Form")
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least: smaller chunks are not cut
@@ -35,12 +35,13 @@ class SamplingMetadata:
     identity.
     """
 
-    params: SamplingParams
+    params: TokenSamplingParams
     seed: int  # the request's own seed, or the one drawn for it; 64 bits, unsigned
     prompt_len: int  # tokens; output position = token index - prompt_len
     stop_ids: frozenset[int] = frozenset()  # suppressed while fewer than min_tokens are out
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
+    constraint_param: str | None = None  # the field that it was made from, for errors
     has_processors: bool = field(init=False)
     reads_text: bool = field(init=False)
     _forms: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling_params import SamplingParams
+from ..interface.sampling_params import TokenSamplingParams
 
 _NEVER = -math.inf
 _SORTABLE = 4096  # tokens; sorting fewer is cheaper than narrowing them further
@@ -37,7 +37,7 @@ class TopKTopP:
     vocab_size: int
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], values: Tensor) -> TopKTopP:
+    def of(cls, params: Sequence[TokenSamplingParams], values: Tensor) -> TopKTopP:
         """What the ``params`` of each row of ``values`` [num_rows, vocab] ask for."""
         size = values.shape[-1]
         top_k = [[p.top_k if 0 < p.top_k < size else size] for p in params]

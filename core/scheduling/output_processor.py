@@ -10,10 +10,7 @@ from collections.abc import Iterable
 
 from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
 from ..interface.request import Delta, FinishReason, Request, RequestStatus
-from ..interface.sampling_params import FORMS
-from ..interface.step import PlanRow, Refusal, RowOutput, TokenLogprob
-
-BANS = ("allowed_token_ids", "bad_words", "min_tokens")  # together they may ban every token
+from ..interface.step import PlanRow, Refusal, RowOutput, SamplingMetadata, TokenLogprob
 
 
 def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
@@ -35,9 +32,18 @@ def row_error(request: Request, out: RowOutput) -> ForetokenError:
     """The error of a row that failed alone; a refusal names the parameter that caused it."""
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
-    params = request.sampling.params
-    given = (name for name in (*FORMS, *BANS) if getattr(params, name) not in (None, (), 0))
-    return InvalidRequest(str(out.error), param=next(given, None))
+    return InvalidRequest(str(out.error), param=_param_to_blame(request.sampling))
+
+
+def _param_to_blame(sampling: SamplingMetadata) -> str | None:
+    """The first parameter that bans tokens: together they may ban every token."""
+    if sampling.constraint is not None:
+        return sampling.constraint_param
+    if sampling.params.allowed_token_ids is not None:
+        return "allowed_token_ids"
+    if sampling.bad_words_ids:
+        return "bad_words"
+    return "min_tokens" if sampling.params.min_tokens else None
 
 
 def late_end(request: Request) -> Delta:

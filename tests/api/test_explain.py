@@ -14,8 +14,8 @@ from foretoken.api.explain import (
     openai_diagnostics,
 )
 from foretoken.api.prompts import Part, PromptLog, PromptNote, conversation_parts
+from foretoken.api.sampling_params import SamplingParams
 from foretoken.core.interface.request import CacheOptions, Request
-from foretoken.core.interface.sampling_params import SamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.radix_cache import Eviction
 

@@ -151,7 +151,7 @@ def test_names_and_metadata_are_short(server, say):
 
 def test_all_that_is_remembered_of_a_prompt_is_counted(run):
     from foretoken.api.prompts import Part, PromptNote
-    from foretoken.core.interface.sampling_params import SamplingParams
+    from foretoken.api.sampling_params import SamplingParams
 
     async def body(llm) -> list[int]:
         notes = [

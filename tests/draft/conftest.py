@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.core.interface.request import Request, Usage
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.draft.sources.source import Source
 
@@ -36,7 +36,9 @@ def make_request() -> MakeRequest:
             request_id=f"r-{count}",
             tokens=array("q", [*prompt, *output]),
             sampling=SamplingMetadata(
-                params=SamplingParams(temperature=temperature), seed=seed, prompt_len=len(prompt)
+                params=TokenSamplingParams(temperature=temperature),
+                seed=seed,
+                prompt_len=len(prompt),
             ),
             namespace=namespace,
             prediction=None if prediction is None else array("q", prediction),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
 from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
 from foretoken.draft.control.acceptance import AcceptanceModel
@@ -127,7 +127,7 @@ class Bench:
     ) -> Request:
         """One that has joined, with its prompt indexed."""
         self.num_requests += 1
-        params = SamplingParams(temperature=temperature)
+        params = TokenSamplingParams(temperature=temperature)
         request = Request(
             request_id=str(self.num_requests),
             tokens=array("q", prompt),
@@ -689,7 +689,7 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
 
 def test_a_request_that_never_ran_may_leave() -> None:
     bench = Bench()
-    sampling = SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=2)
+    sampling = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=2)
     bench.speculator.leave(Request(request_id="x", tokens=array("q", [1, 2]), sampling=sampling))
     bench.speculator.work()
 

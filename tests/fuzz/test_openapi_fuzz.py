@@ -24,7 +24,7 @@ from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
 from foretoken.api.openapi import EVENTS, OPERATIONS
-from foretoken.core.interface.sampling_params import FORMS
+from foretoken.api.sampling_params import FORMS
 
 CHECKS = [
     checks.status_code_conformance,

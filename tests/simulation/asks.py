@@ -6,8 +6,8 @@ import random
 from array import array
 from dataclasses import dataclass
 
+from foretoken.api.sampling_params import SamplingParams
 from foretoken.core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Pin, Request
-from foretoken.core.interface.sampling_params import SamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 
 from .model import VOCAB_SIZE, solo

@@ -14,7 +14,7 @@ from fake_model import Driver
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -64,7 +64,9 @@ def drive(decoder: Decoder, proposer: Fixed | None = None) -> Driver:
 
 def add(driver: Driver, request_id: str, prompt: list[int], **params: object) -> Request:
     params = {"temperature": 0, "max_tokens": 10, "logit_bias": {POISON: -100}, **params}
-    sampling = SamplingMetadata(params=SamplingParams(**params), seed=4, prompt_len=len(prompt))  # type: ignore[arg-type]
+    sampling = SamplingMetadata(
+        params=TokenSamplingParams(**params), seed=4, prompt_len=len(prompt)
+    )  # type: ignore[arg-type]
     request = Request(request_id=request_id, tokens=array("q", prompt), sampling=sampling)
     driver.add(request)
     return request

@@ -13,14 +13,16 @@ from torch import Tensor
 from checkpoints import make_checkpoint
 from foretoken.core.execution.model_runner import MAX_FAILURES, ModelRunner
 from foretoken.core.execution.proposer import DraftRow, VerifiedRow
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Branch, Draft, PlanRow, SamplingMetadata, StepPlan
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = array("q", [5, 9, 2, 6, 5])
-SAMPLING = SamplingMetadata(params=SamplingParams(temperature=0.0), seed=0, prompt_len=len(PROMPT))
+SAMPLING = SamplingMetadata(
+    params=TokenSamplingParams(temperature=0.0), seed=0, prompt_len=len(PROMPT)
+)
 
 
 class Observer:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foretoken.core.interface.constraint import ConstraintFailed, Mask
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Refusal, SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors
 from foretoken.core.sampling.rejection import probabilities
@@ -40,7 +40,7 @@ def make_row(
     table: Table | None, output: Sequence[int] = (), tail: Sequence[int] = (), **params: object
 ) -> SampleRow:
     sampling = SamplingMetadata(
-        params=SamplingParams(**{"temperature": 0.0, **params}),  # type: ignore[arg-type]
+        params=TokenSamplingParams(**{"temperature": 0.0, **params}),  # type: ignore[arg-type]
         seed=5,
         prompt_len=2,
         stop_ids=frozenset({STOP}),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.verifier import VerifyRow, sample, verify
@@ -32,7 +32,7 @@ PAIRS = {
 
 
 def samplings(temperature: float) -> list[SamplingMetadata]:
-    params = SamplingParams(temperature=temperature)
+    params = TokenSamplingParams(temperature=temperature)
     return [
         SamplingMetadata(params=params, seed=seed * 7919, prompt_len=1) for seed in range(NUM_ROWS)
     ]

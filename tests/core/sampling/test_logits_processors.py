@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import (
     SampleRow,
@@ -33,7 +33,7 @@ def make_row(
     **params: Any,
 ) -> SampleRow:
     sampling = SamplingMetadata(
-        params=SamplingParams(**params),
+        params=TokenSamplingParams(**params),
         seed=1,
         prompt_len=len(prompt),
         stop_ids=frozenset(stop_ids),

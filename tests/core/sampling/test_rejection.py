@@ -13,7 +13,7 @@ import torch
 
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling import rejection
 from foretoken.core.sampling.logits_processors import SampleRow
@@ -38,7 +38,7 @@ Drafts = tuple[list[tuple[int, ...]], list[torch.Tensor | None]]
 
 def make_sampling(seed: int = 1, **form: Any) -> SamplingMetadata:
     bad_words = form.pop("bad_words_ids", ())
-    params = SamplingParams(**form)
+    params = TokenSamplingParams(**form)
     return SamplingMetadata(
         params=params, seed=seed, prompt_len=len(PROMPT), bad_words_ids=bad_words
     )

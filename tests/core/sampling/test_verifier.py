@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling import verifier as verify_module
 from foretoken.core.sampling.gumbel import gumbel_rows
@@ -38,7 +38,7 @@ NUM_OUT = 10  # tokens per stream
 def make_sampling(seed: int = 1, **form: Any) -> SamplingMetadata:
     params = {k: v for k, v in form.items() if k not in ("stop_ids", "bad_words_ids")}
     return SamplingMetadata(
-        params=SamplingParams(**params),
+        params=TokenSamplingParams(**params),
         seed=seed,
         prompt_len=len(PROMPT),
         stop_ids=frozenset(form.get("stop_ids", ())),

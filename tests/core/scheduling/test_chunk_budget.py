@@ -10,7 +10,7 @@ import pytest
 from fake_model import Driver, FakeRunner, make_request, make_scheduler
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
     LEAST_CHUNK,
     PlanRow,
@@ -20,7 +20,7 @@ from foretoken.core.interface.step import (
 )
 from foretoken.core.scheduling.chunk_budget import MEASURE, REMEASURE, ChunkBudget
 
-SAMPLING = SamplingMetadata(params=SamplingParams(), seed=0, prompt_len=1)
+SAMPLING = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1)
 STEP_S, TOKEN_S = 0.5, 0.01  # of a machine: each step, and each token of a prompt
 
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken.core.errors import DeadlineExceeded, ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
 from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
@@ -37,7 +37,7 @@ class Engine:
     def __init__(self) -> None:
         self.cache = PrefixCache(10, 2)
         self.metrics = EngineMetrics(Scheduler(self.cache, LIMITS), Troubled())
-        sampling = SamplingMetadata(params=SamplingParams(), seed=1, prompt_len=1)
+        sampling = SamplingMetadata(params=TokenSamplingParams(), seed=1, prompt_len=1)
         self.request = Request(request_id="a", tokens=array("q", [1]), sampling=sampling)
 
     def step(

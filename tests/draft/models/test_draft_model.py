@@ -14,7 +14,7 @@ from fake_model import Driver
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -68,7 +68,7 @@ class Bench:
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int = 12, temperature: float = 0.0
     ) -> Request:
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        params = TokenSamplingParams(temperature=temperature, max_tokens=max_tokens)
         sampling = SamplingMetadata(params=params, seed=1, prompt_len=len(prompt))
         request = Request(request_id=request_id, tokens=array("q", prompt), sampling=sampling)
         self.driver.add(request)
@@ -202,7 +202,7 @@ def test_drafts_are_those_of_a_newcomer_whatever_was_rejected_shared_or_preempte
 
 
 def row_of(tokens: list[int], max_draft: int = 4) -> DraftRow:
-    params = SamplingParams(temperature=0)
+    params = TokenSamplingParams(temperature=0)
     return DraftRow(
         request_id="a",
         tokens=array("q", tokens),

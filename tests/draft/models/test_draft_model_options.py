@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.proposer import DraftRow
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -46,7 +46,7 @@ def row_of(tokens: Sequence[int], max_draft: int = 4, *, seed: int = 1, **form) 
         start=len(tokens) - 1,
         stop=len(tokens),
         page_ids=array("q", range(NUM_PAGES)),
-        sampling=SamplingMetadata(params=SamplingParams(**form), seed=seed, prompt_len=5),
+        sampling=SamplingMetadata(params=TokenSamplingParams(**form), seed=seed, prompt_len=5),
         max_draft=max_draft,
     )
 

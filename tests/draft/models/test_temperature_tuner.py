@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.proposer import DraftRow
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.sampler import TorchSampler
@@ -24,7 +24,7 @@ BLUR = 0.4 * torch.randn(500, VOCAB, generator=GENERATOR)
 
 
 def row_of(tokens: array[int], temperature: float = 1.0, **form: float) -> DraftRow:
-    params = SamplingParams(temperature=temperature, **form)  # type: ignore[arg-type]
+    params = TokenSamplingParams(temperature=temperature, **form)  # type: ignore[arg-type]
     return DraftRow(
         request_id="a",
         tokens=tokens,

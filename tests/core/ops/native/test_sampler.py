@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Refusal, SamplingMetadata
 from foretoken.core.ops.native import Variant, native_library, variants
 from foretoken.core.ops.native.sampler import NativeSampler
@@ -143,7 +143,7 @@ def exact_probs(values: torch.Tensor, row: SampleRow) -> torch.Tensor:
 def test_draws_have_the_distribution_that_was_asked_for(form: dict[str, Any]) -> None:
     sampler = sampler_of(variants()[0])  # the others draw the same, as seen above
     num_samples, values = 20_000, logits_of(1, 19)[0]
-    params = SamplingParams(**form)
+    params = TokenSamplingParams(**form)
     rows = [
         SampleRow(
             array("q", (0, 4)), SamplingMetadata(params=params, seed=seed, prompt_len=PROMPT_LEN)

@@ -15,7 +15,7 @@ from foretoken.api.build import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.request import OnToken, Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
 
@@ -31,9 +31,9 @@ TINY = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 PARAMS = (
-    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=5),
-    SamplingParams(temperature=0.0, max_tokens=6),
-    SamplingParams(temperature=0.7, repetition_penalty=1.2, max_tokens=2),
+    TokenSamplingParams(temperature=0.8, top_p=0.9, max_tokens=5),
+    TokenSamplingParams(temperature=0.0, max_tokens=6),
+    TokenSamplingParams(temperature=0.7, repetition_penalty=1.2, max_tokens=2),
 )
 NUM_SERVED = (3, 6, 2)
 

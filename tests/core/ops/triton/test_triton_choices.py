@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
     Branch,
     Draft,
@@ -44,16 +44,16 @@ from triton_sampling import SAMPLER, as_on_a_gpu  # noqa: F401
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 LENGTH = 4  # tokens of a prompt
 BROKEN_PAGE = 59
-PARAMS: dict[str, SamplingParams] = {
-    "greedy": SamplingParams(temperature=0.0),
-    "drawn": SamplingParams(temperature=9.0),
-    "cut": SamplingParams(temperature=9.0, top_p=0.8, top_k=9),
-    "floored": SamplingParams(temperature=9.0, min_p=0.1),
-    "told": SamplingParams(temperature=3.0, logprobs=2),
-    "broken": SamplingParams(temperature=3.0),
-    "biased": SamplingParams(temperature=3.0, logit_bias={3: 4.0}),
-    "refused": SamplingParams(temperature=3.0, logit_bias={VOCAB: 1.0}),
-    "prompt": SamplingParams(temperature=0.0, prompt_logprobs=1),
+PARAMS: dict[str, TokenSamplingParams] = {
+    "greedy": TokenSamplingParams(temperature=0.0),
+    "drawn": TokenSamplingParams(temperature=9.0),
+    "cut": TokenSamplingParams(temperature=9.0, top_p=0.8, top_k=9),
+    "floored": TokenSamplingParams(temperature=9.0, min_p=0.1),
+    "told": TokenSamplingParams(temperature=3.0, logprobs=2),
+    "broken": TokenSamplingParams(temperature=3.0),
+    "biased": TokenSamplingParams(temperature=3.0, logit_bias={3: 4.0}),
+    "refused": TokenSamplingParams(temperature=3.0, logit_bias={VOCAB: 1.0}),
+    "prompt": TokenSamplingParams(temperature=0.0, prompt_logprobs=1),
 }
 NAMES = tuple(PARAMS)
 Rows = Sequence[PlanRow]

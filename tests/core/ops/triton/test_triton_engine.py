@@ -20,7 +20,7 @@ from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import Speculator
 from foretoken.core.interface.step import SamplingMetadata, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
@@ -45,8 +45,8 @@ TINY = {
 PAGE_SIZE, NUM_TOKENS = 4, 4
 PROMPTS = ([5, 6, 7, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 11, 12])
 PARAMS = (
-    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
-    SamplingParams(
+    TokenSamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
+    TokenSamplingParams(
         temperature=0.8, top_p=0.9, repetition_penalty=1.2, logprobs=1, max_tokens=NUM_TOKENS
     ),
 )
@@ -70,7 +70,7 @@ def decoders(folders: tuple[Path, Path], device: torch.device) -> list[Decoder]:
     return [load_decoder(folder, **options) for folder in folders]  # type: ignore[arg-type]
 
 
-def requests(params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
+def requests(params: Sequence[TokenSamplingParams] = PARAMS) -> list[Request]:
     return [
         Request(
             request_id=str(index),
@@ -198,8 +198,8 @@ def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
 
     monkeypatch.setattr(ModelRunner, "launch", counted)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=3),
-        SamplingParams(temperature=1.5, top_p=0.9, max_tokens=5),
+        TokenSamplingParams(temperature=0.0, max_tokens=3),
+        TokenSamplingParams(temperature=1.5, top_p=0.9, max_tokens=5),
     ]
     off, auto = (
         answers(folders[0], device, requests(params), speculation="off", overlap=overlap)

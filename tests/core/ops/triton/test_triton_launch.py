@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
     Draft,
     PlanRow,
@@ -38,9 +38,9 @@ from triton_sampling import as_on_a_gpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 PARAMS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "drawn": SamplingParams(temperature=3.0),
-    "cut": SamplingParams(temperature=2.0, top_p=0.8, top_k=9),
+    "greedy": TokenSamplingParams(temperature=0.0),
+    "drawn": TokenSamplingParams(temperature=3.0),
+    "cut": TokenSamplingParams(temperature=2.0, top_p=0.8, top_k=9),
 }
 EVERYBODY = tuple(PARAMS)
 Rounds = Sequence[Sequence[str]]
@@ -181,7 +181,7 @@ def test_a_launch_may_take_tokens_chosen_behind_a_graph_and_leave_them_to_one(
     lab: Lab, num_behind: list[int]
 ) -> None:
     rounds = (EVERYBODY, EVERYBODY, ("drawn", "greedy"), ("greedy", "drawn"))
-    params = SamplingParams(temperature=3.0, logit_bias={3: 3.0})
+    params = TokenSamplingParams(temperature=3.0, logit_bias={3: 3.0})
 
     def edit() -> None:
         lab.restart()
@@ -252,7 +252,7 @@ def test_the_proposer_forgets_what_a_launched_step_says_and_observes_it(lab: Lab
 def test_a_launch_that_cannot_follow_the_one_before_is_refused(lab: Lab) -> None:
     steady, behind = lab.plan(["greedy"]), lab.plan(["greedy"], num_ahead=1)
     (row,) = steady.rows
-    reads = SamplingMetadata(params=SamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
+    reads = SamplingMetadata(params=TokenSamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
     for plan in (
         replace(steady, is_plain=False),
         replace(steady, rows=[replace(row, start=0)]),

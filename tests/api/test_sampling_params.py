@@ -1,0 +1,101 @@
+"""Every bad value of a request or an option is refused by name, and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.api.sampling_params import SamplingParams
+from foretoken.core.config import EngineConfig, parse_size
+from foretoken.core.errors import InvalidRequest
+
+HUGE = 10**400
+BAD: list[tuple[str, object]] = [
+    *((name, None) for name in ("n", "temperature", "top_p", "top_k", "min_p", "min_tokens")),
+    *((name, None) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")),
+    *((name, None) for name in ("ignore_eos", "priority", "stop", "stop_token_ids", "bad_words")),
+    *((name, True) for name in ("n", "temperature", "top_k", "seed", "max_tokens", "speculation")),
+    *((name, float("nan")) for name in ("temperature", "top_p", "min_p", "deadline")),
+    *((name, float("inf")) for name in ("temperature", "presence_penalty", "deadline")),
+    *((name, HUGE) for name in ("temperature", "deadline", "seed", "max_tokens", "priority")),
+    *((name, "1") for name in ("n", "temperature", "top_k", "seed", "max_tokens", "logprobs")),
+    ("n", 0), ("n", 17), ("temperature", -0.1), ("top_p", 0), ("top_p", 1.1), ("top_k", -2),
+    ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0), ("min_tokens", -1), ("seed", 1.5),
+    ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21), ("repetition_penalty", 0),
+    ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("deadline", -1),
+    ("stop", ["a"] * 17), ("stop", [""]), ("stop", ["x" * 257]), ("stop", [1]), ("stop", 5),
+    ("stop_token_ids", "12"), ("stop_token_ids", [None]), ("stop_token_ids", [-1]),
+    ("stop_token_ids", [1] * 1025), ("stop_token_ids", [HUGE]),
+    ("allowed_token_ids", []), ("allowed_token_ids", [None]), ("allowed_token_ids", 3),
+    ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [b"x"]), ("bad_words", ["x"] * 1025),
+    ("logit_bias", [1]), ("logit_bias", {None: 1.0}), ("logit_bias", {"1": 1.0}),
+    ("logit_bias", {1: None}), ("logit_bias", {1: HUGE}), ("logit_bias", {1: 101}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025),
+    ("speculation", "on"), ("speculation", -1), ("speculation", 65), ("speculation", 1.0),
+    ("json_schema", []), ("json_schema", ""), ("json_schema", "x" * (2**18 + 1)), ("regex", ""),
+    ("regex", 5), ("regex", "x" * (2**18 + 1)), ("grammar", ""), ("grammar", b"x"),
+    ("choice", "ab"), ("choice", []), ("choice", [""]), ("choice", [5]), ("choice", ["a"] * 4097),
+    ("choice", ["x" * 2**17, "y" * (2**17 + 1)]),
+]  # fmt: skip
+BAD_OPTIONS: list[tuple[str, object]] = [
+    *((name, None) for name in ("draft", "speculation", "exact", "max_queued", "dtype", "device")),
+    *((name, 10**30) for name in ("page_size", "kv_tokens", "max_running", "speculation")),
+    ("draft", 5), ("speculation", "on"), ("speculation", -1), ("speculation", True),
+    ("verify", "lossy"), ("verify", "rejection"), ("exact", "no"), ("device", "tpu"),
+    ("dtype", "int3"), ("quantize", "int3"), ("kv_cache_dtype", "fp4"), ("page_size", 0),
+    ("kv_tokens", 0), ("kv_tokens", 1.5), ("kv_memory", "much"), ("kv_memory", "9" * 400),
+    ("kv_memory", 0), ("kv_memory", True), ("max_model_len", 1), ("max_batch_tokens", 1),
+    ("max_running", 0), ("max_queued", -1), ("max_priority", -1), ("threads", 0),
+    ("load_format", "pickle"), ("overlap", "yes"), ("draft_temperature", 0.8),
+]  # fmt: skip
+
+
+def label(value: object) -> str:
+    return repr(value)[:24]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD, ids=label)
+def test_a_bad_parameter_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_OPTIONS, ids=label)
+def test_a_bad_option_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(InvalidRequest):
+        SamplingParams(min_tokens=3, max_tokens=2)
+
+
+def test_an_answer_has_one_form_at_most() -> None:
+    forms = {"json_schema": {}, "regex": "a", "grammar": "start: X", "choice": iter(["a", "b"])}
+    for name, value in forms.items():
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^choice cannot go with regex$") as caught:
+        SamplingParams(regex="a", choice=["a"])
+    assert caught.value.param == "choice"
+
+
+def test_sequences_become_tuples_and_one_stop_string_a_list_of_one() -> None:
+    params = SamplingParams(stop="a", stop_token_ids=[1, 2], bad_words=iter(["x"]))  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids, params.bad_words) == (("a",), (1, 2), ("x",))
+
+
+def test_what_none_means_is_allowed() -> None:
+    SamplingParams(max_tokens=None, seed=None, logprobs=None, deadline=None, speculation=None)
+    EngineConfig(kv_memory=None, kv_tokens=None, max_model_len=None, threads=None)
+    EngineConfig(page_size=None, max_batch_tokens=None, max_running=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 * 2**30), ("512 MB", 512 * 10**6), ("1.5k", 1500), ("77", 77), (77, 77)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
