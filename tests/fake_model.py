@@ -14,8 +14,8 @@ from functools import partial
 
 from fixed_depth import FixedDepth
 
-from foretoken.api.sampling_params import SamplingParams
 from foretoken.core.interface.request import OnToken, Request
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import Speculator
 from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
 from foretoken.core.interface.step_runner import (
@@ -169,7 +169,7 @@ def make_request(
 ) -> Request:
     params.setdefault("max_tokens", 8)
     sampling = SamplingMetadata(
-        params=SamplingParams(**params),  # type: ignore[arg-type]
+        params=TokenSamplingParams(**params),  # type: ignore[arg-type]
         seed=0,
         prompt_len=len(prompt),
     )

@@ -37,7 +37,7 @@ def row_error(request: Request, out: RowOutput) -> ForetokenError:
 
 def _param_to_blame(sampling: SamplingMetadata) -> str | None:
     """The first parameter that bans tokens: together they may ban every token."""
-    if sampling.constraint is not None:
+    if sampling.constraint_param is not None:
         return sampling.constraint_param
     if sampling.params.allowed_token_ids is not None:
         return "allowed_token_ids"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -395,14 +397,28 @@ def test_a_failed_row_fails_its_request_alone_and_publishes_nothing() -> None:
     assert driver.served["good"] == answer(prompt_of(6, 1), 8)
 
 
-def test_a_row_that_fails_by_the_requests_own_form_is_an_invalid_request() -> None:
+@pytest.mark.parametrize(
+    ("params", "own", "param"),
+    [
+        ({"min_tokens": 2, "allowed_token_ids": [1]}, {"constraint_param": "regex"}, "regex"),
+        ({"min_tokens": 2, "allowed_token_ids": [1]}, {}, "allowed_token_ids"),
+        ({"min_tokens": 2}, {"bad_words_ids": ((1,),)}, "bad_words"),
+        ({"min_tokens": 2}, {}, "min_tokens"),
+        ({}, {}, None),
+    ],
+    ids=lambda each: repr(each)[:30],
+)
+def test_a_row_that_fails_by_the_requests_own_parameters_is_an_invalid_request(
+    params: dict[str, Any], own: dict[str, Any], param: str | None
+) -> None:
     driver = drive()
-    driver.add(make_request("bad", prompt_of(6), regex="a+"))
+    driver.add(request := make_request("bad", prompt_of(6), **params))
+    request.sampling = dataclasses.replace(request.sampling, **own)
     plan = driver.scheduler.schedule(1.0)
     rows = [RowOutput(request_id="bad", error=Refusal("too many states"))]
     ((_, delta),) = driver.scheduler.commit(plan, StepOutput(rows=rows), 1.0)
     assert isinstance(delta.error, InvalidRequest)
-    assert (str(delta.error), delta.error.param) == ("too many states", "regex")
+    assert (str(delta.error), delta.error.param) == ("too many states", param)
 
 
 def test_who_left_is_told_with_the_next_plan_even_after_idle_turns() -> None:
