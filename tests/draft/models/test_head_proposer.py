@@ -21,7 +21,7 @@ from fake_model import Driver
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
@@ -178,7 +178,7 @@ class Unit:
         self.driver = Driver(self.scheduler, runner)  # type: ignore[arg-type]
 
     def add(self, request_id: str, prompt: list[int], num: int, temperature: float) -> Request:
-        params = SamplingParams(temperature=temperature, max_tokens=num)
+        params = TokenSamplingParams(temperature=temperature, max_tokens=num)
         sampling = SamplingMetadata(params=params, seed=7, prompt_len=len(prompt))
         request = Request(request_id=request_id, tokens=array("q", prompt), sampling=sampling)
         self.driver.add(request)
