@@ -18,8 +18,10 @@ from ..core.engine.engine import Engine
 from ..core.engine.watchdog import Supervision
 from ..core.execution.model_runner import ModelRunner
 from ..core.execution.warm_up import warm_up
+from ..core.model.checkpoint import open_checkpoint
 from ..core.model.decoder import Decoder
 from ..core.model.loader import load_decoder
+from ..core.model.shapes import LM_HEAD
 from ..core.ops.base import Ops
 from ..core.ops.batch import Taps
 from ..core.ops.device import choose_device
@@ -30,6 +32,9 @@ from ..core.scheduling.admission import SchedulerLimits
 from ..core.scheduling.scheduler import Scheduler
 from ..draft.control.cost_model import CostModel
 from ..draft.models.draft_model import LmProposer
+from ..draft.models.head_drafters import JoinedHead, load_head
+from ..draft.models.head_files import head_kind
+from ..draft.models.head_proposer import HeadProposer
 from ..radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
 from .models import find_model
@@ -62,20 +67,26 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
-    target, *drafts = decoders = _load_models(source.path, spec.model, config, device)
-    pool, *draft_pools = make_pools(decoders, config, sizes)
-    pair = (drafts[0], draft_pools[0]) if drafts else None
-    _say_what_computes(decoders, pool)
+    target, draft = _load_models(source.path, spec.model, config, device)
+    drafts = [] if draft is None else [draft]
+    pool, *draft_pools = make_pools(target, drafts, config, sizes)
+    _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     temperature_scale = None if config.draft_temperature == "tuned" else 1.0
-    proposer = (
-        LmProposer(*pair, independent=by_rejection, temperature_scale=temperature_scale)
-        if pair is not None
-        else None
-    )
+    proposer: LmProposer | HeadProposer | None = None
+    measured: _Model | HeadProposer | None = None  # whose passes have a price
+    if isinstance(draft, Decoder):
+        measured = (draft, draft_pools[0])
+        proposer = LmProposer(
+            *measured, independent=by_rejection, temperature_scale=temperature_scale
+        )
+    elif draft is not None:
+        measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.launches)
-    speculator, costs = make_speculator(config, spec, target.config.vocab_size, overlaps=overlaps)
+    speculator, costs = make_speculator(
+        config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
+    )
     scheduler = Scheduler(
         _prefix_cache(config, pool),
         _limits(config, sizes, target),
@@ -90,7 +101,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
             warm_up=partial(
                 _warm_up,
                 (target, pool),
-                pair,
+                measured,
                 scheduler.limits,
                 costs if measures else None,
                 taps=() if proposer is None else proposer.taps,
@@ -141,26 +152,37 @@ def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
 
 def _load_models(
     path: Path, draft: str | None, config: EngineConfig, device: torch.device
-) -> list[Decoder]:
-    """The target and its draft model, if there is one, on the same device."""
+) -> tuple[Decoder, Decoder | JoinedHead | None]:
+    """The target and the model that drafts, if there is one, on the same device."""
     target = _load(path, config, device)
     if draft is None:
-        return [target]
+        return target, None
     draft_path = find_model(draft).path
+    if head_kind(draft_path) is not None:
+        return target, load_head(draft_path, target, partial(_output_matrix, path))
     decoder = _load(draft_path, config, device)
     check_compatible(draft_path, decoder, path, target)
-    return [target, decoder]
+    return target, decoder
 
 
-def _say_what_computes(decoders: Sequence[Decoder], pool: KVPool) -> None:
-    by = " and ".join(type(decoder.ops).__name__ for decoder in decoders)
+def _output_matrix(path: Path) -> torch.Tensor:
+    """The output layer of a checkpoint, [vocab, hidden]."""
+    found = open_checkpoint(path).read(LM_HEAD)
+    return found if isinstance(found, torch.Tensor) else found.dequantize()
+
+
+def _say_what_computes(
+    target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
+) -> None:
+    models = [target, *(draft for draft in drafts if isinstance(draft, Decoder))]
+    by = " and ".join(type(decoder.ops).__name__ for decoder in models)
     num_tokens = pool.num_pages * pool.page_size
     logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)
 
 
 def _warm_up(
     target: _Model,
-    draft: _Model | None,
+    draft: _Model | HeadProposer | None,
     limits: SchedulerLimits,
     costs: CostModel | None,
     *,
@@ -172,7 +194,7 @@ def _warm_up(
     """
     remedy = "lower kv_memory, max_batch_tokens or max_running"
     with out_of_memory_told("before the first request", remedy):
-        for decoder, pool in (target, draft) if draft else (target,):
+        for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
             if decoder.device.type != "cpu":
                 warm_up(
                     decoder,

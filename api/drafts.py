@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..core.config import EngineConfig
 from ..core.errors import InvalidRequest, ModelLoadError
+from ..core.execution.proposer import Proposer
 from ..core.interface.speculator import NO_SPECULATION, Speculator
 from ..core.model.decoder import Decoder
 from ..core.ops.kv_pool import KVPool
@@ -17,6 +18,7 @@ from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
 from ..draft.control.cost_model import CostModel
 from ..draft.control.profiler import profile_step
+from ..draft.models.head_proposer import HeadProposer
 from ..draft.models.vocab_check import check_same_tokens
 from ..draft.sources.grammar import GrammarSource
 from ..draft.sources.oracle import OracleSource
@@ -37,7 +39,7 @@ AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens to
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """``--draft``, read: free sources by name, and the folder or hub id of a draft model."""
+    """``--draft``, read: free sources by name, and the folder or hub id of a model that drafts."""
 
     sources: tuple[str, ...] = ()
     model: str | None = None
@@ -51,7 +53,8 @@ class DraftSpec:
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     """Read ``draft``; "auto" is everything free, and the draft model that belongs to the target.
 
-    Raises `InvalidRequest` for an empty name, a source named twice, or two draft models.
+    In a list "auto" is everything free, and the model is the one that the list names. Raises
+    `InvalidRequest` for an empty name, a source named twice, or two draft models.
     """
     if config.draft == "none" or config.speculation in ("off", 0):
         return DraftSpec()
@@ -59,14 +62,23 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
         return DraftSpec(AUTO, None if own_draft is None else str(own_draft))
     names = [name.strip() for name in config.draft.split(",")]
     for name in names:
-        if name in ("", "auto", "none") or names.count(name) > 1:
+        if name in ("", "none"):
             message = f"draft: '{name}' must stand alone" if name else "draft has an empty name"
             raise InvalidRequest(message, param="draft")
-    sources = tuple(name for name in names if name in FREE or name.startswith("oracle:"))
-    models = [name for name in names if name not in sources]
+        if names.count(name) > 1:
+            raise InvalidRequest(f"draft names '{name}' twice", param="draft")
+    sources = tuple(dict.fromkeys(source for name in names for source in _sources(name)))
+    models = [name for name in names if not _sources(name)]
     if len(models) > 1:
         raise InvalidRequest(f"draft names two models: {', '.join(models)}", param="draft")
     return DraftSpec(sources, models[0] if models else None)
+
+
+def _sources(name: str) -> tuple[str, ...]:
+    """The free sources that a name means; none where it names a model."""
+    if name == "auto":
+        return AUTO
+    return (name,) if name in FREE or name.startswith("oracle:") else ()
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
@@ -90,11 +102,17 @@ def _accuracy(name: str) -> float:
 
 
 def make_speculator(
-    config: EngineConfig, spec: DraftSpec, vocab_size: int, *, overlaps: bool
+    config: EngineConfig,
+    spec: DraftSpec,
+    vocab_size: int,
+    *,
+    overlaps: bool,
+    proposer: Proposer | None = None,
 ) -> tuple[Speculator, CostModel]:
     """What plans the drafts, and the costs that it goes by, still to be measured.
 
-    ``overlaps``: steps without drafts are launched before the one ahead of them is read.
+    ``proposer``: the model that drafts, if there is one. ``overlaps``: steps without drafts are
+    launched before the one ahead of them is read.
     """
     costs = CostModel()
     if spec.is_empty:
@@ -102,12 +120,15 @@ def make_speculator(
     depth: Literal["auto"] | int = "auto"
     if isinstance(config.speculation, int):
         depth = config.speculation
+    head = proposer if isinstance(proposer, HeadProposer) else None
     speculator = DraftSpeculator(
         make_sources(spec, vocab_size),
         Controller(costs),
         AcceptanceModel(),
         depth=depth,
-        has_lm=spec.model is not None,
+        has_lm=proposer is not None,
+        lm_block=head.tokens_a_pass if head else 1,
+        lm_catches_up=head is None,
         adapts=config.verify == "coupled",
         overlaps=overlaps,
     )
@@ -115,7 +136,9 @@ def make_speculator(
 
 
 def measure_costs(
-    costs: CostModel, target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | None
+    costs: CostModel,
+    target: tuple[Decoder, KVPool],
+    draft: tuple[Decoder, KVPool] | HeadProposer | None,
 ) -> None:
     """Fill the cost tables; to be run in the model thread, before the first request."""
     costs.load(profile_step(target, draft))

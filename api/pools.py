@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -12,7 +13,7 @@ from ..core.engine.step_bisection import is_out_of_memory
 from ..core.errors import InvalidRequest, ModelLoadError
 from ..core.model.decoder import Decoder
 from ..core.ops.device import free_memory
-from ..core.ops.kv_pool import KVPool, bytes_per_page
+from ..core.ops.kv_pool import KvDtype, KVPool
 
 HOST_KV_BYTES = 2 * 2**30
 # Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and for the target
@@ -21,29 +22,46 @@ HOST_KV_BYTES = 2 * 2**30
 WORKSPACE_BYTES = 11 * 2**28
 
 
-def make_pools(decoders: Sequence[Decoder], config: EngineConfig, sizes: Sizes) -> list[KVPool]:
-    """A pool for each decoder: one page id is valid in all of them.
+class Pooled(Protocol):
+    """What keeps KV: a decoder, or a head."""
+
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype) -> KVPool:
+        """A pool of its shape."""
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype) -> int:
+        """Bytes of one page of it."""
+
+
+def make_pools(
+    target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
+) -> list[KVPool]:
+    """A pool for the target and each model that drafts: one page id is valid in all of them.
 
     A draft model's is of the same kind: it never changes what is said, only how fast. Raises
     `InvalidRequest` for a size that cannot be, `ModelLoadError` for one that there is no room for.
     """
-    num_pages = count_pages(decoders, config, sizes)
+    num_pages = count_pages(target, drafts, config, sizes)
     with out_of_memory_told(f"for {num_pages} KV pages", "lower kv_memory or kv_tokens"):
         return [
-            decoder.make_pool(num_pages, page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
-            for decoder in decoders
+            model.make_pool(num_pages, page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
+            for model in (target, *drafts)
         ]
 
 
-def count_pages(decoders: Sequence[Decoder], config: EngineConfig, sizes: Sizes) -> int:
+def count_pages(
+    target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
+) -> int:
     """Pages that fit the budget in all pools together; the same number in each."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // sizes.page_size)
-    per_page = sum(_bytes_per_page(decoder, config, sizes) for decoder in decoders)
+    per_page = sum(
+        model.bytes_per_page(page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
+        for model in (target, *drafts)
+    )
     if config.kv_memory is None:
-        longest = model_len(config, decoders[0])
+        longest = model_len(config, target)
         useful = sizes.max_running * -(-longest // sizes.page_size)
-        return max(1, min(useful, default_budget(decoders[0].device) // per_page))
+        return max(1, min(useful, default_budget(target.device) // per_page))
     num_pages = parse_size(config.kv_memory) // per_page
     if num_pages < 1:
         raise InvalidRequest(f"kv_memory holds no page of {per_page} bytes", param="kv_memory")
@@ -80,14 +98,3 @@ def out_of_memory_told(when: str, remedy: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ModelLoadError(f"out of memory {when}: {remedy}") from error
-
-
-def _bytes_per_page(decoder: Decoder, config: EngineConfig, sizes: Sizes) -> int:
-    return bytes_per_page(
-        num_layers=decoder.config.num_layers,
-        num_kv_heads=decoder.config.num_kv_heads,
-        head_dim=decoder.config.head_dim,
-        page_size=sizes.page_size,
-        dtype=decoder.dtype,
-        kv_dtype=config.kv_cache_dtype,
-    )

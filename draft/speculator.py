@@ -42,6 +42,8 @@ class DraftSpeculator:
     ``depth``: "auto" lets the controller decide, a number fixes it; a request may say otherwise,
     but where ``adapts`` is false "auto" is that number for it too. ``overlaps``: steps without
     drafts are launched before the one ahead of them is read, so look-ups back off however cheap.
+    ``lm_block``: tokens that one pass of the draft model yields. ``lm_catches_up``: whether it must
+    compute the tokens of a request itself; a head's KV is written from the target's passes.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class DraftSpeculator:
         *,
         depth: Literal["auto"] | int = "auto",
         has_lm: bool = False,
+        lm_block: int = 1,
+        lm_catches_up: bool = True,
         adapts: bool = True,
         overlaps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -64,6 +68,7 @@ class DraftSpeculator:
         self._generator = CandidateGenerator(self._sources, odds, grammar)
         self._indexer = SourceIndexer(self._sources)
         self._has_lm, self._adapts, self._overlaps = has_lm, adapts, overlaps
+        self._lm_block, self._lm_catches_up = lm_block, lm_catches_up
         self._clock = clock
         self._states: dict[str, DraftState] = {}  # of requests that may draft
         self._decide_s = Mean()  # seconds of a decision
@@ -154,17 +159,22 @@ class DraftSpeculator:
             lm=padded(
                 [self._lm_survival(*each, is_busy) for each in zip(states, limits, strict=True)]
             ),
-            num_uncached_draft_tokens=np.array([len(s.request.tokens) - s.lm_len for s in states]),
+            num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
+            lm_block=self._lm_block,
         )
+
+    def _num_uncached(self, state: DraftState) -> int:
+        """Tokens that the draft model must compute before it drafts."""
+        return len(state.request.tokens) - state.lm_len if self._lm_catches_up else 0
 
     def _lm_survival(self, state: DraftState, limit: int, is_busy: bool) -> Survival:
         """None while prompts wait and much must be caught up with: the load may be growing."""
         length, request = min(limit, LM_LEN), state.request
-        num_uncached_draft_tokens = len(request.tokens) - state.lm_len
-        if not self._has_lm or not length or (is_busy and num_uncached_draft_tokens > LM_LEN):
+        has_backlog = is_busy and self._num_uncached(state) > LM_LEN
+        if not self._has_lm or not length or has_backlog:
             return NO_SURVIVAL
         return self.odds.survival(LM, 0, request.request_id, length, sampled=state.is_sampled)
 
@@ -218,7 +228,9 @@ class DraftSpeculator:
             state.score(self.odds, request.tokens[-num_served:])
         if row.max_draft:
             hits = min(output.num_accepted, num_served)
-            self._lm.add(row.stop - state.lm_len, output.draft_len, hits)
+            uncached = row.stop - state.lm_len if self._lm_catches_up else 0
+            num_passes = -(-output.draft_len // self._lm_block)
+            self._lm.add(uncached, output.draft_len, hits, num_passes)
             state.score_lm(self.odds, row, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
@@ -284,9 +296,11 @@ class _DraftModelUse:
     def __init__(self) -> None:
         self.num_rows = self.num_passes = self.num_drafted = self.num_hits = 0
 
-    def add(self, num_uncached_draft_tokens: int, num_drafted: int, num_hits: int) -> None:
+    def add(
+        self, num_uncached_draft_tokens: int, num_drafted: int, num_hits: int, num_passes: int
+    ) -> None:
         """It caught up with ``num_uncached_draft_tokens`` tokens of a request and guessed some."""
-        self.num_rows += num_uncached_draft_tokens + num_drafted
-        self.num_passes = max(self.num_passes, 1, num_drafted)
+        self.num_rows += num_uncached_draft_tokens + num_passes
+        self.num_passes = max(self.num_passes, 1, num_passes)
         self.num_drafted += num_drafted
         self.num_hits += num_hits

@@ -34,6 +34,7 @@ from foretoken.draft.sources.source import Source
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.radix_cache import PrefixCache
+from tiny_heads import join_random
 
 NUM_TOKENS = 16
 STOP_IDS = frozenset({2, 3})
@@ -182,7 +183,9 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
     {1: 0.1, 64: 0.1001, 256: 0.101}, {1: 0.0001, 64: 0.0002}
 )
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
-DEPTHS |= {"auto": "auto", "auto+lm": "auto"}
+DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
+HEADS = {"block": "block", "reduced": "reduced", "eagle": "eagle"}  # kinds of `join_random`
+HEADS |= {"auto+block": "block", "auto+eagle": "eagle"}
 
 
 class Frozen(CostModel):
@@ -200,7 +203,9 @@ def make_speculator(name: str) -> DraftSpeculator:
         Controller(Frozen(CHEAP)),
         AcceptanceModel(),
         depth=DEPTHS[name],
-        has_lm=name == "auto+lm",
+        has_lm="+" in name,
+        lm_block=4 if name == "auto+block" else 1,
+        lm_catches_up=name not in HEADS,
         clock=lambda: 0.0,
     )
 
@@ -268,6 +273,11 @@ class House:
     def _proposer(self, name: str | None, num_pages: int, page_size: int) -> Proposer | None:
         if name in SYNTHETIC:
             return SYNTHETIC[name](self.solo)
+        if name in HEADS:
+            joined = join_random(HEADS[name], self.target)
+            head_pool = joined.make_pool(num_pages, page_size=page_size)
+            head_pool.data.fill_(float("nan"))
+            return joined.proposer(head_pool)
         if name not in ("lm", "auto+lm"):
             return None
         pool = self.draft.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from foretoken.core.model.config import DecoderConfig
+from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
-from foretoken.draft.models.block import BlockConfig
-from foretoken.draft.models.eagle import EagleConfig
+from foretoken.draft.models.block import BlockConfig, BlockHead
+from foretoken.draft.models.eagle import EagleConfig, EagleHead
+from foretoken.draft.models.head_drafters import JoinedHead, join_target
 
 TARGET = DecoderConfig(
     model_type="qwen3",
@@ -50,3 +54,34 @@ def block_config(target: DecoderConfig = TARGET, **changes: Any) -> BlockConfig:
 def eagle_config(target: DecoderConfig = TARGET, **changes: Any) -> EagleConfig:
     """The one layer."""
     return EagleConfig(**(_shape(target) | {"num_layers": 1} | changes))
+
+
+def random_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
+    """A head of random weights, large enough that what it reads shows in what it drafts."""
+    torch.manual_seed(11)
+    shape: dict[str, Any] = {"intermediate_size": 40}
+    head: BlockHead | EagleHead
+    if kind == "block":
+        head = BlockHead(block_config(target.config, block_size=5, **shape))
+    elif kind == "dflash":
+        shape |= {"predicts_at_anchor": False, "markov_rank": 0, "windows": (None, 12)}
+        head = BlockHead(block_config(target.config, block_size=5, **shape))
+    elif kind == "rnn":
+        head = BlockHead(block_config(target.config, markov_kind="rnn", **shape))
+    elif kind == "reduced":
+        shape |= {"draft_vocab_size": 100, "markov_vocab_size": 100}
+        head = BlockHead(block_config(target.config, **shape))
+        head.set_draft_ids(torch.arange(100) * 2 + 3)
+    else:
+        head = EagleHead(eagle_config(target.config, **shape))
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.5 if "markov" in name else 0.25)
+    return head
+
+
+def join_random(kind: str, target: Decoder) -> JoinedHead:
+    """The same, joined to its target."""
+    head = random_head(kind, target)
+    join_target(head, target, target.weights.embedding.clone)
+    return JoinedHead(head, target)

@@ -18,7 +18,7 @@ from ..ops.batch import (
     Wanted,
     build_batch,
 )
-from ..ops.kv_pool import KvDtype, KVPool
+from ..ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ..ops.layers import run_layers
 from .config import DecoderConfig
 from .rope import RopeTable
@@ -58,6 +58,17 @@ class Decoder:
             page_size=page_size,
             dtype=self.dtype,
             device=self.device,
+            kv_dtype=kv_dtype,
+        )
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
+        """Bytes of one page of `make_pool`'s."""
+        return bytes_per_page(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            page_size=page_size,
+            dtype=self.dtype,
             kv_dtype=kv_dtype,
         )
 

@@ -31,7 +31,8 @@ class StepCandidates:
     ``lm`` [num_requests, D]: the same of what the draft model would guess, 0 where it may not.
     ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the draft model lacks. ``budget``:
     rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
-    pass. ``num_others``: requests that decode beside these.
+    pass. ``num_others``: requests that decode beside these. ``lm_block``: tokens of a draft that
+    one pass of the draft model yields.
     """
 
     free: FloatArray
@@ -40,6 +41,7 @@ class StepCandidates:
     budget: int
     num_prefill: int = 0
     num_others: int = 0
+    lm_block: int = 1
 
     @property
     def num_decodes(self) -> int:
@@ -139,7 +141,8 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
         survival[is_lm, :depth] = lm[is_lm, :depth]
         taken = _take(survival, candidates, costs, rate)
         depths = np.where(is_lm, taken.counts, 0)
-        net = taken.net - rate * pass_s * int(depths.max()) - float(entry[depths > 0].sum())
+        num_passes = -(-int(depths.max()) // candidates.lm_block)
+        net = taken.net - rate * pass_s * num_passes - float(entry[depths > 0].sum())
         if depths.any() and net > best.net:
             best = Allocation(np.where(is_lm, 0, taken.counts), depths, net)
     return best

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
+
+import torch
 
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import Segment
@@ -12,6 +15,7 @@ from ...core.ops.kv_pool import KVPool
 from .cost_model import StepProfile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+HEAD_REQUESTS = (1, 2, 4, 8, 16, 32)
 GPU_ROWS = (*ROWS, 256, 512)  # where many rows take little longer than one
 NEAR = 32  # tokens that the requests of a measurement have behind them
 DRAFTED = 8  # rows of a request with drafts
@@ -19,11 +23,45 @@ SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 6
 
 
+class TriedHead(Protocol):
+    """A proposer with a head, as far as its passes can be timed."""
+
+    device: torch.device
+
+    def try_draft(self, num_requests: int, num_tokens: int) -> None:
+        """Compute drafts of one pass for so many requests with ``num_tokens`` behind them."""
+
+
 def profile_step(
-    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | None
+    target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedHead | None
 ) -> StepProfile:
     """Measure both models on the pages of their own pools, whose content is void afterwards."""
-    return StepProfile(profile_pass(*target), {} if draft is None else profile_pass(*draft))
+    forward = profile_pass(*target)
+    if draft is None:
+        return StepProfile(forward, {})
+    by_draft = profile_pass(*draft) if isinstance(draft, tuple) else profile_head(draft)
+    return StepProfile(forward, by_draft)
+
+
+def profile_head(head: TriedHead) -> dict[int, float]:
+    """Seconds of a pass of a head by the requests that draft, each behind `NEAR` tokens.
+
+    Of a block head's pass, a whole block.
+    """
+    watch = make_stopwatch(head.device)
+    best: dict[int, float] = {}
+    for num_requests in HEAD_REQUESTS:
+        head.try_draft(num_requests, NEAR)
+        spent, seconds = 0.0, float("inf")
+        for _ in range(REPEATS):
+            if spent > SECONDS:
+                break
+            watch.start()
+            head.try_draft(num_requests, NEAR)
+            watch.stop()
+            spent, seconds = spent + watch.seconds(), min(seconds, watch.seconds())
+        best[num_requests] = seconds
+    return best
 
 
 def profile_pass(decoder: Decoder, pool: KVPool) -> dict[int, float]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from ...core.interface.sampling_params import SamplingParams
+from ...core.interface.step import SamplingMetadata
 from ...core.model.decoder import Decoder
 from ...core.ops.base import Ops, PackedLinear
-from ...core.ops.kv_pool import KVPool
+from ...core.ops.batch import Segment, Taps, Wanted
+from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.sampling.logits_processors import SampleRow
 from .block import BlockHead
 from .eagle import EagleHead
-from .head_layers import HeadConfig, KeysValues, Vocabulary
+from .head_files import Head, open_head
+from .head_layers import KeysValues, Vocabulary
 from .head_proposer import Anchors, Drafting, HeadProposer, Written
+
+logger = logging.getLogger(__name__)
+MOST_PASSES = 64  # tokens of a draft of EAGLE-3
+NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that tell two readings of tap ids apart
 
 
 def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Tensor]) -> None:
@@ -33,17 +47,116 @@ def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Ten
     head.borrow(weights.embedding, lambda hidden: _logits(ops, packed, hidden))
 
 
-def make_head_pool(config: HeadConfig, num_pages: int, page_size: int, target: Decoder) -> KVPool:
-    """A pool for a head's KV, with a page for each of the target's."""
-    return KVPool(
-        num_pages,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        dtype=target.dtype,
-        device=target.device,
-    )
+class _PoolShape(TypedDict):
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class JoinedHead:
+    """A head that was joined to its target: what pools and proposers are made of."""
+
+    def __init__(self, head: Head, target: Decoder) -> None:
+        self.head, self.target = head, target
+        self.device = target.device
+
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
+        """A pool for the head's KV, with a page for each of the target's.
+
+        Head KV is small and is kept in the target's dtype whatever ``kv_dtype`` says.
+        """
+        del kv_dtype
+        dtype, device = self.target.dtype, self.target.device
+        return KVPool(num_pages, **self._shape, page_size=page_size, dtype=dtype, device=device)
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
+        """Bytes of a page, of the feature too that EAGLE-3 keeps for it."""
+        del kv_dtype
+        own = bytes_per_page(**self._shape, page_size=page_size, dtype=self.target.dtype)
+        is_eagle = isinstance(self.head, EagleHead)
+        return own + is_eagle * self.head.config.hidden_size * self.target.dtype.itemsize
+
+    def proposer(self, pool: KVPool, *, independent: bool = False) -> HeadProposer:
+        """What drafts with it. ``independent``: for rejection sampling."""
+        if isinstance(self.head, BlockHead):
+            return BlockProposer(self.head, pool, self.target, independent=independent)
+        return EagleProposer(self.head, pool, self.target, independent=independent)
+
+    @property
+    def _shape(self) -> _PoolShape:
+        config = self.head.config
+        return {
+            "num_layers": config.num_layers,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+        }
+
+
+def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) -> JoinedHead:
+    """The head in a folder, joined to its target; ``read_output``: see `join_target`.
+
+    Where the config leaves open which hidden states the head reads, both readings are tried on
+    what the target says, and a warning names the better one, which is used. Raises
+    `ModelLoadError` for a head that is not supported or does not fit the target.
+    """
+    folder = open_head(path, target.config)
+    head = folder.load()
+    join_target(head, target, read_output)
+    if isinstance(head, EagleHead) and folder.shifted_taps is not None:
+        _choose_taps(path, head, folder.shifted_taps, target)
+    config = head.config
+    logger.info(
+        "head %s: %s, taps %s, drafts %d of %d token ids",
+        path, type(head).__name__, list(config.taps), config.draft_vocab_size, config.vocab_size,
+    )  # fmt: skip
+    return JoinedHead(head, target)
+
+
+def _choose_taps(path: Path, head: EagleHead, others: Taps, target: Decoder) -> None:
+    """Give a head the boundaries under which it guesses more of the target's own tokens."""
+    readings = (head.config.taps, others)
+    scores = [score_taps(head, taps, target) for taps in readings]
+    best = readings[1] if scores[1] > scores[0] else readings[0]
+    logger.warning(
+        "%s: eagle_aux_hidden_state_layer_ids may mean the boundaries %s or %s; of %d tokens the "
+        "head guesses %d and %d, so %s are read",
+        path, list(readings[0]), list(readings[1]), NUM_SCORED, *scores, list(best),
+    )  # fmt: skip
+    head.config = replace(head.config, taps=best)
+
+
+@torch.inference_mode()
+def score_taps(head: EagleHead, taps: Taps, target: Decoder) -> int:
+    """How many of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
+
+    They follow a text that the target draws at temperature 1.
+    """
+    ids, tapped = _own_text(target, taps)
+    hidden = head(ids[:, :-1], tapped, 1)[0]  # column i decides token i + 2
+    guessed = head.target_ids(head.logits(hidden).argmax(-1))
+    return int((guessed[0, -NUM_SCORED:] == ids[0, -NUM_SCORED:]).sum())
+
+
+def _own_text(target: Decoder, taps: Taps) -> tuple[Tensor, Tensor]:
+    """Token ids ``[1, T + 1]`` that the target says, and the taps ``[1, T, ..]`` of all but one."""
+    tokens = array("q", target.config.eos_token_ids[:1] or (0,))
+    num_tokens, page_size = NUM_DRAWN + NUM_SCORED, 16
+    pages = array("q", range(-(-num_tokens // page_size)))
+    pool = target.make_pool(len(pages), page_size=page_size)
+    once = tuple(dict.fromkeys(taps))
+    found: list[Tensor] = []
+    for index in range(num_tokens):
+        params = SamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
+        sampling = SamplingMetadata(params=params, seed=0, prompt_len=1)
+        batch = target.batch([Segment(tokens[-1:], index, pages, 1)], page_size=page_size)
+        output = target.forward(batch, pool, Wanted(taps=once))
+        assert output.taps is not None
+        parts = output.taps[:1].chunk(len(once), dim=-1)
+        found.append(torch.cat([parts[once.index(boundary)] for boundary in taps], dim=-1))
+        (choice,) = target.sampler.sample(output.logits, [SampleRow(tokens, sampling)])
+        tokens.append(max(0, choice.token_id))
+    ids = torch.tensor([tokens.tolist()], device=target.device)
+    return ids, torch.cat(found).unsqueeze(0)
 
 
 def _logits(ops: Ops, packed: PackedLinear, hidden: Tensor) -> Tensor:
@@ -63,6 +176,11 @@ class BlockProposer(HeadProposer):
     ) -> None:
         super().__init__(head.config, pool, target.sampler, independent=independent)
         self.head = head
+
+    @property
+    def tokens_a_pass(self) -> int:
+        """Tokens of a block."""
+        return self.longest
 
     @property
     def longest(self) -> int:
@@ -133,9 +251,14 @@ class EagleProposer(HeadProposer):
         )
 
     @property
+    def tokens_a_pass(self) -> int:
+        """One."""
+        return 1
+
+    @property
     def longest(self) -> int:
-        """As many as are asked for."""
-        return self.config.max_model_len
+        """As many as a step may ask for."""
+        return MOST_PASSES
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...core.execution.proposer import DraftRow, VerifiedRow
-from ...core.interface.step import Draft
+from ...core.interface.sampling_params import SamplingParams
+from ...core.interface.step import Draft, PlanRow, SamplingMetadata
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.logits_processors import SampleRow
@@ -104,6 +105,7 @@ class HeadProposer(ABC):
         self._ready = np.zeros(pool.num_pages, dtype=np.bool_)
         self._tracks: dict[str, _Track] = {}
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
+        self.dtype, self.device = pool.dtype, pool.data.device
         self._order = [self._taps.index(boundary) for boundary in config.taps]
 
     @property
@@ -112,6 +114,11 @@ class HeadProposer(ABC):
         return self._taps
 
     # -- what heads do --------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def tokens_a_pass(self) -> int:
+        """Tokens of a draft that one pass of the head yields."""
 
     @property
     @abstractmethod
@@ -273,6 +280,20 @@ class HeadProposer(ABC):
         missing = np.flatnonzero(~self._ready[np.asarray(row.page_ids[:num_whole], np.int64)])
         return max(self.first, (int(missing[-1]) + 1) * page_size if len(missing) else 0)
 
+    def try_draft(self, num_requests: int, num_tokens: int) -> None:
+        """Compute what the first tokens of so many drafts cost, over void head KV; to be timed."""
+        count = max(1, min(num_tokens // self.pool.page_size, self.pool.num_pages))
+        pages = array("q", range(count))
+        tokens = array("q", [0] * (count * self.pool.page_size))
+        sampling = SamplingMetadata(params=SamplingParams(temperature=1.0), seed=0, prompt_len=1)
+        row = PlanRow(
+            request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
+            max_draft=self.tokens_a_pass,
+        )  # fmt: skip
+        feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
+        track = _Track(self.first, len(tokens), feature)
+        self._grow([row] * num_requests, [track] * num_requests, [self.first] * num_requests)
+
     # -- drafts ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -281,20 +302,25 @@ class HeadProposer(ABC):
         chains = [_Chain() for _ in rows]
         live = [index for index, row in enumerate(rows) if self._can_draft(row)]
         if live:
-            self._grow([rows[i] for i in live], [chains[i] for i in live])
+            drafting = [rows[i] for i in live]
+            tracks = [self._tracks[row.request_id] for row in drafting]
+            firsts = [self._first_seen(*each) for each in zip(drafting, tracks, strict=True)]
+            grown = self._grow(drafting, tracks, firsts)
+            for index, chain in zip(live, grown, strict=True):
+                chains[index] = chain
         return [_draft(chain) for chain in chains]
 
     def _can_draft(self, row: DraftRow) -> bool:
         track = self._tracks.get(row.request_id)
-        last = len(row.tokens) - 1
-        has_room = len(row.tokens) + row.max_draft <= self.config.max_model_len
-        return track is not None and track.stop >= last and has_room
+        return track is not None and track.stop >= len(row.tokens) - 1
 
-    def _grow(self, rows: Sequence[DraftRow], chains: Sequence[_Chain]) -> None:
-        tracks = [self._tracks[row.request_id] for row in rows]
-        firsts = [self._first_seen(*each) for each in zip(rows, tracks, strict=True)]
+    @torch.inference_mode()
+    def _grow(
+        self, rows: Sequence[DraftRow], tracks: Sequence[_Track], firsts: Sequence[int]
+    ) -> list[_Chain]:
+        chains = [_Chain() for _ in rows]
         context, seen = self._read(rows, firsts)
-        device = self.pool.data.device
+        device = self.device
         anchors = Anchors(
             torch.tensor([row.tokens[-1] for row in rows], device=device),
             torch.tensor([len(row.tokens) - 1 for row in rows], device=device),
@@ -308,6 +334,7 @@ class HeadProposer(ABC):
         while live := [i for i in live if len(chains[i].token_ids) < lengths[i]]:
             last = [(chains[i].token_ids or rows[i].tokens)[-1] for i in live]
             live = self._draw(rows, chains, live, self._widened(drafting.logits(live, last)))
+        return chains
 
     def _widened(self, logits: Tensor) -> Tensor:
         """``[n, draft_vocab]`` to ``[n, vocab]`` float32: what the head cannot draft is banned."""

@@ -58,7 +58,7 @@ def test_the_same_memory_holds_nearly_twice_the_tokens(
     monkeypatch.setattr("foretoken.api.pools.default_budget", lambda device: 3 * 2**20)
     decoder = decoder_of("bfloat16-torch")
     configs = [EngineConfig(kv_memory=memory, kv_cache_dtype=kind) for kind in ("auto", small)]
-    pages = [count_pages([decoder, decoder], config, config.sizes("cpu")) for config in configs]
+    pages = [count_pages(decoder, [decoder], config, config.sizes("cpu")) for config in configs]
     head_dim = decoder.config.head_dim
     assert pages[1] / pages[0] == pytest.approx(2 * head_dim / (head_dim + 4), rel=0.01)
 

@@ -32,15 +32,10 @@ from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.head_drafters import (
-    BlockProposer,
-    EagleProposer,
-    join_target,
-    make_head_pool,
-)
+from foretoken.draft.models.head_drafters import JoinedHead, join_target
 from foretoken.draft.models.head_proposer import HeadProposer
 from foretoken.radix_cache import PrefixCache
-from tiny_heads import block_config, eagle_config
+from tiny_heads import block_config, join_random
 from tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, CHUNK = 256, 4, 160, 32
@@ -60,35 +55,14 @@ def target(request, folder) -> Decoder:
 
 
 def make_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
-    """Random weights, large enough that the head reads its context."""
-    torch.manual_seed(11)
-    shape = {"intermediate_size": 40}
-    head: BlockHead | EagleHead
-    if kind == "block":
-        head = BlockHead(block_config(target.config, block_size=5, **shape))
-    elif kind == "dflash":
-        changes = {"predicts_at_anchor": False, "markov_rank": 0, "windows": (None, 12)}
-        head = BlockHead(block_config(target.config, block_size=5, **shape, **changes))
-    elif kind == "rnn":
-        head = BlockHead(block_config(target.config, markov_kind="rnn", **shape))
-    elif kind == "reduced":
-        changes = {"draft_vocab_size": 100, "markov_vocab_size": 100}
-        head = BlockHead(block_config(target.config, **shape, **changes))
-        head.set_draft_ids(torch.arange(100) * 2 + 3)
-    else:
-        head = EagleHead(eagle_config(target.config, **shape))
-    for name, parameter in head.named_parameters():
-        if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.5 if "markov" in name else 0.25)
-    join_target(head, target, lambda: pytest.fail("the output is tied"))
-    return head
+    """Random weights, joined to the target."""
+    return join_random(kind, target).head
 
 
 def make_proposer(head: BlockHead | EagleHead, target: Decoder, **options: bool) -> HeadProposer:
-    made = BlockProposer if isinstance(head, BlockHead) else EagleProposer
-    pool = make_head_pool(head.config, NUM_PAGES, PAGE_SIZE, target)
+    pool = JoinedHead(head, target).make_pool(NUM_PAGES, page_size=PAGE_SIZE)
     pool.data.fill_(float("nan"))  # void
-    return made(head, pool, target, **options)  # type: ignore[arg-type]
+    return JoinedHead(head, target).proposer(pool, **options)
 
 
 def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -> Tensor:
@@ -262,9 +236,7 @@ def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
     config = replace(head.config, taps=tuple(max(0, tap - 1) for tap in head.config.taps))
     proposer = make_proposer(head, target)
     shifted = make_proposer(head, target)
-    proposer._taps = type(shifted)(  # type: ignore[call-arg]
-        head_with(head, config), shifted.pool, target
-    )._taps
+    proposer._taps = JoinedHead(head_with(head, config), target).proposer(shifted.pool).taps
     unit = Unit(target, proposer)
     unit.run_all()
     assert unit.compared.num_right < 0.9 * unit.compared.num_compared

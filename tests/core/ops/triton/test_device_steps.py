@@ -79,7 +79,7 @@ def test_memory_that_runs_out_while_loading_names_what_to_lower(monkeypatch) -> 
     monkeypatch.setattr(type(decoder), "make_pool", full)
     config = EngineConfig(kv_tokens=64)
     with pytest.raises(ModelLoadError, match="for 4 KV pages: lower kv_memory or kv_tokens"):
-        pools.make_pools([decoder], config, config.sizes("cpu"))
+        pools.make_pools(decoder, [], config, config.sizes("cpu"))
 
 
 def test_random_weights_of_a_gpu_are_drawn_there_in_their_dtype(monkeypatch) -> None:
