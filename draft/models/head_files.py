@@ -257,7 +257,7 @@ def _parse_eagle(
 ) -> tuple[EagleConfig, Taps | None]:
     """EAGLE-3. Engines disagree on whether its ids count layers or boundaries."""
     for name, value in fields.values.items():
-        if "norm" in name and isinstance(value, bool) and name not in _NORM_FLAGS:
+        if "norm" in name and value is True and name not in _NORM_FLAGS:
             raise fields.error(name, "is not supported: the head would be computed wrongly")
     shape = _shape(fields, target, names)
     if shape["num_layers"] != 1:
