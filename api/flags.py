@@ -62,7 +62,8 @@ def add_engine_flags(parser: Parser) -> None:
     add = group.add_argument
     add(
         "--draft",
-        help="auto, none, or a comma list of radix, suffix, ngram, PATH, oracle:P",
+        help="auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and the PATH of "
+        "one draft model or trained head",
         metavar="SPEC",
     )
     add(

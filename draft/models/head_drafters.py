@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ...core.interface.sampling_params import SamplingParams
+from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import SamplingMetadata
 from ...core.model.decoder import Decoder
 from ...core.ops.base import Ops, PackedLinear
@@ -146,7 +146,7 @@ def _own_text(target: Decoder, taps: Taps) -> tuple[Tensor, Tensor]:
     once = tuple(dict.fromkeys(taps))
     found: list[Tensor] = []
     for index in range(num_tokens):
-        params = SamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
+        params = TokenSamplingParams(temperature=1.0 if index < NUM_DRAWN else 0.0)
         sampling = SamplingMetadata(params=params, seed=0, prompt_len=1)
         batch = target.batch([Segment(tokens[-1:], index, pages, 1)], page_size=page_size)
         output = target.forward(batch, pool, Wanted(taps=once))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...core.execution.proposer import DraftRow, VerifiedRow
-from ...core.interface.sampling_params import SamplingParams
+from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import Draft, PlanRow, SamplingMetadata
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
@@ -285,7 +285,9 @@ class HeadProposer(ABC):
         count = max(1, min(num_tokens // self.pool.page_size, self.pool.num_pages))
         pages = array("q", range(count))
         tokens = array("q", [0] * (count * self.pool.page_size))
-        sampling = SamplingMetadata(params=SamplingParams(temperature=1.0), seed=0, prompt_len=1)
+        sampling = SamplingMetadata(
+            params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1
+        )
         row = PlanRow(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
             max_draft=self.tokens_a_pass,
