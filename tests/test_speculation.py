@@ -102,7 +102,7 @@ def test_the_prefix_hit_rate_is_that_of_plain_decoding(speculation: str | int) -
 
 
 @pytest.mark.parametrize(
-    "draft", ["radix,auto", "radix,radix", "radix,,suffix", "oracle:x", "oracle:2"]
+    "draft", ["auto,auto", "radix,radix", "radix,,suffix", "oracle:x", "oracle:2"]
 )
 def test_a_bad_draft_is_refused_by_name(draft: str) -> None:
     with pytest.raises(InvalidRequest) as refused, LLM("builtin", draft=draft) as llm:
