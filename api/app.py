@@ -69,6 +69,8 @@ class ModelRoutes:
             "created": int(self._created.timestamp()),
             "owned_by": "foretoken",
             "max_model_len": self.service.llm.built.max_model_len,
+            "exact": self.service.llm.built.exact,
+            "model_path": self.service.llm.built.model_path,
             "type": "model",
             "display_name": self.service.model,
             "created_at": self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),

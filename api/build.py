@@ -55,6 +55,8 @@ class Built:
     vocab_size: int
     max_model_len: int  # tokens, prompt and answer together
     eos_token_ids: frozenset[int]
+    exact: bool = True  # whether a request's bits are the same in any batch
+    model_path: str = "own"  # what computes the layers: own, or transformers' modules
 
 
 def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
@@ -115,6 +117,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         vocab_size=target.config.vocab_size,
         max_model_len=scheduler.capacity,
         eos_token_ids=frozenset(target.config.eos_token_ids),
+        exact=target.exact,
+        model_path=target.path,
     )
 
 
@@ -147,6 +151,7 @@ def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
             backend=config.backend,
             quantize=config.quantize,
             kv_dtype=config.kv_cache_dtype,
+            impl=config.model_impl,
         )
 
 

@@ -10,6 +10,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from .._version import __version__
 from ..core.config import EngineConfig
@@ -104,6 +105,14 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
 def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
     models = commands.add_parser("models", help="list what can be served, and why something cannot")
     models.set_defaults(run=_models, parser=models)
+    models.add_argument(
+        "action",
+        nargs="?",
+        choices=("check",),
+        help="check DIR: what a model is, what it needs, and what would compute it; nothing is"
+        " loaded",
+    )
+    models.add_argument("dir", nargs="?", metavar="DIR", help="a folder, or a GGUF file")
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -147,10 +156,14 @@ def _chat(parsed: argparse.Namespace) -> int:
     return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
 
 
-def _models(parsed: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
-    from .models import list_models
+def _models(parsed: argparse.Namespace) -> int:
+    from .models import check_model, list_models
 
-    return list_models()
+    if parsed.action is None:
+        return list_models()
+    if parsed.dir is None:
+        parsed.parser.error("check needs the folder or GGUF file of a model")
+    return check_model(Path(parsed.dir))
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

@@ -125,6 +125,12 @@ def add_engine_flags(parser: Parser) -> None:
     add("--ready-step-seconds", type=float, metavar="S", help="of a step: longer is not ready")
     add("--dump-dir", metavar="DIR", help="for crash dumps; else among the temporary files")
     add("--load-format", choices=("auto", "random"), help="random: seeded random weights")
+    add(
+        "--model-impl",
+        choices=("auto", "own", "transformers"),
+        help="what computes the layers: this engine's decoder, or transformers' modules on its"
+        " pages and kernels; auto: the first where there is one for the model",
+    )
 
 
 def add_server_flags(parser: Parser) -> None:

@@ -118,7 +118,9 @@ def list_models() -> int:
         "\nDIR         a folder in Hugging Face layout with safetensors"
         "\nFILE.gguf   a GGUF file, or a folder with one"
         "\nowner/name  a model of the Hugging Face hub, downloaded on first use"
-        f"\n\nFamilies: {', '.join(_families())}. Not on this list: refused with the reason."
+        f"\n\nOwn decoder: {', '.join(_families())}."
+        "\nOther causal language models: transformers' modules on the engine's pages and kernels,"
+        "\nor refused with the reason. `foretoken models check DIR` says which, without loading it."
     )
     return 0
 
@@ -135,3 +137,39 @@ def _families() -> list[str]:
     from ..core.model.config import FAMILIES
 
     return sorted(FAMILIES)
+
+
+_PATHS = {
+    "own": "this engine's own decoder; the same bits in any batch",
+    "transformers": "transformers' modules on the engine's pages and kernels; whether bits are the"
+    " same in any batch is measured at the start",
+}
+
+
+def check_model(path: Path) -> int:
+    """``foretoken models check DIR``: print what a model is and needs. 1 where it is refused."""
+    from ..core.model.report import inspect_model
+
+    report = inspect_model(path)
+    if report.problem is not None or report.path is None:
+        print(f"refused   {report.problem}")
+        return 1
+    kv = report.kv_bytes_per_token
+    room = "known when it is loaded"
+    if kv is not None:
+        room = f"{_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+    print(
+        f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"
+        f"\npath      {_PATHS[report.path]}"
+        f"\nweights   {_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
+        f"\nKV        {room}"
+        f"\ncontext   {report.max_model_len:,} tokens"
+    )
+    return 0
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"

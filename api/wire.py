@@ -161,13 +161,19 @@ class TextBody(Head, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """A model that is served; ``max_model_len`` tokens fit prompt and answer together."""
+    """A model that is served; ``max_model_len`` tokens fit prompt and answer together.
+
+    ``exact``: whether an answer's bits are the same in any batch. ``model_path``: what computes
+    its layers, ``own`` or ``transformers``.
+    """
 
     id: str = ""
     object: str = "model"
     created: int = 0
     owned_by: str = ""
     max_model_len: int = 0
+    exact: bool = True
+    model_path: str = "own"
     type: str = "model"
     display_name: str = ""
     created_at: str = ""

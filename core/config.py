@@ -74,7 +74,9 @@ class EngineConfig:
     ``max_priority``: a request may ask for one from minus this to this, 0: for none.
     ``step_timeout``: seconds after which a step is given up and the engine with it, 0 is never; a
     step that takes more than ``ready_step_seconds`` makes it unready. ``dump_dir``: where crash
-    dumps go, by default the system's folder for temporary files.
+    dumps go, by default the system's folder for temporary files. ``model_impl``: own computes a
+    model by this engine's decoder, transformers by transformers' modules on the engine's pages and
+    kernels; auto is own where there is one.
     """
 
     draft: str = "auto"
@@ -105,6 +107,7 @@ class EngineConfig:
     ready_step_seconds: float = 10.0
     dump_dir: str | None = None
     load_format: Literal["auto", "random"] = "auto"
+    model_impl: Literal["auto", "own", "transformers"] = "auto"
 
     def __post_init__(self) -> None:
         """Check every option; a bad one raises `InvalidRequest` naming it."""

@@ -180,7 +180,7 @@ class ModelDriver:
     def _poison(self, sequence: Stream) -> None:
         page, offset = divmod(sequence.num_computed, self.page_size)
         self.pool.data[list(sequence.pages[page + 1 :])] = void_item(self.pool)
-        if page < len(sequence.pages):
+        if page < len(sequence.pages) and len(self.pool.parts) == 1:
             blocks = self.pool.data[sequence.pages[page]].view(-1, self.pool.block.num_items)
             vectors, scales = self.pool.split(blocks)
             (vectors if scales is None else scales)[:, offset:] = torch.nan

@@ -19,7 +19,7 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import Speculator
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
-from foretoken.core.model.loader import load_decoder
+from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
@@ -226,9 +226,11 @@ class House:
         dtype: Literal["float32", "bfloat16"],
         backend: Literal["torch", "native"] = "torch",
         kv_dtype: KvDtype = "auto",
+        impl: ModelImpl = "auto",
     ) -> House:
         target, draft = (
-            load_decoder(folder, dtype=dtype, exact="batch", backend=backend) for folder in pair
+            load_decoder(folder, dtype=dtype, exact="batch", backend=backend, impl=impl)
+            for folder in pair
         )
         return cls(target, draft, kv_dtype)
 

@@ -84,3 +84,27 @@ def test_drafts_of_a_language_model_are_accepted(house: House) -> None:
     accepted = sum(usage.accepted_tokens for usage in usages)
     assert accepted == sum(usage.accepted_by_source.get("lm", 0) for usage in usages)
     assert accepted > 0.3 * sum(usage.proposed_tokens for usage in usages)
+
+
+@pytest.fixture(scope="module", params=["float32-torch", "bfloat16-native"])
+def transformers_house(request, tmp_path_factory) -> House:
+    """Target and draft model are transformers' modules on our pages and kernels."""
+    torch.set_num_threads(1)
+    dtype, backend = request.param.split("-")
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
+    return House.load(pair, dtype, backend, impl="transformers")
+
+
+@pytest.mark.parametrize("drafter", [None, "lm", "all", "auto+lm"])
+def test_modules_of_transformers_keep_the_promise(transformers_house: House, drafter) -> None:
+    """No drafter, batch, chunk, cached prefix or preemption changes a token."""
+    house = transformers_house
+    house.check(house.run(shuffled(4), drafter, num_pages=59, max_batch_tokens=40))
+    assert house.scheduler.num_preemptions > 0
+    order = shuffled(6)[:12]
+    served = house.run(order, drafter, repeats=2)
+    assert house.scheduler.cache.num_hits > 0
+    for index in order:
+        assert served[str(index)] == house.solo[str(index)]

@@ -77,7 +77,7 @@ def parse_config(fields: Fields) -> DecoderConfig:
     family = FAMILIES.get(model_type)
     if family is None:
         supported = ", ".join(sorted(FAMILIES))
-        raise fields.error("model_type", f"{model_type!r} is not supported; {supported} are")
+        raise fields.unsupported("model_type", f"{model_type!r} is not supported; {supported} are")
     _refuse_unsupported(fields)
     return _check(family(fields), fields)
 
@@ -182,7 +182,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("is_encoder_decoder", "is not supported: decoders only")
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.error("hidden_act", f"{activation!r} is not supported; silu is")
+        raise fields.unsupported("hidden_act", f"{activation!r} is not supported; silu is")
 
 
 def _check(config: DecoderConfig, fields: Fields) -> DecoderConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from ..ops.layers import run_layers
 from .config import DecoderConfig
 from .rope import RopeTable
 
+ModelPath: TypeAlias = Literal["own", "transformers"]
+
 
 def head_layout(config: DecoderConfig) -> HeadLayout:
     """How a row of this model's packed QKV is cut into heads."""
@@ -35,7 +38,13 @@ def head_layout(config: DecoderConfig) -> HeadLayout:
 
 
 class Decoder:
-    """Token ids and pages in, logits out. Serves as target and as draft model alike."""
+    """Token ids and pages in, logits out. Serves as target and as draft model alike.
+
+    ``path``: what computes the layers, these operations or transformers' modules. ``exact``:
+    whether a row's bits are the same in any batch.
+    """
+
+    path: ModelPath = "own"
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
         self.config = config
@@ -45,6 +54,7 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.heads = head_layout(config)
+        self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights)
         self._rope = RopeTable(config.rope, config.head_dim, self.device)
 

@@ -23,6 +23,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+class UnsupportedConfig(ModelLoadError):  # noqa: N818 - as in `errors`
+    """A config of a model that this engine's own decoder does not compute."""
+
+
 class Fields:
     """A JSON object read field by field; null counts as absent, as it does in transformers."""
 
@@ -100,6 +104,10 @@ class Fields:
     def error(self, name: str, problem: str) -> ModelLoadError:
         """The error to raise about a field."""
         return ModelLoadError(f"{self.where}: {name} {problem}")
+
+    def unsupported(self, name: str, problem: str) -> UnsupportedConfig:
+        """The error to raise about a field whose value is right but has no decoder here."""
+        return UnsupportedConfig(f"{self.where}: {name} {problem}")
 
     def _get(self, name: str, default: Any) -> Any:  # noqa: ANN401 - JSON is anything
         value = self.values.get(name)

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
 from ..ops.backends import Backend, choose_ops
-from ..ops.base import DecoderWeights, Exactness, HeadNorm, LayerWeights, Ops, PackedLinear
+from ..ops.base import (
+    DecoderWeights,
+    Exactness,
+    HeadLayout,
+    HeadNorm,
+    LayerWeights,
+    Ops,
+    PackedLinear,
+)
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedWeight, stack
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import DecoderConfig, read_config
 from .decoder import Decoder, head_layout
+from .fields import UnsupportedConfig
 from .shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, tensor_shapes
 
+logger = logging.getLogger(__name__)
 LoadFormat: TypeAlias = Literal["auto", "random"]
+ModelImpl: TypeAlias = Literal["auto", "own", "transformers"]
 _Weight: TypeAlias = Tensor | QuantizedWeight
 _Read: TypeAlias = Callable[[str], _Weight]
 
@@ -44,6 +56,7 @@ def load_decoder(
     backend: Backend = "torch",
     quantize: Quantize = "none",
     kv_dtype: KvDtype = "auto",
+    impl: ModelImpl = "auto",
 ) -> Decoder:
     """A decoder from a folder in Hugging Face layout or a GGUF file.
 
@@ -53,22 +66,87 @@ def load_decoder(
     ``load_format="random"`` needs the config only and draws seeded weights of the real shapes; on
     a GPU, where they are drawn there, others than on the CPU. ``quantize`` packs every matrix of
     the layers and the output as int8 or int4, for the backends that compute so; ``kv_dtype`` is
-    that of the pools to come. Raises `ModelLoadError` before memory is spent on weights.
+    that of the pools to come. ``impl``: "own" takes the decoder of this engine, "transformers" the
+    modules of transformers on our pages and kernels, "auto" the latter for models that the former
+    does not compute. Raises `ModelLoadError` before memory is spent on weights.
     """
     device = choose_device(device)
+    options = _Options(dtype, device, load_format, exact, backend, quantize, kv_dtype)
+    if impl == "transformers":
+        return _by_transformers(Path(path), options, "it was asked for")
+    try:
+        decoder = _own(path, options)
+    except UnsupportedConfig as reason:
+        if impl == "own":
+            raise
+        return _by_transformers(Path(path), options, str(reason))
+    logger.info("%s: computed by its own decoder", decoder.config.model_type)
+    return decoder
+
+
+class _Options(NamedTuple):
+    """As they are given to `load_decoder`."""
+
+    dtype: str
+    device: torch.device
+    load_format: LoadFormat
+    exact: Exactness
+    backend: Backend
+    quantize: Quantize
+    kv_dtype: KvDtype
+
+    def ops(self, dtype: torch.dtype, heads: HeadLayout | None) -> Ops:
+        """The backend."""
+        return choose_ops(
+            self.device,
+            exact=self.exact,
+            backend=self.backend,
+            dtype=dtype,
+            heads=heads,
+            quantize=self.quantize,
+            kv_dtype=self.kv_dtype,
+        )
+
+
+def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
+    """A decoder of transformers' modules. Without it installed, the reason stands alone."""
+    from .transformers_loader import load_text_model, read_text_model
+
+    source = read_text_model(path)
+    chosen = _choose_dtype(options.dtype, source.config.dtype, options.device)
+    # Triton's samplers choose tokens on the device, which this path does not wait for.
+    if options.device.type != "cpu":
+        options = options._replace(backend="torch")
+    ops = options.ops(chosen, None)
+    plain = (
+        ops if options.quantize == "none" else options._replace(quantize="none").ops(chosen, None)
+    )
+    decoder = load_text_model(
+        source,
+        ops,
+        plain,
+        dtype=chosen,
+        device=options.device,
+        is_random=options.load_format == "random",
+    )
+    bits = "the same bits in any batch" if decoder.exact else "bits that depend on the batch"
+    logger.info(
+        "%s: computed by transformers' modules on our pages and kernels, %s (%s)",
+        source.config.model_type,
+        bits,
+        reason,
+    )
+    return decoder
+
+
+def _own(path: str | Path, options: _Options) -> Decoder:
+    """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
+    dtype, device, load_format, _, _, quantize, _ = options
     checkpoint = None if load_format == "random" else _checkpoint(path)
     config = read_config(path) if checkpoint is None else checkpoint.config
     stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
     chosen = _choose_dtype(dtype, stored, device)
-    ops = choose_ops(
-        device,
-        exact=exact,
-        backend=backend,
-        dtype=chosen,
-        heads=head_layout(config),
-        quantize=quantize,
-        kv_dtype=kv_dtype,
-    )
+    ops = options.ops(chosen, head_layout(config))
     read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()

@@ -45,7 +45,9 @@ def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in get_args(RopeKind):
         supported = ", ".join(get_args(RopeKind))
-        raise config.error(name, f"has type {kind!r}, which is not supported; {supported} are")
+        raise config.unsupported(
+            name, f"has type {kind!r}, which is not supported; {supported} are"
+        )
     _refuse_partial(config, rope)
     theta = rope.above_zero("rope_theta", config.number("rope_theta", 10000.0))
     if kind == "default":
@@ -73,7 +75,7 @@ def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
 def _refuse_partial(config: Fields, rope: Fields) -> None:
     for fields in (config, rope):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.error("partial_rotary_factor", "other than 1 is not supported")
+            raise fields.unsupported("partial_rotary_factor", "other than 1 is not supported")
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_dtype: KvDtype = "auto",
+        memory: Tensor | None = None,
     ) -> None:
+        """``memory``: as many items as the pool takes, of a pool that this one is a part of."""
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -47,13 +50,16 @@ class KVPool:
         self.dtype = dtype  # of what is written and read; kept so, too, unless scaled
         self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
         items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
-        # Zeros come from fresh memory that the system maps on first touch: void pages cost nothing.
-        self.data: Tensor = torch.zeros(
-            (num_pages, num_layers, 2, num_kv_heads, *items), dtype=self.block.dtype, device=device
-        )
+        shape = (num_pages, num_layers, 2, num_kv_heads, *items)
+        if memory is None:
+            memory = _fresh(math.prod(shape), self.block.dtype, device)
+        self.data: Tensor = memory.view(shape)
         self._pages = self.data.view(num_pages, -1).view(torch.int32)
-        if self.data.device.type == "cpu":
-            use_huge_pages(self.data)
+
+    @property
+    def parts(self) -> tuple[KVPool, ...]:
+        """Pools of layers that are alike, over the same pages; of a uniform model itself alone."""
+        return (self,)
 
     @property
     def blocks(self) -> Tensor:
@@ -88,6 +94,90 @@ class KVPool:
     def num_bytes(self) -> int:
         """Size of the pool in bytes."""
         return self.data.nbytes
+
+
+def _fresh(num_items: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros, of memory that the system maps on first touch: void pages cost nothing."""
+    memory = torch.zeros(num_items, dtype=dtype, device=device)
+    if memory.device.type == "cpu":
+        use_huge_pages(memory)
+    return memory
+
+
+class KvShape(NamedTuple):
+    """Layers whose keys and values are alike."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class MixedKVPool(KVPool):
+    """`KVPool` of layers of several shapes; a page is still one contiguous blob over all of them.
+
+    Each of ``parts`` is a uniform pool over the memory of all: its first layers are the ones of
+    its shape, the others lie where those of the other parts do and are not its own. So a kernel
+    that reads uniform pools reads a part. For this a page is a whole number of every part's
+    layers long: `page_items`.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        shapes: Sequence[KvShape],
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
+        self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
+        self.num_layers = sum(shape.num_layers for shape in shapes)
+        blocks = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
+        units = [2 * s.num_kv_heads * b.num_items for s, b in zip(shapes, blocks, strict=True)]
+        items = page_items(shapes, units)
+        size = num_pages * items
+        # The last page of a part that begins later ends behind the last page of the first one.
+        memory = _fresh(size + items, blocks[0].dtype, device)
+        self.data = memory[:size].view(num_pages, items)
+        self._pages = self.data.view(torch.int32)
+        starts = [sum(s.num_layers * u for s, u in zip(shapes[:i], units, strict=False))
+                  for i in range(len(shapes))]  # fmt: skip
+        self._parts = tuple(
+            KVPool(
+                num_pages,
+                num_layers=items // unit,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                page_size=page_size,
+                dtype=dtype,
+                device=device,
+                kv_dtype=kv_dtype,
+                memory=memory[start : start + size],
+            )
+            for shape, unit, start in zip(shapes, units, starts, strict=True)
+        )
+
+    @property
+    def parts(self) -> tuple[KVPool, ...]:
+        """One for each shape, in the order of the shapes."""
+        return self._parts
+
+
+def page_items(shapes: Sequence[KvShape], units: Sequence[int]) -> int:
+    """Items of a page; ``units``: those of one layer of each shape."""
+    used = sum(shape.num_layers * unit for shape, unit in zip(shapes, units, strict=True))
+    step = math.lcm(*units)
+    return -(-used // step) * step
+
+
+def bytes_per_mixed_page(
+    shapes: Sequence[KvShape], *, page_size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+) -> int:
+    """Bytes of a page of a `MixedKVPool`, and of a uniform one where there is one shape."""
+    blocks = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
+    units = [2 * s.num_kv_heads * b.num_items for s, b in zip(shapes, blocks, strict=True)]
+    return page_items(shapes, units) * blocks[0].dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from ...core.errors import ModelLoadError
 from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import SamplingMetadata
 from ...core.model.decoder import Decoder
@@ -99,6 +100,12 @@ def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) ->
     what the target says, and a warning names the better one, which is used. Raises
     `ModelLoadError` for a head that is not supported or does not fit the target.
     """
+    if target.path != "own":
+        raise ModelLoadError(
+            f"{path}: a trained head reads weights of its target's own decoder, and "
+            f"{target.config.model_type} is computed by transformers' modules: take draft auto, or "
+            "a draft model"
+        )
     folder = open_head(path, target.config)
     head = folder.load()
     join_target(head, target, read_output)

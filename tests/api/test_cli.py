@@ -93,7 +93,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "max-batch-tokens": "8", "aging-seconds": "3", "max-priority": "4",
         "max-slowdown": "3", "overlap": "on",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
-        "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d",
+        "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams
@@ -82,6 +83,12 @@ def test_a_list_may_hold_auto() -> None:
 def test_a_list_that_cannot_be_is_refused(draft: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_draft(EngineConfig(draft=draft), own_draft=None)
+
+
+def test_a_head_is_refused_for_a_target_of_transformers_modules(folder: Path) -> None:
+    target = load_decoder(BUILTIN / "target", impl="transformers")
+    with pytest.raises(ModelLoadError, match="take draft auto, or a draft model"):
+        load_head(folder, target, lambda: torch.zeros(0))
 
 
 def test_a_heads_pages_are_paid_for_out_of_the_same_memory(folder: Path) -> None:

@@ -279,6 +279,7 @@ def test_models_are_listed_and_found(url: str) -> None:
     one = get(url, f"/v1/models/{MODEL}").json
     assert one == listed["data"][0]
     assert (one["object"], one["type"], one["max_model_len"]) == ("model", "model", 512)
+    assert (one["exact"], one["model_path"]) == (True, "own")
 
 
 def test_health_ready_version_and_metrics_answer(url: str) -> None:

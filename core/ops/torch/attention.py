@@ -15,13 +15,25 @@ from .plan import HIDDEN, Block, Group, TorchPlan
 _LOWEST = -80.0  # exp of less underflows, which takes ten times as long (measured)
 
 
-def attend(q: Tensor, layer: int, plan: TorchPlan, window: int | None) -> Tensor:
-    """``[T, num_heads * head_dim]`` scaled queries to attention outputs of that shape."""
+def attend(
+    q: Tensor,
+    layer: int,
+    plan: TorchPlan,
+    window: int | None,
+    *,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """``[T, num_heads * head_dim]`` scaled queries to attention outputs of that shape.
+
+    ``cap``: scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
+    [num_heads]: the score of a key without a value that each row sees besides (gpt-oss).
+    """
     heads = plan.heads
     packed = q.view(len(q) * heads.num_kv_heads, -1)
     pages = plan.pages(layer)
     outs = [
-        _attend_group(packed.index_select(0, group.q_rows), group, blocks, pages, plan)
+        _attend_group(packed.index_select(0, group.q_rows), group, blocks, pages, plan, cap, sinks)
         for group, blocks in zip(plan.groups, plan.blocks(window), strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -29,7 +41,13 @@ def attend(q: Tensor, layer: int, plan: TorchPlan, window: int | None) -> Tensor
 
 
 def _attend_group(
-    q: Tensor, group: Group, blocks: list[Block], pages: Tensor, plan: TorchPlan
+    q: Tensor,
+    group: Group,
+    blocks: list[Block],
+    pages: Tensor,
+    plan: TorchPlan,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """``[n * num_kv_heads * num_rows, group * head_dim]`` queries to outputs of that shape."""
     heads = plan.heads
@@ -40,12 +58,16 @@ def _attend_group(
         span = slice(block.first * heads.num_kv_heads, block.last * heads.num_kv_heads)
         keys, values = plan.read(pages, block).chunk(2)
         scores = torch.bmm(queries[span], keys.transpose(1, 2)).float()
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
         if state is None and len(scores) == items:
             state = _Softmax.of(scores, values, block)
             continue
         state = state or _Softmax.empty(queries)
         state.merge(scores, values, block, span)
     assert state is not None  # every row sees itself
+    if sinks is not None:
+        state.add_sinks(sinks.float().view(heads.num_kv_heads, 1, -1))
     return state.result(q.dtype).view(q.shape)
 
 
@@ -84,6 +106,16 @@ class _Softmax:
         self.total[span].mul_(keep).add_(weights.sum(dim=-1, keepdim=True))
         self.out[span].mul_(keep).add_(torch.bmm(weights.to(values.dtype), values))
         before.copy_(top)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Add a score without a value, ``[num_kv_heads, 1, group]``, to the sums of its heads."""
+        num_kv_heads, _, group = sinks.shape
+        shape = (-1, num_kv_heads, self.top.shape[1] // group, group)
+        before = self.top.view(shape)
+        top = torch.maximum(before, sinks)
+        keep = (before - top).exp_()
+        self.total = self.total.view(shape).mul(keep).add_((sinks - top).exp_()).view_as(self.total)
+        self.out *= keep.view_as(self.total)
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """The outputs, ``[items, num_rows, head_dim]``."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from checkpoints import KINDS, ORIGINAL_LEN, VOCAB_SIZE, ModelDriver, Stream, make_reference, save
+from checkpoints import KINDS, ORIGINAL_LEN, VOCAB_SIZE, ModelDriver, make_reference, save
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.native import native_library
+from greedy_streams import generate, greedy, random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_NEW = 14
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
@@ -28,11 +26,6 @@ def loaded(
         folder = save(reference, tmp_path_factory.mktemp(kind))
         pairs[kind] = (reference, load_decoder(folder, backend=request.param))
     return pairs
-
-
-def random_ids(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,68 +52,6 @@ def test_greedy_tokens_equal_generate_in_ragged_batches(kind: str, loaded: dict)
     expected = [generate(reference, prompt) for prompt in prompts]
     assert len({tuple(e) for e in expected}) == len(expected)
     assert greedy(decoder, prompts, expected) == expected
-
-
-def generate(reference: object, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = reference.generate(  # type: ignore[attr-defined]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=NUM_NEW,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-def greedy(decoder: Decoder, prompts: list[list[int]], drafts: list[list[int]]) -> list[list[int]]:
-    """Decode greedily, one prompt more per step, with drafts that are sometimes wrong."""
-    driver = ModelDriver(decoder, page_size=4)
-    rng = random.Random(0)
-    streams: list[Stream] = []
-    done = [False] * len(prompts)
-    while not all(done):
-        if len(streams) < len(prompts):
-            prompt = prompts[len(streams)]
-            before = streams[-1] if streams and len(streams) != 3 else None
-            streams.append(driver.add(prompt, capacity=len(prompt) + NUM_NEW + 8, prefix=before))
-        active = [i for i in range(len(streams)) if not done[i]]
-        rng.shuffle(active)
-        rows, planned = [], []
-        for i in active:
-            row, draft = plan_row(streams[i], prompts[i], drafts[i], rng)
-            rows.append(row)
-            planned.append(draft)
-        for i, (stream, ids, wanted), draft, logits in zip(
-            active, rows, planned, driver.step(rows), strict=True
-        ):
-            stream.num_computed += len(ids) - len(draft)
-            if wanted:
-                accept(stream, draft, logits.argmax(-1).tolist())
-            done[i] = len(stream.tokens) >= len(prompts[i]) + NUM_NEW
-    return [list(s.tokens[len(p) :][:NUM_NEW]) for s, p in zip(streams, prompts, strict=True)]
-
-
-def plan_row(
-    stream: Stream, prompt: list[int], expected: list[int], rng: random.Random
-) -> tuple[tuple[Stream, list[int], int], list[int]]:
-    """A chunk of at most 33 pending tokens; behind the last one a draft."""
-    pending = list(stream.tokens[stream.num_computed :])
-    chunk = pending[: rng.randrange(1, 34)]
-    if len(chunk) < len(pending):
-        return (stream, chunk, 0), []
-    draft = expected[len(stream.tokens) - len(prompt) :][: rng.randrange(5)]
-    if draft and rng.random() < 0.5:
-        draft[-1] = (draft[-1] + 1) % VOCAB_SIZE
-    return (stream, chunk + draft, len(draft) + 1), draft
-
-
-def accept(stream: Stream, draft: list[int], chosen: list[int]) -> None:
-    """Keep the draft as far as it equals the model's choice, then the model's own token."""
-    agreed = next((n for n, t in enumerate(draft) if chosen[n] != t), len(draft))
-    stream.tokens.extend(chosen[: agreed + 1])
-    stream.num_computed += agreed
 
 
 def test_draft_rows_without_kv_of_rejected_tokens_do_not_leak(loaded: dict) -> None:

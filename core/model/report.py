@@ -1,0 +1,108 @@
+"""What a checkpoint is and needs, and what would compute it: from its headers, without weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+
+from ..errors import ModelLoadError
+from ..ops.kv_pool import KvShape, bytes_per_mixed_page
+from .checkpoint import check_tensors, gguf_file, open_checkpoint
+from .config import DecoderConfig, read_config
+from .fields import UnsupportedConfig
+from .shapes import LM_HEAD, tensor_shapes
+
+Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
+_PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """``problem``: why the model is refused, and what to do instead; None: it is served."""
+
+    model_type: str = ""
+    path: Literal["own", "transformers"] | None = None
+    file_format: Format = "no weights"
+    num_parameters: int = 0
+    weight_bytes: int = 0  # as the files hold them; without files, in the config's dtype
+    dtype: str = ""
+    kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
+    max_model_len: int = 0  # tokens
+    problem: str | None = None
+
+
+def inspect_model(path: Path) -> ModelReport:
+    """The report of a folder in Hugging Face layout, with weights or without, or a GGUF file."""
+    try:
+        return _own(path)
+    except UnsupportedConfig as reason:
+        try:
+            return _by_transformers(path)
+        except ModelLoadError as error:
+            return ModelReport(problem=str(error or reason))
+    except ModelLoadError as error:
+        return ModelReport(problem=str(error))
+
+
+def _own(path: Path) -> ModelReport:
+    file_format, size = _files(path)
+    config = read_config(path)
+    shapes = tensor_shapes(config)
+    dtype = config.dtype
+    if file_format != "no weights":
+        checkpoint = open_checkpoint(path)
+        ignored = (LM_HEAD,) if config.tie_embeddings else ()
+        check_tensors(checkpoint, shapes, ignored=ignored)
+    count = sum(math.prod(shape) for shape in shapes.values())
+    heads = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
+    return _report("own", config, count, [heads], file_format, size, dtype)
+
+
+def _by_transformers(path: Path) -> ModelReport:
+    from .transformers_decoder import kv_shapes
+    from .transformers_loader import read_text_model
+
+    file_format, size = _files(path)
+    source = read_text_model(path)
+    shapes = kv_shapes(source.asked.sites) if source.asked else []
+    config = source.config
+    return _report(
+        "transformers", config, source.num_parameters, shapes, file_format, size, config.dtype
+    )
+
+
+def _report(
+    path: Literal["own", "transformers"],
+    config: DecoderConfig,
+    num_parameters: int,
+    shapes: list[KvShape],
+    file_format: Format,
+    size: int,
+    dtype: str,
+) -> ModelReport:
+    item = getattr(torch, dtype)
+    page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
+    return ModelReport(
+        model_type=config.model_type,
+        path=path,
+        file_format=file_format,
+        num_parameters=num_parameters,
+        weight_bytes=size or num_parameters * item.itemsize,
+        dtype=dtype,
+        kv_bytes_per_token=None if page is None else page // _PAGE,
+        max_model_len=config.max_model_len,
+    )
+
+
+def _files(path: Path) -> tuple[Format, int]:
+    """The format of the weights, and their bytes on disk."""
+    file = gguf_file(path)
+    if file is not None:
+        return "GGUF", file.stat().st_size if file.exists() else 0
+    files = list(path.glob("*.safetensors"))
+    size = sum(each.stat().st_size for each in files)
+    return ("safetensors", size) if files else ("no weights", 0)

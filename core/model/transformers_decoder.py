@@ -1,0 +1,498 @@
+"""TransformersDecoder: a model of transformers' own modules on our KV pages, attention and linears.
+
+For model types that have no decoder of their own here. Three hooks replace what transformers
+would do: its attention function writes and reads pages, its mask function keeps the rule that the
+model asks for instead of a mask (no config is interpreted), and its experts are computed by the
+backend's linears and summed in the order of the router's slots. A ragged batch is one row of
+tokens ``[1, T]``: prompts in chunks, shared prefixes, drafts and decoding rows alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.pytorch_utils import Conv1D
+
+from ..ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
+from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
+from ..ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, bytes_per_mixed_page
+from ..ops.quantize import QuantizedWeight
+from ..ops.torch.attention import attend
+from ..ops.torch.plan import TorchPlan
+from ..ops.torch.torch_ops import TorchOps
+from .config import DecoderConfig
+from .decoder import Decoder, ModelPath
+from .transformers_probe import AttentionCall, AttentionSite, hooked
+
+_MAX_NATIVE_DIM = 256
+_MAX_NATIVE_GROUP = 64
+_ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))  # never quantised
+
+
+# -- packed weights -------------------------------------------------------------------------------
+
+
+def linear(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
+    """``[.., in_features] -> [.., out_features]`` for one row or more."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count < ops.min_rows:
+        rows = torch.cat((rows, rows[-1:].expand(ops.min_rows - count, -1)))
+    out = ops.linear(rows, weight)[:count]
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class Packed(nn.Module):
+    """An `nn.Linear` by the backend's kernel. ``weight`` has a shape and a dtype, and no values."""
+
+    def __init__(self, ops: Ops, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        values = weight if isinstance(weight, Tensor) else weight.values
+        dtype = values.dtype if isinstance(weight, Tensor) else torch.float32
+        self.out_features, self.in_features = values.shape
+        self.weight = torch.empty(values.shape, dtype=dtype, device="meta")
+        self.bias = None
+        self.ops, self.packed = ops, ops.pack_linear(weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:  # experts of which no row took one
+            return x.new_zeros((*x.shape[:-1], self.out_features))
+        return linear(self.ops, x, self.packed)
+
+
+def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
+    """Replace every linear of a model by a packed one, one after another.
+
+    ``plain`` packs what is never quantised: routers. ``kept``: names that stay as they are.
+    """
+    for name, module in list(model.named_modules()):
+        if name in kept or type(module) not in (nn.Linear, Conv1D):
+            continue
+        parent, _, own = name.rpartition(".")
+        weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
+        bias = None if module.bias is None else module.bias.data
+        packer = plain if own in _ROUTERS else ops
+        setattr(model.get_submodule(parent), own, Packed(packer, weight, bias))
+    for name, module in list(model.named_modules()):
+        if type(module) in _EXACT_ACTIVATIONS:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, _EXACT_ACTIVATIONS[type(module)]())
+
+
+# torch's silu, sigmoid and gelu round the tail of a tensor otherwise than its body, so that a value
+# depends on where it lies; exp, tanh, add and divide do not.
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.exp(-x.float()).add_(1.0).reciprocal_().to(x.dtype)
+
+
+def _silu(x: Tensor, inplace: bool = False) -> Tensor:  # noqa: ARG001 - as torch's
+    wide = x.float()
+    return (wide / torch.exp(-wide).add_(1.0)).to(x.dtype)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    wide = x.float()
+    inner = (wide * wide * wide).mul_(0.044715).add_(wide).mul_(math.sqrt(2 / math.pi))
+    return (inner.tanh_().add_(1.0) * wide).mul_(0.5).to(x.dtype)
+
+
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    wide = x.float() * beta
+    return torch.where(wide > threshold, wide, torch.exp(wide).log1p()).div_(beta).to(x.dtype)
+
+
+class _Silu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _silu(x)
+
+
+class _GeluTanh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _gelu_tanh(x)
+
+
+_EXACT_ACTIVATIONS: dict[type, type[nn.Module]] = {
+    nn.SiLU: _Silu,
+    SiLUActivation: _Silu,
+    GELUTanh: _GeluTanh,
+    NewGELUActivation: _GeluTanh,
+}
+
+
+class _ExactRows(TorchFunctionMode):
+    """Computes linears on plain parameters, as routers are, by the row-exact packed kernels."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
+        self._packed: dict[int, tuple[Tensor, PackedLinear]] = {}
+        self._instead: dict[Any, Callable[..., Any]] = {
+            F.linear: self._linear,
+            F.silu: _silu,
+            F.softplus: _softplus,
+            torch.sigmoid: _sigmoid,
+            Tensor.sigmoid: _sigmoid,
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        instead = self._instead.get(func, func)
+        return instead(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if input.numel() == 0:
+            return input.new_zeros((*input.shape[:-1], len(weight)))
+        return linear(self._ops, input, self._of(weight, bias))
+
+    def _of(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        if not isinstance(weight, nn.Parameter):  # a cast or a slice: another one in each pass
+            return self._ops.pack_linear(weight.contiguous(), bias)
+        if id(weight) not in self._packed:
+            self._packed[id(weight)] = weight, self._ops.pack_linear(weight.data, bias)
+        return self._packed[id(weight)][1]
+
+
+def _has_plain_linears(model: nn.Module) -> bool:
+    """Whether something but packed linears, embeddings and experts has a matrix of its own."""
+    return any(
+        parameter.dim() >= 2 and parameter.numel() > 0
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+class _PackedExperts(NamedTuple):
+    """Of one layer: each expert's first linear, gate and up in one, and its second."""
+
+    first: list[PackedLinear]
+    second: list[PackedLinear]
+
+
+def _pack_experts(module: Any, ops: Ops) -> _PackedExperts:  # noqa: ANN401 - of transformers
+    """Pack an experts module of transformers and drop its own weights."""
+
+    def packed(name: str) -> list[PackedLinear]:
+        stacked = getattr(module, name).data
+        biases = getattr(module, f"{name}_bias").data if module.has_bias else None
+        setattr(module, name, nn.Parameter(stacked.new_empty(0), requires_grad=False))
+        return [
+            ops.pack_linear(
+                (each.T if module.is_transposed else each).contiguous(),
+                None if biases is None else biases[index],
+            )
+            for index, each in enumerate(stacked)
+        ]
+
+    return _PackedExperts(
+        packed("gate_up_proj" if module.has_gate else "up_proj"), packed("down_proj")
+    )
+
+
+# -- a pass ---------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where an attention module's keys and values lie."""
+
+    site: AttentionSite
+    part: int  # of the pool
+    layer: int  # of the part
+    by_ops: bool  # whether the backend's own attention computes it
+
+
+class _Still:
+    """`Rope` that turns nothing: transformers' modules have turned queries and keys already."""
+
+    def __init__(self, head_dim: int, device: torch.device) -> None:
+        self._half, self._device = head_dim // 2, device
+
+    def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return self.table(len(positions))
+
+    def table(self, stop: int) -> tuple[Tensor, Tensor]:
+        cos = torch.ones((stop, self._half), device=self._device)
+        return cos, torch.zeros_like(cos)
+
+
+class _Experts:
+    """Hooks that compute experts alone."""
+
+    def __init__(self, decoder: TransformersDecoder) -> None:
+        self._decoder = decoder
+
+    def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:  # noqa: ARG002
+        return 0  # the probe knows every module's
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        raise NotImplementedError("without pages")
+
+    def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ops, packed = self._decoder.ops, self._decoder.experts(module)
+        slots = x.new_zeros((*chosen.shape, x.shape[-1]))
+        for expert in sorted(set(chosen.flatten().tolist())):
+            if expert >= len(packed.first):  # a row that takes none
+                continue
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            inner = linear(ops, x[row], packed.first[expert])
+            inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)  # type: ignore[operator]
+            slots[row, slot] = linear(ops, inner, packed.second[expert])
+        out = slots[:, 0] * weights[:, :1]
+        for index in range(1, chosen.shape[1]):
+            out = out + slots[:, index] * weights[:, index : index + 1]
+        return out.to(x.dtype)
+
+
+class _Pass(_Experts):
+    """Hooks of one forward pass."""
+
+    def __init__(self, decoder: TransformersDecoder, batch: RaggedBatch, pool: KVPool) -> None:
+        super().__init__(decoder)
+        self._batch, self._parts = batch, pool.parts
+        self._plans: dict[tuple[int, HeadLayout, bool], ForwardPlan] = {}
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        place = self._decoder.places[module]
+        site, ops = place.site, self._decoder.ops
+        rows = query.shape[2]
+        q, k, v = (site.pad(x[0]) for x in (query, key, value))
+        plan = self._plan(place)
+        if place.by_ops:
+            qkv = torch.cat((q, k, v)).transpose(0, 1).reshape(rows, -1)
+            scaled = ops.rope_write(qkv, place.layer, plan, None)
+            out = ops.attention(scaled, place.layer, plan, site.window)
+        else:
+            assert isinstance(plan, TorchPlan)
+            plan.write(torch.cat((k, v)).transpose(0, 1).float(), place.layer)
+            scaled = q.transpose(0, 1).float().mul_(site.scale).to(q.dtype).reshape(rows, -1)
+            sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
+            out = attend(
+                scaled, place.layer, plan, site.window, cap=site.cap, sinks=sinks
+            )  # fmt: skip
+        return out.view(1, rows, site.num_heads, -1)[..., : site.value_dim]
+
+    def _plan(self, place: _Place) -> ForwardPlan:
+        heads = place.site.heads
+        key = (place.part, heads, place.by_ops)
+        if key not in self._plans:
+            decoder, pool = self._decoder, self._parts[place.part]
+            still = _Still(heads.head_dim, decoder.device)
+            if place.by_ops:
+                plan: ForwardPlan = decoder.ops.plan(self._batch, pool, heads, still)
+            else:
+                cos, sin = still.table(self._batch.num_rows)
+                plan = TorchPlan(self._batch, pool, heads, cos, sin, pad_rows=True)
+            self._plans[key] = plan
+        return self._plans[key]
+
+
+class TransformersDecoder(Decoder):
+    """`Decoder` of a model of transformers whose linears were packed.
+
+    ``exact``: whether a row's bits were found to be independent of the rows beside it.
+    """
+
+    path: ModelPath = "transformers"
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        model: Any,  # noqa: ANN401 - a causal language model of transformers
+        sites: Sequence[AttentionSite],
+        ops: Ops,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config, self.model, self.ops = config, model, ops
+        self.sampler, self.dtype, self.device = ops.sampler, dtype, device
+        self.exact = False  # until the startup test has shown otherwise
+        self.sites = tuple(sites)
+        self.shapes = kv_shapes(sites)
+        self.places = _places(model, sites, self.shapes)
+        self._packed_experts: dict[nn.Module, _PackedExperts] = {}
+        self._mode: AbstractContextManager[Any] = nullcontext()
+        self._inner = _inner(model)
+        self._keeps_rows = _takes(model, "logits_to_keep")
+        self._layers = _layers(self._inner, config.num_layers)
+
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
+        """A KV pool of this model's shapes, layer by layer."""
+        if len(self.shapes) > 1:
+            return MixedKVPool(
+                num_pages,
+                self.shapes,
+                page_size=page_size,
+                dtype=self.dtype,
+                device=self.device,
+                kv_dtype=kv_dtype,
+            )
+        (shape,) = self.shapes
+        return KVPool(
+            num_pages,
+            **shape._asdict(),
+            page_size=page_size,
+            dtype=self.dtype,
+            device=self.device,
+            kv_dtype=kv_dtype,
+        )
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
+        """Bytes of a page of `make_pool`'s."""
+        return bytes_per_mixed_page(
+            self.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
+        )
+
+    def warm_up(self, pool: KVPool, max_len: int, taps: Taps = ()) -> None:
+        """Nothing: the first pass is as fast as any."""
+
+    def hooked(self) -> AbstractContextManager[None]:
+        """A context in which transformers' own attention runs on the packed weights."""
+        return hooked(_Experts(self))
+
+    def experts(self, module: nn.Module) -> _PackedExperts:
+        """The packed experts of a module."""
+        return self._packed_experts[module]
+
+    def pack_experts(self, ops: Ops) -> None:
+        """Pack the experts of every layer, which drops transformers' own weights of them."""
+        for module in self.model.modules():
+            if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
+                self._packed_experts[module] = _pack_experts(module, ops)
+        if self.device.type == "cpu" and _has_plain_linears(self.model):
+            self._mode = _ExactRows(TorchOps())
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: RaggedBatch, pool: KVPool, wanted: Wanted = NOTHING_MORE
+    ) -> ForwardOutput:
+        """Compute KV of every row into the pool, and what is wanted besides.
+
+        Raises ValueError for taps that there are not.
+        """
+        self._check(wanted.taps)
+        if wanted.on_kernels_started is not None:
+            wanted.on_kernels_started()
+        rows = {
+            "input_ids": batch.token_ids[None],
+            "position_ids": batch.positions[None],
+            # A mask of ones says "not packed": else the row would be split by its positions.
+            "attention_mask": torch.ones_like(batch.token_ids)[None],
+            "use_cache": False,
+        }
+        with self._mode, hooked(_Pass(self, batch, pool)), self._watched(wanted.taps) as seen:
+            if batch.num_logits:
+                logits = self._logits_of(rows, batch)
+            else:
+                self._inner(**rows)
+                logits = seen.hidden[0].new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        taps = (
+            torch.cat([seen.taps[tap][0] for tap in wanted.taps], dim=-1) if wanted.taps else None
+        )
+        return ForwardOutput(seen.hidden[0], logits, None, taps)
+
+    def _logits_of(self, rows: Mapping[str, Any], batch: RaggedBatch) -> Tensor:
+        if self._keeps_rows:
+            kept = self.model(**rows, logits_to_keep=batch.logit_rows).logits[0]
+        else:
+            kept = self.model(**rows).logits[0].index_select(0, batch.logit_rows)
+        logits: Tensor = kept[: batch.num_logits, : self.config.vocab_size].float()
+        return logits
+
+    @contextmanager
+    def _watched(self, taps: Taps) -> Iterator[_Seen]:
+        """Keep the final norm's output of the pass, and the stream at the taps."""
+        seen = _Seen()
+        handles = [self._inner.register_forward_hook(seen.keep_hidden)]
+        for tap in taps:
+            if tap == 0:
+                hook = seen.keep_input
+                handles.append(self._layers[0].register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                handles.append(self._layers[tap - 1].register_forward_hook(seen.keep_output(tap)))
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _Seen:
+    """What hooks kept of a pass."""
+
+    def __init__(self) -> None:
+        self.hidden: Tensor
+        self.taps: dict[int, Tensor] = {}
+
+    def keep_hidden(self, _module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401
+        self.hidden = output[0]
+
+    def keep_input(self, _module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        self.taps[0] = args[0] if args else kwargs["hidden_states"]
+
+    def keep_output(self, tap: int) -> Callable[[nn.Module, object, Any], None]:
+        def keep(_module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401
+            self.taps[tap] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+
+def kv_shapes(sites: Sequence[AttentionSite]) -> list[KvShape]:
+    """The shapes of a model's layers, in the order in which they first come."""
+    pairs = [(site.num_kv_heads, site.head_dim) for site in sites]
+    return [KvShape(pairs.count(pair), *pair) for pair in dict.fromkeys(pairs)]
+
+
+def _places(
+    model: nn.Module, sites: Sequence[AttentionSite], shapes: Sequence[KvShape]
+) -> dict[nn.Module, _Place]:
+    modules = dict(model.named_modules())
+    pairs = [(shape.num_kv_heads, shape.head_dim) for shape in shapes]
+    used = [0] * len(shapes)
+    places = {}
+    for site in sites:
+        part = pairs.index((site.num_kv_heads, site.head_dim))
+        heads = site.heads
+        fits = heads.head_dim <= _MAX_NATIVE_DIM and heads.group_size <= _MAX_NATIVE_GROUP
+        by_ops = site.is_plain and fits
+        places[modules[site.module]] = _Place(site, part, used[part], by_ops)
+        used[part] += 1
+    return places
+
+
+def _inner(model: Any) -> nn.Module:  # noqa: ANN401
+    """The layers and the final norm, without the output matrix."""
+    inner: nn.Module = model.get_decoder()
+    return model.base_model if isinstance(inner, Packed) else inner  # one has a matrix of that name
+
+
+def _layers(inner: nn.Module, num_layers: int) -> Sequence[nn.Module]:
+    """The decoder layers, where the taps are."""
+    for module in inner.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    return []
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters

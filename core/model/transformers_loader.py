@@ -1,0 +1,432 @@
+"""Loading what `TransformersDecoder` serves: what is refused, the meta model, the startup test."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..errors import ModelLoadError
+from ..ops.base import Ops
+from ..ops.batch import Segment
+from .checkpoint import gguf_file
+from .config import DecoderConfig, DtypeName
+from .fields import Fields, read_json
+from .rope import RopeSpec
+from .transformers_decoder import TransformersDecoder, pack
+from .transformers_probe import HOOKS, Asked, AttentionSite, probe
+
+logger = logging.getLogger(__name__)
+
+_OWN_CACHE = "its layers keep a state beside keys and values, which pages do not hold yet"
+_INDEXER = "an indexer chooses the keys of each row"
+OTHER_ENGINE = "serve it by transformers itself, or by vLLM"
+# Model types that are refused by name, and why.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "bamba",
+            "bailing_hybrid",
+            "falcon_h1",
+            "granitemoehybrid",
+            "jamba",
+            "kimi_linear",
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+            "mamba",
+            "mamba2",
+            "falcon_mamba",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_text",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+            "zamba",
+            "zamba2",
+            "zaya",
+            "axk2",
+            "hy_v4",
+            "inkling",
+            "inkling2",
+        ),
+        _OWN_CACHE,
+    ),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
+    **dict.fromkeys(("bloom", "mpt"), "its scores are biased by distance (ALiBi)"),
+    "ctrl": "its tokens were not those that transformers generates",
+    **dict.fromkeys(("diffllama", "hrm_text"), "a layer attends twice in a pass"),
+}
+_TEXT_PREFIXES = {  # of multimodal checkpoints, as regular expressions
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+_TEST_TOKENS = 12
+_TEST_PAGE = 4
+# Of the logits' deviation: what transformers and we may differ by, who add up in another order.
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """A checkpoint's text model, as its config describes it; no weight was read.
+
+    ``asked`` is None where only the loaded model shows how it attends.
+    """
+
+    folder: Path
+    text: PreTrainedConfig
+    model_class: type[Any]
+    asked: Asked | None
+    config: DecoderConfig
+    num_parameters: int
+
+
+def read_text_model(folder: Path) -> TextModel:
+    """The text model of a folder in Hugging Face layout, without its weights.
+
+    Raises `ModelLoadError` for one that cannot be served, and says why.
+    """
+    if gguf_file(folder) is not None:
+        raise ModelLoadError(
+            f"{folder}: transformers' own modules are not used for GGUF files; "
+            "take the model's safetensors"
+        )
+    config = _read_config(folder)
+    text = config.get_text_config(decoder=True)
+    _refuse(folder, config, text)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if model_class is None:
+        problem = f"transformers {transformers.__version__} has no causal language model of it"
+        raise _refusal(folder, text.model_type, problem)
+    text._attn_implementation = HOOKS
+    with _quiet():
+        twin = _meta_twin(folder, model_class, text)
+        asked = _probed(folder, text.model_type, twin)
+    found = _decoder_config(folder, config, text, asked.sites if asked else None)
+    count = sum(each.numel() for each in twin.parameters())
+    return TextModel(
+        folder=folder,
+        text=text,
+        model_class=model_class,
+        asked=asked,
+        config=found,
+        num_parameters=count,
+    )
+
+
+def load_text_model(
+    source: TextModel,
+    ops: Ops,
+    plain: Ops,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_random: bool = False,
+) -> TransformersDecoder:
+    """Load, pack and test. ``plain`` packs what is never quantised.
+
+    Raises `ModelLoadError` for weights that do not fit the config, and for a model that does not
+    compute in pieces what it computes in one.
+    """
+    with _quiet():
+        model = _random(source, dtype) if is_random else _load(source, dtype)
+    model = model.eval().to(device)
+    model.set_attn_implementation(HOOKS)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(HOOKS)
+    asked = source.asked or _probed_when_loaded(source, model, device)
+    pack(model, ops, plain, asked.read_directly)
+    decoder = TransformersDecoder(
+        source.config, model, asked.sites, ops, dtype=dtype, device=device
+    )
+    decoder.pack_experts(ops)
+    with _quiet():
+        decoder.exact = _tested(source, decoder)
+    return decoder
+
+
+# -- configs --------------------------------------------------------------------------------------
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    values = read_json(folder / "config.json")
+    if "auto_map" in values and "model_type" not in values:
+        raise ModelLoadError(f"{folder}: code of the checkpoint's own is never run")
+    Fields(values, str(folder / "config.json")).text("model_type")
+    try:
+        with _quiet():
+            found: PreTrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            return found
+    except Exception as error:  # transformers raises whatever a field makes it raise
+        raise ModelLoadError(f"{folder / 'config.json'}: transformers: {_short(error)}") from error
+
+
+def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    for each in (config, text):
+        if each.model_type in REFUSED:
+            raise _refusal(folder, each.model_type, REFUSED[each.model_type])
+        if getattr(each, "is_encoder_decoder", False):
+            raise _refusal(folder, each.model_type, "is_encoder_decoder: decoders only are served")
+        if getattr(each, "quantization_config", None) is not None:
+            raise ModelLoadError(
+                f"{folder / 'config.json'}: quantization_config is not supported: take the plain "
+                "weights, and --quantize int8 or int4, or a GGUF file"
+            )
+    if _rope_kind(text) == "dynamic":
+        problem = "RoPE of the kind dynamic turns with the length of the batch"
+        raise _refusal(folder, text.model_type, problem)
+
+
+def _refusal(folder: Path, model_type: str, why: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{folder / 'config.json'}: model_type {model_type!r} is not supported: {why}; "
+        f"{OTHER_ENGINE}"
+    )
+
+
+def _rope_kinds(text: PreTrainedConfig) -> set[str]:
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    return {str(each.get("rope_type", "default")) for each in (rope, *nested)}
+
+
+def _rope_kind(text: PreTrainedConfig) -> str:
+    kinds = _rope_kinds(text) - {"default"}
+    return "dynamic" if "dynamic" in kinds else "longrope" if "longrope" in kinds else ""
+
+
+def _decoder_config(
+    folder: Path,
+    config: PreTrainedConfig,
+    text: PreTrainedConfig,
+    sites: tuple[AttentionSite, ...] | None,
+) -> DecoderConfig:
+    """What the other rooms read of a config; what the layers compute is transformers' business."""
+    first = sites[0] if sites else None
+    num_layers = int(text.num_hidden_layers)
+    return DecoderConfig(
+        model_type=text.model_type,
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        intermediate_size=_width(text),
+        num_layers=num_layers,
+        num_heads=first.num_heads if first else int(text.num_attention_heads),
+        num_kv_heads=first.num_kv_heads if first else int(text.num_attention_heads),
+        head_dim=first.head_dim if first else int(text.hidden_size // text.num_attention_heads),
+        norm_eps=0.0,
+        rope=RopeSpec(),
+        max_model_len=_max_len(text, sites),
+        windows=tuple(site.window for site in sites) if sites else (None,) * num_layers,
+        dtype=_dtype_name(text, config),
+        eos_token_ids=_eos(folder, config, text),
+        tie_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+    )
+
+
+def _width(text: PreTrainedConfig) -> int:
+    width = getattr(text, "intermediate_size", 0) or 0
+    return int(max(width) if isinstance(width, list | tuple) else width)
+
+
+def _max_len(text: PreTrainedConfig, sites: tuple[AttentionSite, ...] | None) -> int:
+    longest = int(getattr(text, "max_position_embeddings", None) or 2048)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if _rope_kind(text) == "longrope":  # beyond it another table turns all positions
+        longest = int(rope.get("original_max_position_embeddings") or longest)
+        longest = min(longest, int(getattr(text, "original_max_position_embeddings", longest)))
+    limits = [site.max_len for site in sites or () if site.max_len is not None]
+    return min([longest, *limits])
+
+
+def _dtype_name(*configs: PreTrainedConfig) -> DtypeName:
+    for config in configs:
+        name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        if name in ("float32", "bfloat16", "float16"):
+            return name  # type: ignore[return-value]
+    return "float32"
+
+
+def _eos(folder: Path, *configs: PreTrainedConfig) -> tuple[int, ...]:
+    found: list[int] = []
+    file = folder / "generation_config.json"
+    sources = [{"eos_token_id": getattr(each, "eos_token_id", None)} for each in configs]
+    if file.exists():
+        sources.append(read_json(file))
+    for values in sources:
+        found.extend(Fields(values, str(folder)).integers("eos_token_id"))
+    return tuple(dict.fromkeys(found))
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' advice, which concerns training and its own generation."""
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> Any:  # noqa: ANN401
+    """The model without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            twin = model_class(text).eval()
+            if twin._can_set_experts_implementation():
+                twin.set_experts_implementation(HOOKS)
+            return twin
+    except Exception as error:
+        problem = f"transformers cannot make it: {_short(error)}"
+        if isinstance(error, KeyError) and HOOKS in str(error):
+            problem = "it does not attend through transformers' attention interface"
+        raise _refusal(folder, text.model_type, problem) from error
+
+
+def _probed(folder: Path, model_type: str, twin: Any) -> Asked | None:  # noqa: ANN401
+    try:
+        return probe(twin, "meta")
+    except ModelLoadError as error:
+        raise _refusal(folder, model_type, str(error)) from None
+    except Exception as error:  # what reads values cannot run without them
+        logger.info("%s: how it attends shows when it is loaded (%s)", model_type, _short(error))
+        return None
+
+
+def _probed_when_loaded(source: TextModel, model: Any, device: torch.device) -> Asked:  # noqa: ANN401
+    try:
+        return probe(model, device)
+    except Exception as error:  # it does what our hooks do not expect, in its own way
+        raise _refusal(source.folder, source.text.model_type, _short(error)) from error
+
+
+def _random(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return source.model_class._from_config(source.text, dtype=dtype)
+
+
+def _load(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    try:
+        model, info = source.model_class.from_pretrained(
+            source.folder,
+            config=source.text,
+            dtype=dtype,
+            key_mapping=_TEXT_PREFIXES if _is_nested(source) else None,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelLoadError(f"{source.folder} cannot be loaded: {_short(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"{source.folder} lacks tensors: {', '.join(missing[:4])}")
+    return model
+
+
+def _is_nested(source: TextModel) -> bool:
+    """Whether the folder holds more than the text model."""
+    whole = read_json(source.folder / "config.json")["model_type"]
+    return bool(whole != source.text.model_type)
+
+
+# -- the startup test -----------------------------------------------------------------------------
+
+
+def _tested(source: TextModel, decoder: TransformersDecoder) -> bool:
+    try:
+        return startup_test(decoder)
+    except ModelLoadError as error:
+        raise _refusal(source.folder, source.text.model_type, str(error)) from None
+    except Exception as error:
+        problem = f"its first pass failed: {_short(error)}"
+        raise _refusal(source.folder, source.text.model_type, problem) from error
+
+
+def startup_test(decoder: TransformersDecoder) -> bool:
+    """Whether a row's bits are the same in any batch. Writes no pool but one of its own.
+
+    A few tokens, whole and in pieces beside a stranger and a wrong draft. Raises `ModelLoadError`
+    for logits that are not what transformers computes without pages.
+    """
+    vocab = decoder.config.vocab_size
+    generator = torch.Generator().manual_seed(5)
+    ids, other = torch.randint(0, vocab, (2, _TEST_TOKENS), generator=generator).tolist()
+    whole = _in_pieces(decoder, ids, other, [_TEST_TOKENS])
+    pieces = _in_pieces(decoder, ids, other, [5, 6, _TEST_TOKENS])
+    expected = _by_transformers(decoder, ids)
+    spread = float(expected.std())
+    for found in (whole, pieces):
+        off = float((found - expected).abs().max()) / max(spread, 1e-9)
+        if not off <= _TOLERANCE[decoder.dtype]:
+            raise ModelLoadError(
+                f"by pages its logits are off by {off:.1g} of their deviation, so it keeps more "
+                "than keys and values"
+            )
+    return torch.equal(whole, pieces)
+
+
+def _in_pieces(
+    decoder: TransformersDecoder, ids: list[int], other: list[int], stops: list[int]
+) -> Tensor:
+    """Logits of every position; between the pieces a stranger's rows and a draft that fails."""
+    pages = -(-_TEST_TOKENS // _TEST_PAGE)
+    pool = decoder.make_pool(2 * pages, page_size=_TEST_PAGE)
+    own, its = array("q", range(pages)), array("q", range(pages, 2 * pages))
+    found, start = [], 0
+    for index, stop in enumerate(stops):
+        segments = [Segment(ids[start:stop], start, own, stop - start)]
+        if stop < _TEST_TOKENS:
+            segments[0] = Segment([*ids[start:stop], other[0]], start, own, stop - start + 1)
+            stranger = Segment(other[3 * index : 3 * index + 3], 3 * index, its, 1)
+            segments.append(stranger)
+        batch = decoder.batch(segments, page_size=_TEST_PAGE)
+        found.append(decoder.forward(batch, pool).logits[: stop - start].clone())
+        start = stop
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def _by_transformers(decoder: TransformersDecoder, ids: list[int]) -> Tensor:
+    """The same by transformers' own attention, on the packed weights."""
+    model = decoder.model
+    tokens = torch.tensor([ids], device=decoder.device)
+    model.set_attn_implementation("eager")
+    try:
+        with decoder.hooked():
+            found = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    finally:
+        model.set_attn_implementation(HOOKS)
+    logits: Tensor = found.logits[0, :, : decoder.config.vocab_size].float()
+    return logits

@@ -1,0 +1,268 @@
+"""What a model of transformers asks for: the hooks that stand in for its attention and experts, and
+the probe, which runs it once on a few tokens to learn how each of its layers attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
+
+from ..errors import ModelLoadError
+from ..ops.base import HeadLayout
+
+HOOKS = "foretoken"  # the name under which transformers finds the three functions
+_PROBE_TOKENS = 4
+
+
+# -- the hooks ------------------------------------------------------------------------------------
+
+
+class Hooks(Protocol):
+    """What is done in place of transformers' attention and experts."""
+
+    def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:
+        """Keep the rule of a mask; its number."""
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """``[1, heads, T, dim]`` each to ``[1, T, heads, value_dim]``."""
+
+    def experts(self, module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """``[T, hidden]``, chosen experts and weights ``[T, slots]`` to ``[T, hidden]``."""
+
+
+_CURRENT: ContextVar[Hooks] = ContextVar("foretoken_hooks")
+
+
+class AttentionCall(NamedTuple):
+    """What a layer passes to its attention function besides queries, keys and values."""
+
+    mask: Tensor | None  # the number of a rule
+    scale: float | None
+    cap: float | None
+    sinks: Tensor | None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_ignored: object,
+) -> tuple[Tensor, None]:
+    call = AttentionCall(attention_mask, scaling, softcap, s_aux)
+    return _CURRENT.get().attention(module, query, key, value, call), None
+
+
+def _keep_rule(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, **_ignored: object
+) -> Tensor:
+    """In place of a mask the number of its rule, 4-D so that no model expands it."""
+    return torch.full((1, 1, 1, 1), _CURRENT.get().rule(mask_function, local_size))
+
+
+def _experts(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return _CURRENT.get().experts(module, x, chosen, weights)
+
+
+AttentionInterface.register(HOOKS, _attend)
+AttentionMaskInterface.register(HOOKS, _keep_rule)
+ExpertsInterface.register(HOOKS, _experts)
+
+
+@contextmanager
+def hooked(hooks: Hooks) -> Iterator[None]:
+    token = _CURRENT.set(hooks)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+# -- the probe ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSite:
+    """What one attention module asks for. Dimensions are a head's; the window is in tokens."""
+
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+    max_len: int | None  # positions up to which the mask is causal and no more; None: all
+    cap: float | None
+    has_sinks: bool
+
+    @property
+    def head_dim(self) -> int:
+        """Of the pages: keys and values are padded to the longer of the two, and to be even."""
+        longest = max(self.key_dim, self.value_dim)
+        return longest + longest % 2
+
+    @property
+    def heads(self) -> HeadLayout:
+        """The layout for the backends."""
+        return HeadLayout(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every backend's attention computes it."""
+        return self.cap is None and not self.has_sinks
+
+    def pad(self, x: Tensor) -> Tensor:
+        """``[.., key_dim or value_dim]`` to ``[.., head_dim]``."""
+        missing = self.head_dim - x.shape[-1]
+        return F.pad(x, (0, missing)) if missing else x
+
+
+class _Probe:
+    """Hooks that compute nothing and keep what each attention module asks for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._rules: list[tuple[Callable[..., Any], int | None]] = []
+        self.sites: dict[str, AttentionSite] = {}
+
+    def rule(self, mask_function: Callable[..., Any], window: int | None) -> int:
+        self._rules.append((mask_function, window))
+        return len(self._rules) - 1
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> Tensor:
+        name = self._names[module]
+        if name in self.sites:
+            raise ModelLoadError(f"{name} attends twice in a pass, which pages cannot keep apart")
+        window, max_len = self._reach(name, call.mask)
+        sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
+        self.sites[name] = AttentionSite(
+            module=name,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            scale=query.shape[3] ** -0.5 if call.scale is None else float(call.scale),
+            window=window,
+            max_len=max_len,
+            cap=None if call.cap is None else float(call.cap),
+            has_sinks=sinks is not None,
+        )
+        return value.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
+
+    def experts(self, _module: nn.Module, x: Tensor, _chosen: Tensor, _weights: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
+        """The window of a rule, and up to where the rule is causal with that window alone."""
+        if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
+            raise ModelLoadError(f"{name} masks in a way of its own (ALiBi, or no mask at all)")
+        function, size = self._rules[int(mask)]
+        if _is_causal(function, None, size):
+            return None, None
+        if size is not None and _is_causal(function, size, size):
+            return size, None
+        if size is not None and _is_causal(function, None, size - 1):  # chunks: Llama 4
+            return None, size
+        raise ModelLoadError(f"{name} has a mask that is neither causal nor a sliding window")
+
+
+def _is_causal(function: Callable[..., Any], window: int | None, size: int | None) -> bool:
+    """Whether a mask rule hides exactly the future, and what lies before the window.
+
+    Compared at the positions around 0, ``size`` and ``2 * size``; around a few if there is none.
+    """
+    edges = [0, 16, 40] if size is None else [0, size, 2 * size]
+    near = sorted({p for edge in edges for p in range(edge - 3, edge + 4) if p >= 0})
+    if window is None and size is not None:  # no further than that
+        near = [p for p in near if p <= size]
+    at = torch.tensor(near)
+    rows, columns = at[:, None], at[None, :]
+    expected = columns <= rows
+    if window is not None:
+        expected &= columns > rows - window
+    zero = torch.zeros((), dtype=torch.long)
+    found = torch.as_tensor(function(zero, zero, rows, columns)).expand_as(expected)
+    return torch.equal(found.bool(), expected)
+
+
+class Asked(NamedTuple):
+    """What a model asks for: its attention modules in the order of the layers, and linears whose
+    weights it reads itself, which therefore stay as they are."""
+
+    sites: tuple[AttentionSite, ...]
+    read_directly: frozenset[str]
+
+
+def probe(model: nn.Module, device: torch.device | str) -> Asked:
+    """What a model asks for, by one pass of a few tokens, which may be upon the device "meta".
+
+    Raises `ModelLoadError` for attention that does not go through transformers' interface, or for
+    other masks than ours.
+    """
+    hooks = _Probe(model)
+    ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.long, device=device)
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    with hooked(hooks), _watched_linears(model) as read, torch.inference_mode():
+        model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=torch.ones_like(ids),
+            use_cache=False,
+        )
+    if not hooks.sites:
+        raise ModelLoadError("no layer attends through transformers' attention interface")
+    return Asked(tuple(hooks.sites.values()), frozenset(read))
+
+
+class _WatchedLinear(nn.Linear):
+    """A linear that notices when others than itself read its weight."""
+
+    was_read = False
+    is_computing = False
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as of nn.Module
+        if name == "weight" and not self.is_computing:
+            self.was_read = True
+        return super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_computing = True
+        try:
+            return super().forward(x)
+        finally:
+            self.is_computing = False
+
+
+@contextmanager
+def _watched_linears(model: nn.Module) -> Iterator[set[str]]:
+    """Finds, by the end, the names of the linears whose weights are read by others."""
+    linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    read: set[str] = set()
+    for module in linears.values():
+        module.__class__ = _WatchedLinear
+    try:
+        yield read
+    finally:
+        for name, module in linears.items():
+            if module.__dict__.pop("was_read", False):
+                read.add(name)
+            module.__dict__.pop("is_computing", None)
+            module.__class__ = nn.Linear

@@ -1,0 +1,69 @@
+"""docs/models.md is what the code says; what `foretoken models check` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make_checkpoint
+from foretoken.api.cli import main
+from foretoken.core.model.report import inspect_model
+from models_page import PAGE, page
+from tiny_models import save_tiny, tiny_config
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run: python tests/models_page.py"
+
+
+def test_check_prints_what_an_own_model_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path)
+    assert main(["models", "check", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "qwen3" in printed
+    assert "own decoder" in printed
+    # 3 layers, 2 heads of 32 items of 4 bytes, keys and values
+    assert "KV        1.5 KiB a token" in printed
+    assert "context   1,024 tokens" in printed
+
+
+def test_check_prints_what_a_model_of_transformers_modules_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny(tmp_path, "gemma4_text")
+    assert main(["models", "check", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "transformers' modules" in printed
+    # a layer of 2 heads of 16 items of 4 bytes and one of 2 of 32, keys and values, which is
+    # rounded up to whole layers of either
+    assert "KV        1 KiB a token" in printed
+    assert "safetensors" in printed
+
+
+def test_check_says_why_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config("qwen3_next").save_pretrained(tmp_path)
+    assert main(["models", "check", str(tmp_path)]) == 1
+    assert "keep a state beside keys and values" in capsys.readouterr().out
+    assert main(["models", "check", str(tmp_path / "nowhere")]) == 1
+
+
+def test_check_without_a_folder_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["models", "check"])
+    assert "check needs the folder" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_some_tensors_is_reported(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert "lacks tensors: model.norm.weight" in str(inspect_model(folder).problem)

@@ -1,0 +1,348 @@
+"""Models of transformers' own modules on our pages: the tokens that transformers generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from checkpoints import ModelDriver, make_checkpoint, save
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.model import load_decoder
+from foretoken.core.model.transformers_decoder import TransformersDecoder
+from foretoken.core.ops.batch import Segment, Wanted
+from foretoken.core.ops.native import native_library
+from greedy_streams import generate, greedy, random_ids
+from tiny_models import FEW, TYPES, VOCAB, save_tiny, tiny_config, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def load(folder: Path, **options: Any) -> TransformersDecoder:
+    decoder = load_decoder(folder, impl="transformers", **options)
+    assert isinstance(decoder, TransformersDecoder)
+    return decoder
+
+
+def prompts() -> list[list[int]]:
+    """Two of them share a prefix of several pages; windows of 12 tokens are left behind."""
+    shared = random_ids(21, seed=1, vocab_size=VOCAB)
+    return [
+        [*shared, *random_ids(9, seed=2, vocab_size=VOCAB)],
+        [*shared, *random_ids(4, seed=3, vocab_size=VOCAB)],
+        random_ids(5, seed=4, vocab_size=VOCAB),
+    ]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_greedy_tokens_equal_generate_in_ragged_batches(model_type: str, tmp_path: Path) -> None:
+    """Chunks, decoding rows and drafts that are sometimes wrong share passes and pages."""
+    reference = tiny_model(model_type)
+    decoder = load(save(reference, tmp_path))
+    assert decoder.exact
+    expected = [generate(reference, prompt) for prompt in prompts()]
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert greedy(decoder, prompts(), expected) == expected
+
+
+@pytest.mark.parametrize("model_type", FEW)
+def test_native_kernels_give_the_same_tokens(model_type: str, tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    reference = tiny_model(model_type)
+    decoder = load(save(reference, tmp_path), backend="native")
+    expected = [generate(reference, prompt) for prompt in prompts()]
+    assert greedy(decoder, prompts(), expected) == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "gemma4_text"])
+def test_a_row_has_the_same_bits_in_any_batch(
+    model_type: str, dtype: str, backend: str, tmp_path: Path
+) -> None:
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    decoder = load(save_tiny(tmp_path, model_type), dtype=dtype, backend=backend)
+    assert decoder.exact
+    ids = random_ids(40, seed=7, vocab_size=VOCAB)
+    driver = ModelDriver(decoder, page_size=4)
+    whole = driver.prefill(driver.add(ids), 40)
+    again, other = driver.add(ids), driver.add(random_ids(30, seed=8, vocab_size=VOCAB))
+    found = []
+    for stop in (13, 14, 31, 40):
+        chunk = ids[again.num_computed : stop]
+        beside = list(other.tokens[other.num_computed :][: stop // 6])
+        logits, _ = driver.step([(again, chunk, len(chunk)), (other, beside, 1)])
+        found.append(logits)
+        again.num_computed = stop
+        other.num_computed += len(beside)
+    assert torch.equal(torch.cat(found), whole)
+
+
+def test_what_is_not_exact_is_found_at_startup(tmp_path: Path) -> None:
+    """A linear that rounds a lone row otherwise than a row among many."""
+
+    class Rounds(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * (1 + 1e-6 * x.shape[1])
+
+    from foretoken.core.model.transformers_loader import startup_test
+
+    decoder = load(save_tiny(tmp_path, "qwen3"))
+    assert startup_test(decoder)
+    layer = decoder.model.model.layers[0].mlp
+    layer.down_proj = Rounds(layer.down_proj)
+    assert not startup_test(decoder)
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_is_refused_at_startup(
+    tmp_path: Path,
+) -> None:
+    class Remembers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = self.state + x.mean() * 30
+            return x + self.state
+
+    from foretoken.core.model.transformers_loader import startup_test
+
+    decoder = load(save_tiny(tmp_path, "qwen3"))
+    decoder.model.model.layers[0].mlp = Remembers()
+    with pytest.raises(ModelLoadError, match="keeps more than keys and values"):
+        startup_test(decoder)
+
+
+# -- which path -----------------------------------------------------------------------------------
+
+
+def test_a_known_family_is_computed_by_its_own_decoder_unless_asked_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path)
+    with caplog.at_level("INFO"):
+        own = load_decoder(folder)
+    assert (own.path, own.exact) == ("own", True)
+    assert "qwen3: computed by its own decoder" in caplog.text
+    ids = random_ids(30)
+    found = []
+    for decoder in (own, load(folder)):
+        driver = ModelDriver(decoder)
+        found.append(driver.prefill(driver.add(ids), 17, 30))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+
+
+def test_another_model_is_computed_by_transformers_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny(tmp_path, "olmo2")
+    with caplog.at_level("INFO"):
+        decoder = load_decoder(folder)
+    assert decoder.path == "transformers"
+    assert "olmo2: computed by transformers' modules on our pages and kernels" in caplog.text
+    with pytest.raises(ModelLoadError, match="'olmo2' is not supported"):
+        load_decoder(folder, impl="own")
+
+
+def test_a_variation_of_a_known_family_is_computed_by_transformers(tmp_path: Path) -> None:
+    reference = tiny_model("qwen3", hidden_act="gelu_pytorch_tanh")
+    decoder = load_decoder(save(reference, tmp_path))
+    assert decoder.path == "transformers"
+    expected = [generate(reference, prompt) for prompt in prompts()]
+    assert greedy(decoder, prompts(), expected) == expected
+
+
+def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
+    tiny_config("olmo2").save_pretrained(tmp_path)
+    decoder = load(tmp_path, load_format="random")
+    driver = ModelDriver(decoder)
+    logits = driver.prefill(driver.add([5, 6, 7]), 3)
+    again = ModelDriver(load(tmp_path, load_format="random"))
+    assert torch.equal(logits, again.prefill(again.add([5, 6, 7]), 3))
+
+
+def test_int8_packs_all_but_the_routers(tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    folder = save_tiny(tmp_path, "qwen3_moe")
+    ids = random_ids(20, seed=3, vocab_size=VOCAB)
+    found = []
+    for quantize in ("none", "int8"):
+        driver = ModelDriver(load(folder, backend="native", quantize=quantize))
+        found.append(driver.prefill(driver.add(ids), 20))
+    off = (found[0] - found[1]).abs().mean() / found[0].std()
+    assert 0 < off < 0.1
+
+
+# -- what the runner uses besides -----------------------------------------------------------------
+
+
+def test_taps_are_those_of_the_own_decoder(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    found = []
+    for decoder in (load_decoder(folder), load(folder)):
+        pool = decoder.make_pool(4, page_size=16)
+        batch = decoder.batch([Segment([5, 6, 7, 8, 9], 0, [0], 1)], page_size=16)
+        found.append(decoder.forward(batch, pool, Wanted(taps=(3, 0, 1))))
+    own, other = found
+    assert own.taps is not None
+    assert own.taps.shape == other.taps.shape
+    torch.testing.assert_close(own.taps, other.taps, atol=1e-4, rtol=0)
+    torch.testing.assert_close(own.hidden, other.hidden, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="taps"):
+        decoder.forward(batch, pool, Wanted(taps=(4,)))
+
+
+def test_a_chunk_without_logits_computes_hidden_states_and_keys(tmp_path: Path) -> None:
+    decoder = load(save_tiny(tmp_path, "gpt_oss"))
+    driver = ModelDriver(decoder, page_size=4)
+    ids = random_ids(20, seed=9, vocab_size=VOCAB)
+    expected = driver.prefill(driver.add(ids), 20)[12:]
+    stream = driver.add(ids)
+    (nothing,) = driver.step([(stream, ids[:12], 0)])
+    assert nothing.shape == (0, VOCAB)
+    stream.num_computed = 12
+    assert torch.equal(driver.prefill(stream, 20), expected)
+
+
+def test_layers_of_several_shapes_share_pages(tmp_path: Path) -> None:
+    """A page is one blob: copied, it holds every layer of every shape."""
+    decoder = load(save_tiny(tmp_path, "gemma4_text"))
+    pool = decoder.make_pool(8, page_size=4)
+    assert [part.head_dim for part in pool.parts] == [16, 32]
+    assert pool.data[0].nbytes == decoder.bytes_per_page(page_size=4)
+    ids = random_ids(8, seed=1, vocab_size=VOCAB)
+    step = [Segment(ids[:7], 0, [2, 3], 1)]
+    decoder.forward(decoder.batch(step, page_size=4), pool)
+    pool.copy_pages([2, 3], [6, 1])
+    pool.data[[2, 3]] = torch.nan
+    last = decoder.batch([Segment(ids[7:], 7, [6, 1], 1)], page_size=4)
+    fresh = decoder.make_pool(2, page_size=4)
+    whole = decoder.batch([Segment(ids, 0, [0, 1], 1)], page_size=4)
+    assert torch.equal(decoder.forward(last, pool).logits, decoder.forward(whole, fresh).logits)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8"])
+def test_scaled_pages_of_several_shapes(kv_dtype: Any, tmp_path: Path) -> None:
+    decoder = load(save_tiny(tmp_path, "gemma4_text"))
+    ids = random_ids(20, seed=1, vocab_size=VOCAB)
+    found = []
+    for kind in ("auto", kv_dtype):
+        pool = decoder.make_pool(5, page_size=4, kv_dtype=kind)
+        assert pool.data[0].nbytes == decoder.bytes_per_page(page_size=4, kv_dtype=kind)
+        batch = decoder.batch([Segment(ids, 0, [4, 0, 1, 3, 2], 20)], page_size=4)
+        found.append(decoder.forward(batch, pool).logits)
+    assert 0 < (found[0] - found[1]).abs().mean() / found[0].std() < 0.1
+
+
+# -- multimodal checkpoints -----------------------------------------------------------------------
+
+
+def gemma3_with_vision() -> Any:
+    text = tiny_config("gemma3_text").to_dict()
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=198,
+        boi_token_index=197, eoi_token_index=196,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5)
+    model.generation_config = transformers.GenerationConfig()
+    return model
+
+
+def test_a_multimodal_checkpoint_serves_its_text(tmp_path: Path) -> None:
+    reference = gemma3_with_vision()
+    decoder = load_decoder(save(reference, tmp_path))
+    assert decoder.config.model_type == "gemma3_text"
+    expected = [generate(reference, prompt) for prompt in prompts()]
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    assert greedy(decoder, prompts(), expected) == expected
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors must be found before any tensor is read."""
+
+    def load(*_args: object, **_options: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", load)
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown": ("qwen3", {"model_type": "nobodys"}, "nobodys"),
+    "state": ("olmo2", {"model_type": "bamba"}, "keep a state beside keys and values"),
+    "indexer": ("olmo2", {"model_type": "deepseek_v32"}, "an indexer chooses the keys"),
+    "alibi": ("olmo2", {"model_type": "bloom"}, "ALiBi"),
+    "dynamic": ("olmo2", DYNAMIC, "RoPE of the kind dynamic"),
+    "encoder": ("olmo2", {"model_type": "t5"}, "is not supported"),
+    "quantised": ("olmo2", {"quantization_config": {"quant_method": "awq"}}, "take the plain"),
+    "no type": ("olmo2", {"model_type": None}, "model_type is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_served_is_refused_by_name(
+    case: str, tmp_path: Path, no_weights: None
+) -> None:
+    model_type, changes, message = BAD[case]
+    tiny_config(model_type).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        load_decoder(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_attention_of_a_models_own_is_refused_before_weights_are_read(
+    tmp_path: Path, no_weights: None
+) -> None:
+    tiny_config("falcon").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="attend through transformers' attention interface"):
+        load_decoder(tmp_path)
+
+
+def test_a_checkpoint_without_some_tensors_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_tiny(tmp_path, "olmo2")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks tensors: model\.layers\.1\.mlp\.up_proj"):
+        load_decoder(folder)
+
+
+def test_longrope_is_served_up_to_its_first_table(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}  # fmt: skip
+    folder = save_tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert load(folder).config.max_model_len == 64

@@ -1,0 +1,105 @@
+"""Configs of well-known models, written down from their published shapes; fields that nothing reads
+are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_BF16 = {"dtype": "bfloat16"}
+
+
+def _shape(
+    model_type: str, hidden: int, width: int, layers: int, heads: int, kv_heads: int, vocab: int,
+    max_len: int, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_len,
+        **_BF16,
+        **more,
+    }
+
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GEMMA3_1B = _shape(
+    "gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768, head_dim=256, sliding_window=512,
+    query_pre_attn_scalar=256, tie_word_embeddings=True,
+)  # fmt: skip
+_GEMMA3_4B = _shape(
+    "gemma3_text", 2560, 10240, 34, 8, 4, 262208, 131072, head_dim=256, sliding_window=1024,
+    query_pre_attn_scalar=256, tie_word_embeddings=True,
+)  # fmt: skip
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "Llama 3.1 8B": _shape("llama", 4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=_LLAMA3),
+    "Llama 3.2 1B": _shape(
+        "llama", 2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64,
+        rope_scaling=_LLAMA3 | {"factor": 32.0}, tie_word_embeddings=True,
+    ),
+    "Qwen3 0.6B": _shape(
+        "qwen3", 1024, 3072, 28, 16, 8, 151936, 40960, head_dim=128, tie_word_embeddings=True
+    ),
+    "Qwen3 8B": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128),
+    "Qwen2.5 7B": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768),
+    "Mistral 7B v0.3": _shape("mistral", 4096, 14336, 32, 32, 8, 32768, 32768, sliding_window=None),
+    "Gemma 2 9B": _shape(
+        "gemma2", 3584, 14336, 42, 16, 8, 256000, 8192, head_dim=256, tie_word_embeddings=True
+    ),
+    "Gemma 3 1B": _GEMMA3_1B,
+    "Gemma 3 4B": {"model_type": "gemma3", "text_config": _GEMMA3_4B, **_BF16},
+    "gpt-oss 20B": _shape(
+        "gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072, head_dim=64, num_local_experts=32,
+        num_experts_per_tok=4, sliding_window=128,
+    ),
+    "Phi-4": _shape("phi3", 5120, 17920, 40, 40, 10, 100352, 16384, pad_token_id=100257),
+    "SmolLM3 3B": _shape(
+        "smollm3", 2048, 11008, 36, 16, 4, 128256, 65536, tie_word_embeddings=True
+    ),
+    "Granite 3.3 8B": _shape(
+        "granite", 4096, 12800, 40, 32, 8, 49159, 131072, tie_word_embeddings=True
+    ),
+    "OLMo 2 7B": _shape("olmo2", 4096, 11008, 32, 32, 32, 100352, 4096),
+    "GLM-4 9B 0414": _shape("glm4", 4096, 13696, 40, 32, 2, 151552, 32768, head_dim=128),
+    "Command R7B": _shape(
+        "cohere2", 4096, 14336, 32, 32, 8, 256000, 132096, sliding_window=4096, head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "EXAONE 4.0 1.2B": _shape(
+        "exaone4", 2048, 4096, 30, 32, 8, 102400, 65536, head_dim=64, sliding_window=None,
+        layer_types=["full_attention"] * 30, tie_word_embeddings=True,
+    ),
+    "StarCoder2 7B": _shape(
+        "starcoder2", 4608, 18432, 32, 36, 4, 49152, 16384, sliding_window=4096,
+        tie_word_embeddings=True,
+    ),
+    "Qwen3 30B-A3B": _shape(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "Mixtral 8x7B": _shape(
+        "mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "DeepSeek V2 Lite": _shape(
+        "deepseek_v2", 2048, 10944, 27, 16, 16, 102400, 163840, kv_lora_rank=512,
+        q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+        moe_intermediate_size=1408, first_k_dense_replace=1, topk_method="greedy",
+    ),
+    "Qwen3-Next 80B-A3B": {"model_type": "qwen3_next", **_BF16},
+    "DeepSeek V3.2": {"model_type": "deepseek_v32", **_BF16},
+}  # fmt: skip

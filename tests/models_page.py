@@ -1,0 +1,88 @@
+"""Writes docs/models.md: ``python tests/models_page.py``. A test compares the page with it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import textwrap
+from pathlib import Path
+
+from foretoken.core.model.config import FAMILIES
+from foretoken.core.model.report import ModelReport, inspect_model
+from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
+from known_models import KNOWN
+from tiny_models import TYPES
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+HERE = Path(__file__).resolve().parent / "models_page.md"
+
+
+def page() -> str:
+    """The page: the text of models_page.md with its tables filled in."""
+    text = HERE.read_text("utf-8")
+    tables = {
+        "FAMILIES": _families(),
+        "TYPES": textwrap.fill(", ".join(f"`{name}`" for name in sorted(TYPES)), 110),
+        "NUM_TYPES": str(len(TYPES)),
+        "KNOWN": _known(),
+        "REFUSED": _refused(),
+    }
+    for name, table in tables.items():
+        text = text.replace(f"<!-- {name} -->", table)
+    return text
+
+
+def _families() -> str:
+    rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
+    rows += [
+        f"| `{name}` | safetensors, GGUF | torch, native, Triton | the same | transformers |"
+        for name in FAMILIES
+    ]
+    rows += [
+        "| all below | safetensors | torch, native on a CPU; torch on a GPU, not yet run there"
+        " | measured at the start; the same for the tiny models of the tests | transformers |"
+    ]
+    return "\n".join(rows)
+
+
+def _known() -> str:
+    rows = ["| model | path | parameters | weights, bf16 | KV a token | context |", _line(6)]
+    rows += [_known_row(name, _report(config)) for name, config in KNOWN.items()]
+    return "\n".join(rows)
+
+
+def _report(config: dict[str, object]) -> ModelReport:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+        return inspect_model(Path(folder))
+
+
+def _known_row(name: str, report: ModelReport) -> str:
+    if report.problem is not None:
+        return f"| {name} | refused | | | | |"
+    kv = report.kv_bytes_per_token
+    assert kv is not None
+    return (
+        f"| {name} | {report.path} | {report.num_parameters / 1e9:.2f} B"
+        f" | {report.weight_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB"
+        f" | {report.max_model_len:,} |"
+    )
+
+
+def _refused() -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    rows = ["| refused | why | instead |", _line(3)]
+    rows += [
+        f"| {', '.join(names)} | {reason} | {OTHER_ENGINE} |" for reason, names in by_reason.items()
+    ]
+    return "\n".join(rows)
+
+
+def _line(columns: int) -> str:
+    return "|---" * columns + "|"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
