@@ -13,7 +13,8 @@ from ..core.engine.inbox import TokenStream
 from ..core.errors import ForetokenError
 from ..core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
 from ..core.interface.step import TokenLogprob
-from .matcher import Grammar
+from .intake import has_form
+from .matcher import Grammar, GrammarMatcher
 from .results import Choice, Completion, TextDelta, total_usage
 from .sampling_params import SamplingParams
 from .text import AnswerText
@@ -49,7 +50,10 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """What it cost so far."""
-        return self.request.usage
+        usage, constraint = self.request.usage, self.request.sampling.constraint
+        if isinstance(constraint, GrammarMatcher):
+            usage.closed_early = constraint.closed_early(usage.completion_tokens)
+        return usage
 
     def close(self) -> None:
         """Abort it unless it has ended; may be called twice."""
@@ -107,6 +111,7 @@ class Answer:
         self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
         self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
         self.grammar: Grammar | None = None  # compiled once; each choice has its own matcher
+        self.is_form = has_form(params)
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE

@@ -151,6 +151,7 @@ class Grammars:
 
     def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
         vocabulary = Vocabulary(*self._model)
+        vocabulary.closer.prepare()
         return vocabulary, LLTokenizer(cast(TokenizerWrapper, vocabulary))
 
     # -- the thread -----------------------------------------------------------------------------
@@ -172,7 +173,9 @@ def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLToken
     compile_anew = partial(compile_grammar, field, source, tokenizer)
     began = perf_counter()
     prototype = compile_anew()
-    return Grammar(prototype, vocabulary, compile_anew, perf_counter() - began)
+    end = vocabulary.closer.end(prototype.deep_copy())
+    seconds = perf_counter() - began
+    return Grammar(prototype, vocabulary, compile_anew, seconds, None if end is None else len(end))
 
 
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:

@@ -24,6 +24,7 @@ from .intake import (
     bad_words_ids,
     children,
     ended_stream,
+    form_limit,
     make_config,
     make_request,
     prediction_ids,
@@ -165,15 +166,18 @@ class Host:
         shown_ids: frozenset[int] = frozenset(),
         cache: CacheOptions = DEFAULT_CACHE,
         note: PromptNote = NO_NOTE,
+        is_form: bool = False,
     ) -> Answer:
         """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
 
-        ``shown_ids``: special tokens that its text shows. Raises `InvalidRequest`, `QueueFull`,
+        ``shown_ids``: special tokens that its text shows. ``is_form``: its grammar is to be
+        completed within its tokens, as a JSON schema is. Raises `InvalidRequest`, `QueueFull`,
         `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id)
         answer.shown_ids, answer.cache = shown_ids, cache
+        answer.is_form |= is_form
         try:
             await self._prepare(answer, prompt)
             self._submit_choices(answer, since)
@@ -300,6 +304,12 @@ class Host:
             bad_words_ids=answer.bad_words_ids,
             prediction=answer.prediction,
             grammar=answer.grammar,
+            limit=form_limit(
+                params,
+                len(answer.prompt_token_ids),
+                self.built.max_model_len,
+                is_form=answer.is_form,
+            ),
             on_token=text.push if text.watches else None,
             cache=answer.cache,
         )

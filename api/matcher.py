@@ -21,8 +21,10 @@ from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from ..core.interface.constraint import ConstraintFailed, Mask
+from .closing import LEAST_ZONE, Closer
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -31,6 +33,7 @@ FORCED_CHARS = 256  # of a forced text that are tokenised as the model would; mo
 FREE_SECONDS, SECONDS_PER_TOKEN = 1.0, 0.02  # that an answer may spend on its grammar
 QUICK_SECONDS = 0.1  # a grammar that compiles in less may be compiled again by the model thread
 MAX_ERROR_CHARS = 300
+FREE_TOKENS = 64  # further above the shortest end than about so many, nothing is narrowed
 _PLAINLY = {  # a part of what llguidance says, and what it means here
     "NoExtensionBias": "no token of the model fits",
     "coerce_one_of": "oneOf is served only where its branches exclude each other; anyOf always is",
@@ -53,12 +56,13 @@ class Vocabulary:
         # A token that ends the answer is never a part of its text, however it is spelt.
         special = {i for i in tokenizer.special_ids | eos_ids if 0 <= i < vocab_size}
         self.special_token_ids = np.array(sorted(special), dtype=np.int64)
-        self._texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
-        self._ids = {text: i for i, text in reversed([*enumerate(self._texts)]) if text}
+        self.texts = [b"" if i in special else each for i, each in enumerate(self.tokens)]
+        self._ids = {text: i for i, text in reversed([*enumerate(self.texts)]) if text}
         self._byte_ids = [self._ids.get(bytes([value])) for value in range(256)]
         self._longest = max(map(len, self._ids), default=0)
         self._encode = tokenizer.encode_word
         self._forced = lru_cache(NUM_FORCED_TEXTS)(self._tokenize)
+        self.closer = Closer(self)
 
     def __call__(self, text: str) -> list[int]:
         """Ids of a text that stands inside a longer one; they spell exactly these bytes.
@@ -71,8 +75,12 @@ class Vocabulary:
             ids += rest[: rest.index(None)] if None in rest else rest  # type: ignore[arg-type]
         return ids
 
+    def id_of(self, text: bytes) -> int | None:
+        """The token that is exactly this."""
+        return self._ids.get(text)
+
     def _spells(self, ids: Sequence[int], text: str) -> bool:
-        return b"".join(self._texts[token_id] for token_id in ids) == text.encode()
+        return b"".join(self.texts[token_id] for token_id in ids) == text.encode()
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         """The tokenizer's own ids, if need be behind a line break, else the longest ones.
@@ -84,7 +92,7 @@ class Vocabulary:
             ids = self._ending(self._encode(before + text), data)
             if ids is not None:
                 return ids
-        return self._greedy(data)
+        return tuple(self.spell(data))
 
     def _ending(self, ids: Sequence[int], data: bytes) -> tuple[int, ...] | None:
         """The last of ``ids`` if they spell ``data``, nothing more and nothing less."""
@@ -92,13 +100,13 @@ class Vocabulary:
         for index in range(len(ids), -1, -1):
             if length == len(data):
                 found = tuple(ids[index:])
-                return found if b"".join(self._texts[i] for i in found) == data else None
+                return found if b"".join(self.texts[i] for i in found) == data else None
             if index == 0 or not (0 <= ids[index - 1] < self.size):
                 return None
-            length += len(self._texts[ids[index - 1]])
+            length += len(self.texts[ids[index - 1]])
         return None
 
-    def _greedy(self, data: bytes) -> tuple[int, ...]:
+    def spell(self, data: bytes) -> list[int]:
         """The longest token that fits, over and over; stops at a byte that no token begins with."""
         ids: list[int] = []
         at = 0
@@ -109,7 +117,7 @@ class Vocabulary:
                 break
             ids.append(self._ids[data[at : at + length]])
             at += length
-        return tuple(ids)
+        return ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +131,7 @@ class Grammar:
     vocabulary: Vocabulary
     compile: Callable[[], LLMatcher]
     seconds: float = 0.0  # that compiling took
+    least: int | None = None  # tokens of the shortest answer that is known
 
     def anew(self) -> LLMatcher:
         """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
@@ -130,16 +139,28 @@ class Grammar:
             raise ConstraintFailed("the grammar reached its limits")
         return self.compile()
 
-    def matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
-        """A constraint whose complete answers end with any of ``stop_ids``."""
-        return GrammarMatcher(self, stop_ids)
+    def matcher(self, stop_ids: frozenset[int], limit: int | None = None) -> GrammarMatcher:
+        """A constraint whose complete answers end with any of ``stop_ids``.
+
+        ``limit``: output tokens, the stop token included, within which the answer is to be
+        completed; None: wherever that takes it.
+        """
+        return GrammarMatcher(self, stop_ids, limit)
 
 
 class GrammarMatcher:
     """A `Constraint` by a grammar. Copied from the grammar when it is first asked."""
 
-    def __init__(self, grammar: Grammar, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, grammar: Grammar, stop_ids: frozenset[int], limit: int | None = None
+    ) -> None:
         self._grammar = grammar
+        self._limit = limit
+        least = grammar.least or 0
+        self._zone = max(LEAST_ZONE, FREE_TOKENS // 2 + least)
+        self._horizon = FREE_TOKENS + self._zone + 2 * least  # nothing is narrowed before it
+        self._narrowed: set[int] = set()  # places on the path, behind the sure tokens
+        self._is_closed_early = False
         self._stop_ids = frozenset(i for i in stop_ids if 0 <= i < grammar.vocabulary.size)
         self._stops = sorted(self._stop_ids)
         self._matcher: LLMatcher | None = None
@@ -150,7 +171,11 @@ class GrammarMatcher:
 
     def fork(self) -> GrammarMatcher:
         """Another one at the beginning of the output."""
-        return GrammarMatcher(self._grammar, self._stop_ids)
+        return GrammarMatcher(self._grammar, self._stop_ids, self._limit)
+
+    def closed_early(self, num_output: int) -> bool:
+        """Whether an output of so many tokens had fewer to choose from, to end in time."""
+        return self._is_closed_early or any(place < num_output for place in tuple(self._narrowed))
 
     def allowed(self, tokens: array[int], start: int, tail: Sequence[int]) -> Mask | None:
         """Which tokens may follow, [vocab]; see `Constraint`."""
@@ -194,7 +219,7 @@ class GrammarMatcher:
         is_allowed = is_known or self._goto(new)
         self._settle(len(tokens) - start)
         if is_allowed and not is_known:
-            self._masks[depth] = self._mask()
+            self._masks[depth] = self._mask(depth)
         return self._masks[depth] if is_allowed else None
 
     def _forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
@@ -230,6 +255,7 @@ class GrammarMatcher:
         self._num_sure = 0
         self._tail.clear()
         self._masks.clear()
+        self._narrowed.clear()
 
     def _new(self, tokens: array[int], start: int, tail: Sequence[int]) -> list[int]:
         """The path behind the sure tokens."""
@@ -250,6 +276,8 @@ class GrammarMatcher:
         if num_new > 0:
             del self._tail[:num_new]
             self._num_sure = num_output
+            self._is_closed_early = self.closed_early(num_output)
+            self._narrowed = {place for place in self._narrowed if place >= num_output}
             self._masks = {depth: m for depth, m in self._masks.items() if depth >= num_output}
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
@@ -266,6 +294,7 @@ class GrammarMatcher:
         del self._tail[len(self._tail) - count :]
         last = self._num_sure + len(self._tail)
         self._masks = {depth: mask for depth, mask in self._masks.items() if depth <= last}
+        self._narrowed = {place for place in self._narrowed if place <= last}
 
     def _is_text(self, token_id: int) -> bool:
         """Whether the answer goes on behind this token."""
@@ -273,7 +302,7 @@ class GrammarMatcher:
 
     # -- what may follow it ---------------------------------------------------------------------
 
-    def _mask(self) -> Mask:
+    def _mask(self, depth: int) -> Mask:
         bits = np.frombuffer(self._live.compute_bitmask(), dtype=np.uint8)
         self._check()
         vocabulary = self._grammar.vocabulary
@@ -282,9 +311,18 @@ class GrammarMatcher:
         special = vocabulary.special_token_ids  # a complement of texts lets them in
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
+        if self._limit is not None and self._limit - depth <= self._horizon:
+            self._narrow(mask, depth, self._limit - depth)
         if is_complete:
             mask[self._stops] = True
         return mask.data
+
+    def _narrow(self, mask: NDArray[np.bool_], depth: int, num_left: int) -> None:
+        """Leave what can still be completed by the limit."""
+        closer = self._grammar.vocabulary.closer
+        if closer.narrow(self._live, mask, depth, num_left, self._zone):
+            self._narrowed.add(depth)
+        self._check()
 
     def _forced_now(self) -> Sequence[int]:
         """The tokens that must come next, if the grammar forces some."""

@@ -198,6 +198,7 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
 
 
 def _add_counts(total: Usage, usage: Usage) -> None:
+    total.closed_early |= usage.closed_early
     total.completion_tokens += usage.completion_tokens
     total.proposed_tokens += usage.proposed_tokens
     total.accepted_tokens += usage.accepted_tokens

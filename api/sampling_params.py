@@ -38,7 +38,9 @@ class SamplingParams(TokenSamplingParams):
     wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
     One of ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and
     ``choice`` may give the answer its form. Such an answer ends where it is complete, whatever
-    ``ignore_eos`` and ``min_tokens`` say.
+    ``ignore_eos`` and ``min_tokens`` say. Near the limit of its tokens, an answer with a
+    ``json_schema`` or a ``choice`` is left only tokens that let it be completed in time, unless
+    ``close_early`` is False.
     ``prediction``: the caller's own guess at the answer, as text or token ids; it is drafted from,
     so it can make the answer faster and never another one.
     ``priority``: lower runs first; the engine's ``max_priority`` bounds it. ``deadline``: seconds
@@ -54,6 +56,7 @@ class SamplingParams(TokenSamplingParams):
     regex: str | None = None
     grammar: str | None = None
     choice: Sequence[str] | None = None
+    close_early: bool = True
     prediction: str | Sequence[int] | None = None
     speculation: Literal["auto", "off"] | int | None = None
     cache_salt: str | None = None
@@ -88,6 +91,7 @@ class SamplingParams(TokenSamplingParams):
         check_integer("n", self.n, 1, MAX_N)
         check_integer("priority", self.priority, -(2**31), 2**31 - 1)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", "must be true or false")
+        require(isinstance(self.close_early, bool), "close_early", "must be true or false")
         if self.seed is not None:
             check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.deadline is not None:

@@ -77,6 +77,7 @@ class Sampling(Struct, kw_only=True):
     grammar: str | None = None
     choice: list[str] | None = None
     json_schema: dict[str, Any] | None = None
+    close_early: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     cache: CacheSpec | None = None
     prompt_cache_key: Label | None = None
@@ -193,7 +194,7 @@ SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop",
     "stop_token_ids", "allowed_token_ids", "bad_words", "ignore_eos", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "speculation", "cache_salt", "priority", "regex", "grammar",
-    "choice", "json_schema",
+    "choice", "json_schema", "close_early",
 )  # fmt: skip
 REFUSED = (
     "guided_json", "guided_regex", "guided_grammar", "guided_choice",

@@ -56,6 +56,7 @@ def usage_body(usage: Usage, *, predicted: bool = False) -> Body:
             "cache_write_tokens": usage.cache_write_tokens,
         },
         **details,
+        "closed_early": usage.closed_early,
         "speculation": speculation_body(usage),
     }
 

@@ -18,7 +18,7 @@ from ..core.interface.request import Usage
 from .answer import Answer
 from .grammar_text import num_chars
 from .host import Host
-from .intake import warm_params
+from .intake import has_form, warm_params
 from .output.call_ids import with_short_ids
 from .output.events import OutputParser
 from .output.generic import GENERIC, as_text, needs_text
@@ -141,6 +141,7 @@ class Turns:
                 shown_ids=self.syntax.shown_ids(tools=bool(tools)),
                 cache=ask.cache,
                 note=await self._note(ask),
+                is_form=bool(tools) or has_form(ask.params),
             )
         except InvalidRequest as error:
             _name_field(error, ask)

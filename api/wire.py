@@ -58,6 +58,7 @@ class UsageBody(Struct, kw_only=True):
     total_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: CompletionDetails | None = None
+    closed_early: bool = False  # the form had fewer ways to go on, to end within its tokens
     speculation: SpeculationUsage | None = None
 
 

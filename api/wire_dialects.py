@@ -35,6 +35,7 @@ class ResponseUsage(Struct, kw_only=True):
     output_tokens: int = 0
     output_tokens_details: OutputDetails = field(default_factory=OutputDetails)
     total_tokens: int = 0
+    closed_early: bool = False  # as in chat completions
     speculation: SpeculationUsage | None = None
 
 
@@ -90,6 +91,7 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation: dict[str, int] | None = None
     output_tokens: int = 0
     service_tier: str = "standard"
+    closed_early: bool = False  # as in chat completions
     speculation: SpeculationUsage | None = None
 
 

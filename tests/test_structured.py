@@ -226,3 +226,35 @@ def test_a_grammar_that_becomes_too_big_fails_that_request_alone(drafting: LLM) 
     with pytest.raises(InvalidRequest, match=r"grammar: .*Too many items"):
         drafting.generate("x", million)
     assert drafting.generate("x", SamplingParams(choice=["yes"])).text == "yes"
+
+
+@pytest.mark.parametrize("draft", ["auto", "lm"])
+def test_forms_that_close_early_are_the_same_whatever_is_guessed(pair, draft):
+    """The mask near the limit depends on the request's own place, not on steps or drafts."""
+    forms = ({"type": "object"}, {"type": "array", "items": {"type": "string"}})
+    params = [
+        SamplingParams(
+            json_schema=form, max_tokens=length, temperature=temperature, seed=index, n=2
+        )
+        for index, (form, length, temperature) in enumerate(
+            (form, length, temperature)
+            for form in forms
+            for length in (12, 40)
+            for temperature in (0.0, 1.0)
+        )
+    ]
+    with make_llm(pair, None, max_running=1) as llm:
+        expected = llm.generate(prompts(params), params)
+    with make_llm(pair, draft) as llm:
+        answers = llm.generate(prompts(params), params)
+    for one, other in zip(expected, answers, strict=True):
+        for first, second in zip(one.choices, other.choices, strict=True):
+            assert first.token_ids == second.token_ids
+            assert second.finish_reason == "stop"
+            json.loads(second.text)
+        assert one.usage.closed_early == other.usage.closed_early
+    assert any(answer.usage.closed_early for answer in answers)
+    with make_llm(pair, draft) as llm:
+        cut = SamplingParams(json_schema=forms[1], max_tokens=12, seed=0, close_early=False)
+        answer = llm.generate("x", cut)
+    assert (answer.finish_reason, answer.usage.closed_early) == ("length", False)

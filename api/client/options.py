@@ -62,6 +62,7 @@ class SamplingOptions(TypedDict, total=False):
     regex: str
     grammar: str
     choice: Sequence[str]
+    close_early: bool
     prediction: str | Json
     speculation: Literal["auto", "off"] | int
     cache_salt: str

@@ -121,6 +121,7 @@ def read_usage(body: UsageBody | None) -> Usage:
         cached_tokens=details.cached_tokens,
         cache_write_tokens=details.cache_write_tokens,
         completion_tokens=body.completion_tokens,
+        closed_early=body.closed_early,
         **msgspec.structs.asdict(speculation),
     )
 

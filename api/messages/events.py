@@ -163,6 +163,7 @@ class MessageWriter:
             "cache_creation": by_ttl,
             "output_tokens": 0 if is_start else usage.completion_tokens,
             "service_tier": "standard",
+            "closed_early": usage.closed_early,
             "speculation": speculation_body(usage),
             **why,
         }

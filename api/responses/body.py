@@ -125,5 +125,6 @@ def _usage(spent: Body, num_thought_tokens: int) -> Body:
         "output_tokens": spent["completion_tokens"],
         "output_tokens_details": {**outputs, "reasoning_tokens": num_thought_tokens},
         "total_tokens": spent["total_tokens"],
+        "closed_early": spent["closed_early"],
         "speculation": spent["speculation"],
     }

@@ -97,6 +97,7 @@ class Usage:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     proposed_by_source: dict[str, int] = field(default_factory=dict)
     steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram
+    closed_early: bool = False  # the form had fewer ways to go on near the limit, to end in time
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
     total_time: float = 0.0
