@@ -15,6 +15,7 @@ from ..core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request
 from ..core.interface.step import TokenLogprob
 from .intake import has_form
 from .matcher import Grammar, GrammarMatcher
+from .prediction import count_standing
 from .results import Choice, Completion, TextDelta, total_usage
 from .sampling_params import SamplingParams
 from .text import AnswerText
@@ -41,6 +42,7 @@ class Generation:
         self._text = text
         self._stream = stream
         self._abort = abort
+        self._served: list[int] = []  # where a prediction is compared with it
 
     @property
     def ended(self) -> bool:
@@ -51,6 +53,10 @@ class Generation:
     def usage(self) -> Usage:
         """What it cost so far."""
         usage, constraint = self.request.usage, self.request.sampling.constraint
+        if (prediction := self.request.prediction) is not None:
+            accepted = count_standing(prediction, self._served)
+            usage.accepted_prediction_tokens = accepted
+            usage.rejected_prediction_tokens = len(prediction) - accepted
         if isinstance(constraint, GrammarMatcher):
             usage.closed_early = constraint.closed_early(usage.completion_tokens)
         return usage
@@ -68,6 +74,8 @@ class Generation:
     def _dress(self, delta: Delta) -> TextDelta:
         if not self._text.watches:
             self._read(delta)
+        if self.request.prediction is not None:
+            self._served += delta.token_ids
         wanted = self.request.sampling.params.logprobs is not None
         reason = delta.finish_reason
         self.finish_reason = None if reason is None else reason.value

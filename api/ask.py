@@ -96,7 +96,7 @@ def _whole(choice: TurnChoice) -> Choice:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         logprobs=choice.logprobs,
-        thought=choice.thought,
+        reasoning=choice.reasoning,
         tool_calls=calls,
     )
 
@@ -115,6 +115,6 @@ def text_delta(delta: TurnDelta) -> TextDelta:
         stop_reason=delta.stop_reason,
         logprobs=delta.logprobs,
         prompt_logprobs=delta.prompt_logprobs,
-        thought=delta.thought,
+        reasoning=delta.reasoning,
         tool_calls=calls,
     )

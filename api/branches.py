@@ -29,7 +29,7 @@ from .output.events import PlainParser
 from .prompts import PromptNote, text_parts
 from .results import batch_usage
 from .schema import ChatRequest, CompletionRequest, Message, Positive, decoder
-from .service import Service
+from .service import OPENAI_TEMPERATURE, Service
 from .shapes import Body, Head, usage_body
 from .sse import EventStream, unless_gone
 from .talk import Ask, TurnChoice, TurnDelta
@@ -165,6 +165,8 @@ class BranchesRoute:
         """Answer all branches, whole or as one stream."""
         forks = await self.service.read(request, decode_branches)
         first = forks[0].body
+        for fork in forks:
+            self.service.check_range(fork.body, most_temperature=OPENAI_TEMPERATURE)
         self.service.check_model(first.model)
         self._check_limits(forks)
         self.service.check_room(len(forks), 1)

@@ -17,7 +17,7 @@ from .forms import read_cache, read_choice, read_tools
 from .plain import plain_messages
 from .sampling_params import SamplingParams
 from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
-from .service import Service
+from .service import OPENAI_TEMPERATURE, Service
 from .shapes import Body, Head, chat_logprobs, reason_body
 from .sse import HEADERS, EventStream, unless_gone
 from .talk import Ask, Call, TurnChoice, TurnDelta
@@ -38,6 +38,7 @@ class ChatRoute:
         """Answer one conversation, whole or as a stream."""
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
         head = Head(prefix="chatcmpl", model=self.service.model)
         try:
             reading = self.service.apart(request, partial(read_ask, body))
@@ -128,8 +129,8 @@ class ChatWriter(Writer):
         """One of the n answers."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
         message: Body = {"role": "assistant", "content": choice.words, "refusal": None}
-        if choice.thought:
-            message["reasoning_content"] = choice.thought
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if choice.calls:
             message["content"] = choice.words or None
             message["tool_calls"] = [_whole_call(call) for call in choice.calls]
@@ -197,8 +198,8 @@ def _whole_call(call: Call) -> Body:
 
 def _delta_body(delta: TurnDelta) -> Body:
     body: Body = {}
-    if delta.thought:
-        body["reasoning_content"] = delta.thought
+    if delta.reasoning:
+        body["reasoning_content"] = delta.reasoning
     if delta.words:
         body["content"] = delta.words
     if delta.calls:  # never an empty list: clients count on it

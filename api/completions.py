@@ -25,7 +25,7 @@ from .schema import (
     refuse_unsupported,
     sampling_params,
 )
-from .service import Service
+from .service import OPENAI_TEMPERATURE, Service
 from .shapes import Head
 from .sse import HEADERS, EventStream, unless_gone
 from .writer import is_prewarm, warm_usage
@@ -43,6 +43,7 @@ class CompletionsRoute:
         """Answer one prompt or a list of them, whole or as a stream."""
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
         refuse(body)
         params = completion_params(body)
         prompts = read_prompts(body.prompt)

@@ -149,6 +149,11 @@ def add_server_flags(parser: Parser) -> None:
     add("--served-model-name", metavar="NAME")
     add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
+    add(
+        "--strict",
+        action="store_true",
+        help="refuse temperatures that OpenAI (over 2) and Anthropic (over 1) refuse",
+    )
     add("--normalize", action="store_true", help="drop what clients change in system texts")
     add("--prewarm", metavar="FILE", help="JSON: prompts to compute before it listens")
     add(
@@ -246,6 +251,7 @@ def server_settings(parsed: argparse.Namespace) -> Settings:
         served_name=parsed.served_model_name,
         tool_parser=parsed.tool_parser,
         reasoning_parser=parsed.reasoning_parser,
+        strict=parsed.strict,
         normalize=parsed.normalize,
         cors_origins=tuple(parsed.cors_origin or ()),
         limits=_limits(parsed),

@@ -56,6 +56,7 @@ class Limits:
     write_seconds: float = _seconds(30.0, "for a client that reads nothing of its answer")
     ping_seconds: float = _seconds(10.0, "between signs of life of a stream")
     max_request_seconds: float = _seconds(600.0, "for a request, from its arrival to its end")
+    store_seconds: float = _seconds(3600.0, "that a response is kept after its last use")
     # a body
     max_body_bytes: int = _count(4 * 2**20, "of a body")
     max_json_depth: int = _count(64, "arrays and objects inside each other", least=8, most=500)

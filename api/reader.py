@@ -75,7 +75,7 @@ class TurnReader:
         """Whether the choice ends with this."""
         match event:
             case Thought(text):
-                turned.thought += text
+                turned.reasoning += text
             case Words(text):
                 turned.words += text if self._has_words else ""
             case CallBegin(name):

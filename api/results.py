@@ -35,11 +35,11 @@ class ToolCall:
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
-def message_of(text: str, thought: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """An answer as a message in OpenAI's form, to be appended to its conversation."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if thought:
-        message["reasoning_content"] = thought
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
             {
@@ -80,7 +80,7 @@ class TextDelta:
     stop_reason: int | str | None = None  # the stop token id or the stop string
     logprobs: list[TokenLogprob] | None = None  # one per token id, when asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    thought: str = ""
+    reasoning: str = ""
     tool_calls: list[CallDelta] = field(default_factory=list)
 
 
@@ -88,7 +88,7 @@ class TextDelta:
 class Choice:
     """One of the n answers to a prompt.
 
-    The answer to a conversation is told apart: ``text`` are its words, ``thought`` is what the
+    The answer to a conversation is told apart: ``text`` are its words, ``reasoning`` is what the
     model thought before, ``tool_calls`` what it wants called.
     """
 
@@ -98,13 +98,13 @@ class Choice:
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
-    thought: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to its conversation."""
-        return message_of(self.text, self.thought, self.tool_calls)
+        return message_of(self.text, self.reasoning, self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +137,9 @@ class Completion:
         return self.choices[0].finish_reason
 
     @property
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         """What the model thought before it spoke; of a conversation alone."""
-        return self.choices[0].thought
+        return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -199,6 +199,8 @@ def batch_usage(usages: Sequence[Usage]) -> Usage:
 
 def _add_counts(total: Usage, usage: Usage) -> None:
     total.closed_early |= usage.closed_early
+    total.accepted_prediction_tokens += usage.accepted_prediction_tokens
+    total.rejected_prediction_tokens += usage.rejected_prediction_tokens
     total.completion_tokens += usage.completion_tokens
     total.proposed_tokens += usage.proposed_tokens
     total.accepted_tokens += usage.accepted_tokens

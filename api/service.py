@@ -22,6 +22,7 @@ from .sse import unless_gone
 from .turn import Turns
 
 T = TypeVar("T")
+OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the largest that their own APIs take
 QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
 EXCESS: Mapping[Excess, str] = {
     "max_json_depth": "the body is nested beyond",
@@ -43,6 +44,7 @@ class Settings:
     served_name: str | None = None  # None: the model's own
     tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
     reasoning_parser: str = "auto"
+    strict: bool = False  # refuse what is outside the ranges of OpenAI's and Anthropic's APIs
     normalize: bool = False  # leave out what clients change in their system text, see its rules
     cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any
     limits: Limits = field(default_factory=Limits)
@@ -88,6 +90,16 @@ class Service:
     def unready(self) -> str | None:
         """Why new requests had better go elsewhere, though they may well be served."""
         return self.outage or self.llm.engine.readiness
+
+    def check_range(self, body: object, *, most_temperature: float) -> None:
+        """Raise `InvalidRequest` for a temperature that the dialect's own API would refuse.
+
+        Only with ``strict``: models with a flat distribution are of use beyond it, too.
+        """
+        given = getattr(body, "temperature", None)
+        if self.settings.strict and given is not None and given > most_temperature:
+            message = f"temperature must be from 0 to {most_temperature:g} (--strict)"
+            raise InvalidRequest(message, param="temperature")
 
     def check_ready(self) -> None:
         """Raise 503 before any work is done for a request that cannot be served."""

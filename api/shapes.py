@@ -14,7 +14,6 @@ from .tokenizer import Tokenizer
 
 Body = dict[str, object]
 FINGERPRINT = f"foretoken-{__version__}"
-PREDICTION = "prediction"  # the source that drafts from what the caller predicted
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -44,9 +43,8 @@ class Head:
         }
 
 
-def usage_body(usage: Usage, *, predicted: bool = False) -> Body:
-    """``usage``, with what the cache and speculation saved, and ``predicted`` answers, too."""
-    details: Body = {"completion_tokens_details": _prediction_body(usage)} if predicted else {}
+def usage_body(usage: Usage) -> Body:
+    """``usage``, with what the cache, a prediction and speculation saved."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -55,17 +53,12 @@ def usage_body(usage: Usage, *, predicted: bool = False) -> Body:
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": usage.cache_write_tokens,
         },
-        **details,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
         "closed_early": usage.closed_early,
         "speculation": speculation_body(usage),
-    }
-
-
-def _prediction_body(usage: Usage) -> Body:
-    accepted = usage.accepted_by_source.get(PREDICTION, 0)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": usage.proposed_by_source.get(PREDICTION, 0) - accepted,
     }
 
 

@@ -94,7 +94,7 @@ class TurnDelta:
     """What one step adds to a choice. ``finish_reason``: as `TurnChoice` has it, in the last."""
 
     index: int = 0
-    thought: str = ""
+    reasoning: str = ""
     words: str = ""
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -110,11 +110,11 @@ class TurnChoice:
     """One of n answers. ``finish_reason``: "stop", "length", "abort" or "tool_calls"."""
 
     index: int
-    thought: str = ""
+    reasoning: str = ""
     words: str = ""
     calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    num_thought_tokens: int = 0  # of the steps that brought thoughts
+    num_reasoning_tokens: int = 0  # of the steps that brought thoughts
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
@@ -122,10 +122,10 @@ class TurnChoice:
 
     def add(self, delta: TurnDelta) -> None:
         """Append what a delta brings."""
-        self.thought += delta.thought
+        self.reasoning += delta.reasoning
         self.words += delta.words
         self.token_ids += delta.token_ids
-        self.num_thought_tokens += len(delta.token_ids) if delta.thought else 0
+        self.num_reasoning_tokens += len(delta.token_ids) if delta.reasoning else 0
         if delta.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = []

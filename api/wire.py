@@ -33,7 +33,7 @@ class PromptDetails(Struct, kw_only=True):
 
 
 class CompletionDetails(Struct, kw_only=True):
-    """``usage.completion_tokens_details``; there when a prediction was sent."""
+    """``usage.completion_tokens_details``: of the prediction, those in the answer."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0

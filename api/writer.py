@@ -26,7 +26,6 @@ class Writer:
         self._service = service
         self._head = head
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._predicted = body.prediction is not None
         self._explains = bool(body.explain_cache)
         self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
 
@@ -66,7 +65,7 @@ class Writer:
 
     def _usage(self, usage: Usage) -> Body:
         """What was spent, and why the cache was missed; of several prompts a list of reasons."""
-        spent = usage_body(usage, predicted=self._predicted)
+        spent = usage_body(usage)
         if len(self.prompt_ids) == 1:
             return spent | self.explanation(self.prompt_ids[0])
         told = [self.explanation(each).get("cache_explanation") for each in self.prompt_ids]

@@ -18,7 +18,7 @@ class ChatChoice:
 
     index: int
     text: str
-    thought: str = ""
+    reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
     stop_reason: int | str | None = None
@@ -27,7 +27,7 @@ class ChatChoice:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, to be appended to its conversation."""
-        return message_of(self.text, self.thought, self.tool_calls)
+        return message_of(self.text, self.reasoning, self.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class ChatAnswer:
         return self.choices[0].text
 
     @property
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         """What it thought before."""
-        return self.choices[0].thought
+        return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -98,7 +98,7 @@ class ChatDelta:
 
     index: int = 0
     text: str = ""
-    thought: str = ""
+    reasoning: str = ""
     tool_calls: list[CallDelta] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -159,15 +159,15 @@ class CompletionDelta:
 
 def message_from(deltas: Iterable[ChatDelta]) -> dict[str, Any]:
     """The message that the deltas of the first choice add up to."""
-    text = thought = ""
+    text = reasoning = ""
     calls: dict[int, CallDelta] = {}
     for delta in deltas:
         if delta.index == 0:
-            text, thought = text + delta.text, thought + delta.thought
+            text, reasoning = text + delta.text, reasoning + delta.reasoning
             for call in delta.tool_calls:
                 calls[call.index] = _added(calls.get(call.index), call)
     whole = [ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in calls.values()]
-    return message_of(text, thought, whole)
+    return message_of(text, reasoning, whole)
 
 
 def _added(known: CallDelta | None, new: CallDelta) -> CallDelta:

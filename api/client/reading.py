@@ -64,7 +64,7 @@ def _parts(choice: ChatChoiceBody) -> dict[str, Any]:
     return {
         "index": choice.index,
         "text": message.content or "",
-        "thought": message.reasoning_content or "",
+        "reasoning": message.reasoning_content or "",
         "tool_calls": [_call(call) for call in message.tool_calls or ()],
         "finish_reason": choice.finish_reason or "",
         "stop_reason": choice.stop_reason,
@@ -146,7 +146,7 @@ def _chat_delta(choice: ChunkChoiceBody, raw: Raw) -> ChatDelta:
     return ChatDelta(
         index=choice.index,
         text=delta.content or "",
-        thought=delta.reasoning_content or "",
+        reasoning=delta.reasoning_content or "",
         tool_calls=[_call_delta(call) for call in delta.tool_calls or ()],
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,

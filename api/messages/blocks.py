@@ -71,7 +71,7 @@ class Blocks:
         going_on = [call for call in delta.calls if not call.id]
         for call in going_on:
             self._add_arguments(call, events)
-        self._add_thoughts(delta.thought, events)
+        self._add_thoughts(delta.reasoning, events)
         self._add_words(delta.words, events)
         for call in delta.calls[len(going_on) :]:
             self._open(Part("tool_use", id=tool_use_id(call.id), name=call.name), events)

@@ -15,7 +15,7 @@ from ..errors import ApiError, JsonResponse
 from ..forms import read_cache
 from ..sampling_params import SamplingParams
 from ..schema import decoder, refuse_unsupported, sampling_params
-from ..service import Service
+from ..service import ANTHROPIC_TEMPERATURE, Service
 from ..sse import EventStream, unless_gone
 from ..talk import Ask
 from ..writer import is_prewarm, prewarm
@@ -42,6 +42,7 @@ class MessagesRoute:
         """Answer one conversation, whole or as a stream."""
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=ANTHROPIC_TEMPERATURE)
         with _anthropic_names():
             wanted = partial(self.service.wanted, request, deadline_ms=body.deadline_ms)
             ask, prompt_ids, breakpoints = await wanted(self._rendered(request, body))

@@ -59,7 +59,7 @@ class ResponseWriter:
             "completed" if self._is_whole else "incomplete",
             self._output.items,
             usage=turn.usage,
-            num_thought_tokens=self._output.num_thought_tokens,
+            num_reasoning_tokens=self._output.num_reasoning_tokens,
             stop_reason=self._stop_reason,
             cache=self._cache_told(),
         )
@@ -75,7 +75,7 @@ class ResponseWriter:
             "failed",
             self._output.items,
             usage=turn.usage,
-            num_thought_tokens=self._output.num_thought_tokens,
+            num_reasoning_tokens=self._output.num_reasoning_tokens,
             error=error,
         )
 

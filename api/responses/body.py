@@ -36,7 +36,6 @@ class ResponseHead:
         options = body.prompt_cache_options
         self.compare_with = None if options is None else options.comparison_response_id
         self.explains_cache = bool(body.explain_cache)
-        self._is_predicted = body.prediction is not None
         self._fields: Body = {
             "id": self.id,
             "object": "response",
@@ -54,7 +53,7 @@ class ResponseHead:
         output: list[Body],
         *,
         usage: Usage | None = None,
-        num_thought_tokens: int = 0,
+        num_reasoning_tokens: int = 0,
         stop_reason: int | str | None = None,
         error: Body | None = None,
         cache: CacheTold = NOTHING_TOLD,
@@ -71,9 +70,9 @@ class ResponseHead:
             "usage": None,
         }
         if usage is not None:
-            spent = usage_body(usage, predicted=self._is_predicted)
+            spent = usage_body(usage)
             told = {} if cache.explanation is None else {"cache_explanation": cache.explanation}
-            response["usage"] = _usage(spent, num_thought_tokens) | told
+            response["usage"] = _usage(spent, num_reasoning_tokens) | told
         if stop_reason is not None:
             response["stop_reason"] = stop_reason
         if cache.diagnostics is not None:
@@ -94,7 +93,7 @@ def _wishes(body: ResponsesRequest) -> Body:
         "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
-        "store": bool(body.store),
+        "store": body.store is not False,
         "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),
         "user": body.user,
     }
@@ -115,15 +114,15 @@ def _settings(body: ResponsesRequest, params: SamplingParams) -> Body:
     }
 
 
-def _usage(spent: Body, num_thought_tokens: int) -> Body:
+def _usage(spent: Body, num_reasoning_tokens: int) -> Body:
     """``usage`` in the words of this API, with all that the other one tells."""
     inputs = cast("Mapping[str, object]", spent["prompt_tokens_details"])
-    outputs = cast("Mapping[str, object]", spent.get("completion_tokens_details", {}))
+    outputs = cast("Mapping[str, object]", spent["completion_tokens_details"])
     return {
         "input_tokens": spent["prompt_tokens"],
         "input_tokens_details": {"cache_write_tokens": 0, **inputs},
         "output_tokens": spent["completion_tokens"],
-        "output_tokens_details": {**outputs, "reasoning_tokens": num_thought_tokens},
+        "output_tokens_details": {**outputs, "reasoning_tokens": num_reasoning_tokens},
         "total_tokens": spent["total_tokens"],
         "closed_early": spent["closed_early"],
         "speculation": spent["speculation"],

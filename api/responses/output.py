@@ -18,7 +18,7 @@ class Output:
 
     def __init__(self, spell: Spell) -> None:
         self.pieces: list[Piece] = []
-        self.num_thought_tokens = 0
+        self.num_reasoning_tokens = 0
         self._spell = spell
         self._open: Piece | None = None
         self._unplaced: list[Body] = []  # logprobs of tokens that have shown no text yet
@@ -36,10 +36,10 @@ class Output:
         for call in delta.calls:
             if not call.id:
                 events += self._continue(call)
-        if delta.thought:
+        if delta.reasoning:
             # A step that ends the thinking counts for it: where in it the end lies is not known.
-            self.num_thought_tokens += len(delta.token_ids)
-            events += self._think(delta.thought)
+            self.num_reasoning_tokens += len(delta.token_ids)
+            events += self._think(delta.reasoning)
         if delta.words or (self._unplaced and isinstance(self._open, MessagePiece)):
             events += self._say(delta.words)
         for call in delta.calls:

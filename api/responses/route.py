@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequest
 from ..errors import ApiError, JsonResponse
 from ..owners import Owner, owner_of
 from ..schema import decoder
-from ..service import Service
+from ..service import OPENAI_TEMPERATURE, Service
 from ..shapes import Body
 from ..sse import HEADERS, EventStream, unless_gone
 from ..talk import Ask
@@ -46,7 +46,8 @@ class ResponsesRoute:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.store = ResponseStore()
+        seconds = service.settings.limits.store_seconds
+        self.store = ResponseStore(max_seconds=seconds)
 
     async def create(self, request: Request) -> Response:
         """Answer the input, whole or as a stream."""
@@ -111,6 +112,7 @@ class ResponsesRoute:
     async def _read(self, request: Request) -> ResponsesRequest:
         body = await self.service.read(request, decode)
         self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
         refuse_unsupported(body)
         return body
 
@@ -127,10 +129,10 @@ class ResponsesRoute:
         return Question(owner=owner, items=items, ask=ask)
 
     def _keeper(self, body: ResponsesRequest, question: Question) -> Callable[[Body], None]:
-        """Keeps the response where that was asked for."""
+        """Keeps the response unless ``store`` is false."""
 
         def keep(response: Body) -> None:
-            if body.store:
+            if body.store is not False:
                 self.store.put(question.owner, response, kept_items(question.items))
 
         return keep

@@ -1,9 +1,11 @@
-"""Responses that callers asked to have kept, in memory and in bounds."""
+"""Responses that are kept to be continued, in memory, within bounds of size and time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 import msgspec
 from msgspec import Raw
@@ -16,6 +18,7 @@ from .schema import Item
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 * 2**20
+MAX_SECONDS = 3600.0  # since a response was used last
 OVERHEAD = 1024  # bytes, about, of a response beside its texts
 ITEM_BYTES = 256  # about, to find an item by its id
 Place = tuple[Owner, str]
@@ -44,10 +47,20 @@ class ResponseStore:
     """The last responses by owner and id; the least recently used goes first, as `Shares` has it.
 
     Using a response counts as using those before it, which are needed to continue it. One that is
-    alone is kept even if it exceeds ``max_bytes``.
+    alone is kept even if it exceeds ``max_bytes``. A response that was not used for
+    ``max_seconds`` is dropped.
     """
 
-    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        max_seconds: float = MAX_SECONDS,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._clock, self._max_seconds = clock, max_seconds
+        self._used: OrderedDict[Place, float] = OrderedDict()  # when; the longest ago first
         self._kept: dict[Place, Kept] = {}
         self._places: dict[Place, str] = {}  # of items
         self._shares: Shares[Place] = Shares(max_bytes, max_responses)
@@ -79,6 +92,7 @@ class ResponseStore:
             tuple(item.id for item in known if item.id is not None),
         )
         self.delete(owner, response_id)
+        self._expire()
         self._kept[owner, response_id] = kept
         self._shares.add(owner, (owner, response_id), kept.num_bytes)
         for item_id in kept.item_ids:
@@ -88,6 +102,7 @@ class ResponseStore:
 
     def get(self, owner: Owner, response_id: str) -> Raw | None:
         """The response as it was sent."""
+        self._expire()
         found = self._kept.get((owner, response_id))
         return None if found is None else Raw(found.response)
 
@@ -97,6 +112,7 @@ class ResponseStore:
         if kept is None:
             return False
         self._shares.remove((owner, response_id))
+        self._used.pop((owner, response_id), None)
         for item_id in kept.item_ids:
             if self._places.get((owner, item_id)) == response_id:
                 del self._places[owner, item_id]
@@ -107,6 +123,7 @@ class ResponseStore:
 
         Raises `ApiError` 400 where one of them is not here.
         """
+        self._expire()
         items: list[list[Item]] = []
         for kept in reversed(self._turns(owner, response_id)):
             items += [_decode_items(kept.inputs), _decode_items(kept.outputs)]
@@ -118,6 +135,7 @@ class ResponseStore:
 
         Turns before one that is no longer here are left out.
         """
+        self._expire()
         if (owner, response_id) not in self._kept:
             return None
         last, *earlier = self._path(owner, response_id)
@@ -128,6 +146,7 @@ class ResponseStore:
 
     def item(self, owner: Owner, item_id: str) -> Item | None:
         """An item of any kept turn."""
+        self._expire()
         response_id = self._places.get((owner, item_id))
         if response_id is None:
             return None
@@ -159,8 +178,17 @@ class ResponseStore:
     def _touch(self, owner: Owner, response_id: str) -> None:
         turns = self._path(owner, response_id)
         ids = [response_id, *(kept.previous_id for kept in turns if kept.previous_id is not None)]
+        now = self._clock()
         for each in reversed(ids[: len(turns)]):
             self._shares.touch((owner, each))
+            self._used[owner, each] = now
+            self._used.move_to_end((owner, each))
+
+    def _expire(self) -> None:
+        """Drop what was not used for too long. O(what is dropped)."""
+        oldest = self._clock() - self._max_seconds
+        while self._used and (first := next(iter(self._used.items())))[1] <= oldest:
+            self.delete(*first[0])
 
     def _shrink(self) -> None:
         while len(self._kept) > 1 and (excess := self._shares.excess()) is not None:

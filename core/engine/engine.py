@@ -221,6 +221,8 @@ class Engine:
         if self._task is None:
             self._inbox.idle.set()
             self._task = asyncio.create_task(self._run(), name="foretoken-engine")
+            # A program may exit and leave the engine open: nothing is lost that it waited for.
+            setattr(self._task, "_log_destroy_pending", False)  # noqa: B010 - it is not typed
 
     def _require_open(self) -> None:
         if self.draining:
@@ -255,6 +257,8 @@ class Engine:
                 await self._turn()
         except asyncio.CancelledError:
             last = None if self.draining else last
+            raise
+        except GeneratorExit:  # the event loop is gone: the program left the engine open and exits
             raise
         except EngineDead:  # the interpreter exits, and the model thread ended
             logger.debug("the engine ends with its model thread")

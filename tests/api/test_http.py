@@ -620,3 +620,26 @@ def test_a_stream_that_was_never_begun_is_closed_too():
     stream = EventStream(events(), close=lambda: ended.append("closed"))
     asyncio.run(stream({}, gone_at_once, send))
     assert ended == ["closed"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 2),
+        ("/v1/completions", {"prompt": "hi"}, 2),
+        ("/v1/responses", {"input": "hi"}, 2),
+        ("/v1/branches", {"prompt": "hi", "branches": [{}]}, 2),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}, 1),
+    ],
+)
+def test_temperatures_beyond_an_apis_own_are_refused_if_strict_and_no_model_need_be_named(
+    serve, say, path, body, most
+):
+    say("hello")
+    lenient, strict = serve().url, serve(strict=True).url
+    for url, temperature, status in (
+        (lenient, most + 0.5, 200), (strict, most, 200), (strict, most + 0.5, 400),
+    ):  # fmt: skip
+        answer = httpx.post(f"{url}{path}", json={**body, "temperature": temperature})
+        assert answer.status_code == status, answer.text
+    assert "temperature" in answer.text

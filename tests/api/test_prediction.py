@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
+from foretoken.api.prediction import count_standing
 from foretoken.api.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
 from foretoken.api.template import INLINE_CHARS
 from foretoken.api.tokenizer import Tokenizer
@@ -183,7 +184,7 @@ def with_sources(engine):
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_tells_how_much_of_a_prediction_was_right(client, engine, n, stream):
+def test_usage_tells_what_each_source_drafted(client, engine, n, stream):
     options = with_sources(engine)
     if stream:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -191,9 +192,6 @@ def test_usage_tells_how_much_of_a_prediction_was_right(client, engine, n, strea
         model="tiny/model", messages=TALK, prediction=SHAPES[0], n=n, **options
     )
     usage = list(answer)[-1].usage if stream else answer.usage
-    details = usage.completion_tokens_details
-    assert details.accepted_prediction_tokens == 5 * n
-    assert details.rejected_prediction_tokens == 1 * n
     assert usage.speculation == {
         "proposed_tokens": 9 * n, "accepted_tokens": 7 * n, "verify_steps": 3 * n,
         "accepted_by_source": {"prediction": 5 * n, "ngram": 2 * n},
@@ -202,21 +200,51 @@ def test_usage_tells_how_much_of_a_prediction_was_right(client, engine, n, strea
     }  # fmt: skip
 
 
-def test_completions_tell_it_too_and_only_who_predicted_is_told(client, engine):
-    options = with_sources(engine)
-    plain = client.completions.create(model="tiny/model", prompt="hi", **options)
-    assert plain.usage.completion_tokens_details is None
-    options["extra_body"]["prediction"] = "x"
-    answer = client.completions.create(model="tiny/model", prompt="hi", **options)
-    details = answer.usage.completion_tokens_details
-    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (5, 1)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("source", ["", "radix", "prediction"])
+def test_tokens_of_a_prediction_that_stand_in_the_answer_are_accepted_whoever_drafted_them(
+    client, engine, say, tokenizer, n, stream, source
+):
+    engine.tokens_per_step, engine.sources = (4, [source]) if source else (1, [])
+    text = "Hello world, hello there. Stop here."
+    say(text)
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    wrong = tokenizer.encode_word(" 12 times")
+    prediction = {"type": "content", "content": f"{text} 12 times"}
+    for ask, question in (
+        (client.chat.completions.create, {"messages": TALK, "prediction": prediction}),
+        (client.completions.create, {"prompt": "hi", "extra_body": {"prediction": prediction}}),
+    ):
+        answer = ask(model="tiny/model", n=n, **question, **options)
+        usage = list(answer)[-1].usage if stream else answer.usage
+        details = usage.completion_tokens_details
+        assert details.accepted_prediction_tokens == n * len(tokenizer.encode_word(text))
+        assert details.rejected_prediction_tokens == n * len(wrong)
 
 
-def test_a_prediction_that_was_never_drafted_counts_as_zero(client, say):
+def test_without_a_prediction_both_counts_are_zero(client, say):
     say("hello")
-    answer = client.chat.completions.create(model="tiny/model", messages=TALK, prediction=SHAPES[0])
+    answer = client.chat.completions.create(model="tiny/model", messages=TALK)
     details = answer.usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "count"),
+    [
+        ([], [1, 2], 0),
+        ([1, 2, 3], [], 0),
+        ([1, 2, 3], [1, 2, 3], 3),
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2, 9, 9, 4, 5, 6, 7], 6),  # replaced
+        ([1, 2, 3, 4, 5, 6], [1, 9, 9, 2, 3, 4, 5, 6], 6),  # inserted
+        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 6, 7, 8], 5),  # left out
+        ([1, 1, 1, 1], [1] * 9, 4),  # no token stands there twice
+        ([1, 2, 3], [9, 2, 9], 0),  # a token alone is no place
+    ],
+)
+def test_where_the_answer_leaves_a_prediction_it_is_found_again(prediction, answer, count):
+    assert count_standing(array("q", prediction), answer) == count
 
 
 def test_the_sdk_shows_the_same_counts_and_the_source_of_each_token(llm, engine):

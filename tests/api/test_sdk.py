@@ -456,6 +456,31 @@ def test_the_public_face_is_small_and_free_of_torch():
     assert foretoken.__version__
 
 
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "loop.stop()"])
+def test_an_engine_that_is_left_open_at_exit_ends_quietly(ending, tmp_path):
+    code = f"""
+import asyncio
+from foretoken import AsyncLLM, SamplingParams
+
+async def main():
+    llm = AsyncLLM("builtin", kv_tokens=1024, dump_dir={str(tmp_path)!r})
+    running = asyncio.create_task(llm.generate("def", SamplingParams(max_tokens=900)))
+    await llm.generate("a", SamplingParams(max_tokens=2))
+    return llm, running
+
+loop = asyncio.new_event_loop()
+left = loop.run_until_complete(main())
+{ending}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "the engine" not in done.stderr
+    assert "Engine._run" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 async def until(holds):
     """Let the loop turn until something holds; the test's own deadline ends a vain wait."""
     while not holds():  # noqa: ASYNC110

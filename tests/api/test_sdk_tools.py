@@ -60,7 +60,7 @@ def calling(llm):
 def test_an_answer_is_told_apart_into_thinking_words_and_calls(llm, calling):
     out = llm.chat(HI, FOUR, tools=[ADD])
     (call,) = out.tool_calls
-    assert (out.thought, out.text) == ("hm", "so: ")
+    assert (out.reasoning, out.text) == ("hm", "so: ")
     assert (call.name, call.parsed(), call.id[:5]) == ("add", {"a": 1}, "call_")
     assert out.token_ids == [5, 6, 5, 6]
     assert out.prompt_token_ids == [5, 6]
@@ -72,7 +72,7 @@ def test_streamed_parts_add_up_to_the_same(llm, calling):
     deltas = list(llm.stream_chat(HI, FOUR, tools=[ADD], request_id="me"))
     whole = llm.chat(HI, FOUR, tools=[ADD])
     pieces = [piece for delta in deltas for piece in delta.tool_calls]
-    assert "".join(delta.thought for delta in deltas) == whole.thought
+    assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
     assert "".join(delta.text for delta in deltas) == whole.text
     assert "".join(piece.arguments for piece in pieces) == whole.tool_calls[0].arguments
     assert [piece.name for piece in pieces if piece.name] == ["add"]
@@ -103,7 +103,7 @@ def test_several_conversations_and_choices_are_answered_in_order(llm, calling):
 def test_conversations_without_tools_are_words_alone(llm, say):
     say("hello world")
     out = llm.chat(HI, SamplingParams(prompt_logprobs=0, logprobs=1))
-    assert (out.text, out.thought, out.tool_calls) == ("hello world", "", [])
+    assert (out.text, out.reasoning, out.tool_calls) == ("hello world", "", [])
     assert out.message == {"role": "assistant", "content": "hello world"}
     assert len(out.logprobs) == len(out.token_ids)
     assert len(out.prompt_logprobs) == len(out.prompt_token_ids)

@@ -187,12 +187,11 @@ def test_a_prediction_changes_no_text_and_is_counted(
         assert [said(choice) for choice in out["choices"]] == [
             said(choice) for choice in plain["choices"]
         ]
-        usage, spec = out["usage"], out["usage"]["speculation"]
-        details = usage["completion_tokens_details"]
-        accepted = spec["accepted_by_source"].get("prediction", 0)
-        assert details["accepted_prediction_tokens"] == accepted
-        proposed = spec["proposed_by_source"].get("prediction", 0)
-        assert details["rejected_prediction_tokens"] == proposed - accepted
+        details = out["usage"]["completion_tokens_details"]
+        accepted = details["accepted_prediction_tokens"]
+        assert accepted + details["rejected_prediction_tokens"] >= n
+        if guess == text:
+            assert accepted > 0
         *_, last = chunks(url, path, {**fields, "stream_options": {"include_usage": True}})
         assert set(last["usage"]["completion_tokens_details"]) == set(details)
 

@@ -51,7 +51,7 @@ def test_chat_answers_with_text_and_what_it_cost(client, say, engine):
     answer = client.chat(HI, max_tokens=40, seed=1)
     assert (answer.text, answer.finish_reason) == ("hello world", "stop")
     assert answer.message == {"role": "assistant", "content": "hello world"}
-    assert (answer.thought, answer.tool_calls) == ("", [])
+    assert (answer.reasoning, answer.tool_calls) == ("", [])
     usage = answer.usage
     assert usage.completion_tokens == answer.raw["usage"]["completion_tokens"]
     assert usage.accepted_tokens == engine.requests[0].usage.accepted_tokens > 0
@@ -297,7 +297,7 @@ def test_thinking_and_calls_are_read_from_a_whole_answer():
     body = {"id": "x", "choices": [{"message": message, "finish_reason": "tool_calls"}]}
     answer = read_chat(json.dumps(body).encode())
     (found,) = answer.tool_calls
-    assert (answer.text, answer.thought, found.parsed()) == ("", "hm", {"a": 1})
+    assert (answer.text, answer.reasoning, found.parsed()) == ("", "hm", {"a": 1})
     assert answer.message["tool_calls"] == [call]
     assert found.reply("3") == {"role": "tool", "tool_call_id": "c1", "content": "3"}
 

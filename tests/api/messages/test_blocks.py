@@ -9,8 +9,8 @@ from foretoken.api.messages.blocks import INVALID, SIGNATURE, Blocks, read_argum
 from foretoken.api.talk import Call, TurnDelta
 
 TALK = [
-    TurnDelta(thought="I "),
-    TurnDelta(thought="see", words="\n\n"),
+    TurnDelta(reasoning="I "),
+    TurnDelta(reasoning="see", words="\n\n"),
     TurnDelta(words="Let me"),
     TurnDelta(words=" look.\n", calls=[Call(index=0, id="call_a", name="sun", arguments='{"a')]),
     TurnDelta(
@@ -70,7 +70,7 @@ def test_events_add_up_to_the_whole():
 
 def test_white_space_alone_is_a_block_only_if_it_is_all():
     call = Call(index=0, id="call_a", name="sun", arguments="{}", is_done=True)
-    blocks, _ = play([TurnDelta(thought="hm"), TurnDelta(words="\n\n"), TurnDelta(calls=[call])])
+    blocks, _ = play([TurnDelta(reasoning="hm"), TurnDelta(words="\n\n"), TurnDelta(calls=[call])])
     assert [part.kind for part in blocks.parts] == ["thinking", "tool_use"]
     blocks, _ = play([TurnDelta(words="\n"), TurnDelta(words=" ")])
     assert [part.body for part in blocks.parts] == [{"type": "text", "text": "\n "}]

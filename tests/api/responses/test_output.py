@@ -36,9 +36,9 @@ def test_a_call_that_breaks_off_is_incomplete_even_when_words_follow():
 
 
 def test_an_answer_of_thought_alone_has_an_empty_message_when_it_is_whole():
-    output, _ = output_of(TurnDelta(thought="hm"))
+    output, _ = output_of(TurnDelta(reasoning="hm"))
     assert [item["type"] for item in output.items] == ["reasoning", "message"]
-    output, _ = output_of(TurnDelta(thought="hm"), is_whole=False)
+    output, _ = output_of(TurnDelta(reasoning="hm"), is_whole=False)
     assert [item["status"] for item in output.items] == ["incomplete"]
 
 

@@ -43,10 +43,17 @@ def test_a_streamed_answer_is_kept_before_its_last_event(client, say, prompt_of)
     assert "hello" in prompt_of()
 
 
-@pytest.mark.parametrize("store", [False, None, openai.omit])
-def test_nothing_is_kept_unasked(client, say, store):
+@pytest.mark.parametrize("store", [True, None, openai.omit])
+def test_an_answer_is_kept_without_being_asked(client, say, store):
     say("hello")
     answer = ask(client, store=store)
+    assert answer.store is True
+    assert ask(client, previous_response_id=answer.id).previous_response_id == answer.id
+
+
+def test_nothing_is_kept_where_store_is_false(client, say):
+    say("hello")
+    answer = ask(client, store=False)
     assert answer.store is False
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, previous_response_id=answer.id)
@@ -234,3 +241,20 @@ def test_who_floods_the_store_drives_out_none_but_its_own():
     assert store.get(b"quiet", "a") is not None
     assert store.get(b"loud", "r49") is not None
     assert len(store) == 8
+
+
+def test_what_is_not_used_for_a_while_is_dropped() -> None:
+    now = [0.0]
+    store = ResponseStore(max_seconds=10, clock=lambda: now[0])
+    store.put(b"me", body("r1"), [USER])
+    store.put(b"me", body("r2"), [USER])
+    now[0] = 6.0
+    store.history(b"me", "r1")
+    now[0] = 11.0
+    assert store.get(b"me", "r1") is not None
+    assert store.get(b"me", "r2") is None
+    assert store.item(b"me", "msg_r2") is None
+    now[0] = 16.0
+    with pytest.raises(ApiError):
+        store.history(b"me", "r1")
+    assert (len(store), store.num_bytes) == (0, 0)
