@@ -26,6 +26,7 @@ from .worker import Worker
 T = TypeVar("T")
 SECONDS = 5.0  # for one grammar, from when it is begun
 MAX_PENDING = 32  # grammars that may wait to be compiled
+END_SECONDS = 0.5  # to find the shortest answer; it is looked for again near the limit of each one
 NUM_GRAMMARS = 128  # compiled ones that are kept
 KEPT_SECONDS = 4.0  # that those took to compile, all together
 STACK_BYTES = (
@@ -173,9 +174,11 @@ def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLToken
     compile_anew = partial(compile_grammar, field, source, tokenizer)
     began = perf_counter()
     prototype = compile_anew()
+    compiled = perf_counter()
     end = vocabulary.closer.end(prototype.deep_copy())
-    seconds = perf_counter() - began
-    return Grammar(prototype, vocabulary, compile_anew, seconds, None if end is None else len(end))
+    is_quick = perf_counter() - compiled < END_SECONDS
+    least = len(end) if end is not None and is_quick else None
+    return Grammar(prototype, vocabulary, compile_anew, perf_counter() - began, least)
 
 
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:

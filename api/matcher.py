@@ -131,7 +131,7 @@ class Grammar:
     vocabulary: Vocabulary
     compile: Callable[[], LLMatcher]
     seconds: float = 0.0  # that compiling took
-    least: int | None = None  # tokens of the shortest answer that is known
+    least: int | None = None  # tokens of the shortest answer that is known; None: cut as it comes
 
     def anew(self) -> LLMatcher:
         """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
@@ -311,18 +311,20 @@ class GrammarMatcher:
         special = vocabulary.special_token_ids  # a complement of texts lets them in
         for token_id in special[mask[special]].tolist():
             mask[token_id] = self._live.validate_tokens([token_id]) == 1
-        if self._limit is not None and self._limit - depth <= self._horizon:
-            self._narrow(mask, depth, self._limit - depth)
+        num_left = self._horizon + 1 if self._limit is None else self._limit - depth
+        if num_left <= self._horizon and self._grammar.least is not None:
+            self._narrow(mask, depth, num_left)
         if is_complete:
             mask[self._stops] = True
         return mask.data
 
     def _narrow(self, mask: NDArray[np.bool_], depth: int, num_left: int) -> None:
         """Leave what can still be completed by the limit."""
-        closer = self._grammar.vocabulary.closer
+        closer, began = self._grammar.vocabulary.closer, perf_counter()
         if closer.narrow(self._live, mask, depth, num_left, self._zone):
             self._narrowed.add(depth)
         self._check()
+        self._seconds -= perf_counter() - began  # its work is bounded by steps
 
     def _forced_now(self) -> Sequence[int]:
         """The tokens that must come next, if the grammar forces some."""

@@ -22,7 +22,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 DEFAULTS = {
     "max_connections": 1024, "max_header_bytes": 65536, "max_header_fields": 100,
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
-    "ping_seconds": 10, "max_request_seconds": 600, "max_body_bytes": 4 * 2**20,
+    "ping_seconds": 10, "store_seconds": 3600, "max_request_seconds": 600,
+    "max_body_bytes": 4 * 2**20,
     "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 524288,
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
     "max_stop_chars": 256, "max_logit_bias": 1024, "max_top_logprobs": 20,

@@ -46,7 +46,7 @@ def test_an_answer_has_the_clients_shape(client, say, engine):
     assert (answer.tool_choice, answer.tools, answer.parallel_tool_calls) == ("auto", [], True)
     assert (answer.temperature, answer.top_p, answer.truncation) == (1.0, 1.0, "disabled")
     assert answer.text.format.type == "text"
-    assert answer.store is False
+    assert answer.store is True
     assert answer.user == "me"
 
 
