@@ -6,11 +6,12 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.errors import ModelLoadError
 from ...core.interface.sampling_params import TokenSamplingParams
@@ -32,20 +33,53 @@ NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that tell two readings of tap ids apart
 
 
 def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Tensor]) -> None:
-    """Move a head beside its target and lend it what it lacks.
+    """Move a head beside its target and lend it what it lacks; for inference only.
 
+    Its matrices are laid out for the target's kernels, quantised if the target's are.
     ``read_output`` reads the target's output matrix [vocab, hidden], which a head of fewer ids
     takes rows of; it is called only if the target's embedding does not serve for it.
     """
     head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     weights, ops = target.weights, target.ops
+    _pack_linears(head, ops)
     packed = weights.lm_head
     if head.draft_ids is not None and head.lm_head is None:
         is_tied = target.config.tie_embeddings
         matrix = weights.embedding if is_tied else read_output()
         rows = matrix[head.draft_ids.to(matrix.device)]
         packed = ops.pack_linear(rows.to(target.device, target.dtype).contiguous())
-    head.borrow(weights.embedding, lambda hidden: _logits(ops, packed, hidden))
+    head.borrow(weights.embedding, partial(_by_kernels, ops.logits, packed, ops.min_rows))
+
+
+class _Packed(nn.Module):
+    """A linear layer by the backend's own kernels."""
+
+    def __init__(self, linear: nn.Linear, ops: Ops) -> None:
+        super().__init__()
+        self._packed = ops.pack_linear(linear.weight.detach().contiguous(), linear.bias)
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _by_kernels(self._ops.linear, self._packed, self._ops.min_rows, x)
+
+
+def _pack_linears(module: nn.Module, ops: Ops) -> None:
+    for name, each in module.named_children():
+        if isinstance(each, nn.Linear):
+            setattr(module, name, _Packed(each, ops))
+        else:
+            _pack_linears(each, ops)
+
+
+def _by_kernels(
+    kernel: Callable[[Tensor, PackedLinear], Tensor], packed: PackedLinear, min_rows: int, x: Tensor
+) -> Tensor:
+    """``[.., in_features] -> [.., out_features]``; kernels want ``min_rows`` rows at least."""
+    flat = x.reshape(-1, x.shape[-1])
+    count = len(flat)
+    if count < min_rows:
+        flat = torch.cat((flat, flat[-1:].expand(min_rows - count, -1)))
+    return kernel(flat.contiguous(), packed)[:count].view(*x.shape[:-1], -1)
 
 
 class _PoolShape(TypedDict):
@@ -164,15 +198,6 @@ def _own_text(target: Decoder, taps: Taps) -> tuple[Tensor, Tensor]:
         tokens.append(max(0, choice.token_id))
     ids = torch.tensor([tokens.tolist()], device=target.device)
     return ids, torch.cat(found).unsqueeze(0)
-
-
-def _logits(ops: Ops, packed: PackedLinear, hidden: Tensor) -> Tensor:
-    """``[.., hidden]`` to logits, by the backend's own kernels, which want a few rows at least."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    count = len(flat)
-    if count < ops.min_rows:
-        flat = torch.cat((flat, flat[-1:].expand(ops.min_rows - count, -1)))
-    return ops.logits(flat.contiguous(), packed)[:count].view(*hidden.shape[:-1], -1)
 
 
 class BlockProposer(HeadProposer):

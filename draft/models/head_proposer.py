@@ -267,7 +267,8 @@ class HeadProposer(ABC):
         for layer in range(self.pool.num_layers):
             # [b, pages, 2, kv, page_size, dim] -> [2, b, kv, positions, dim]
             found = data[:, layer][ids].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-            keys, values = found.masked_fill(void, 0.0).unbind()  # NaN times weight 0 would be NaN
+            # a copy by now: what is not seen may be NaN, and NaN times weight 0 would be NaN
+            keys, values = found.masked_fill_(void, 0.0).unbind()
             context.append((keys, values))
         return context, seen
 
