@@ -45,6 +45,14 @@ def _yarn(**more: Any) -> dict[str, Any]:
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": ORIGINAL_LEN}
 
+_PARTIAL = _rope("default", partial_rotary_factor=0.75)
+_LONGROPE = _rope(
+    "longrope",
+    short_factor=[1.0 + 0.25 * i for i in range(8)],
+    long_factor=[3.0] * 8,
+    original_max_position_embeddings=256,
+) | {"original_max_position_embeddings": 256}
+
 # Every family and every kind of RoPE: model type and what differs from SHAPE.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -64,6 +72,29 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
     ),
+    "phi3": ("phi3", {"pad_token_id": None, "sliding_window": 50}),
+    "phi3_partial": (
+        "phi3",
+        {"pad_token_id": None, "sliding_window": None, "head_dim": 16, **_PARTIAL},
+    ),
+    "phi3_longrope": ("phi3", {"pad_token_id": None, "sliding_window": None, **_LONGROPE}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "granite_tied": (
+        "granite",
+        {"tie_word_embeddings": True, "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+        | {"attention_multiplier": 0.25, "attention_bias": True, "mlp_bias": True},
+    ),
+    "glm": ("glm", {"head_dim": 16, "attention_bias": True, "pad_token_id": None}),
+    "helium": ("helium", {"head_dim": 16, "pad_token_id": None}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_biased": ("qwen3", {"head_dim": 32, "attention_bias": True}),
     "qwen3_layer_types": (

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from foretoken.core.model.config import FAMILIES
+from foretoken.core.model.formats.gguf import ARCHITECTURES
 from foretoken.core.model.report import ModelReport, inspect_model
 from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
 from known_models import KNOWN
@@ -35,7 +36,7 @@ def page() -> str:
 def _families() -> str:
     rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
     rows += [
-        f"| `{name}` | safetensors, GGUF | torch, native, Triton | the same | transformers |"
+        f"| `{name}` | {_formats(name)} | torch, native, Triton | the same | transformers |"
         for name in FAMILIES
     ]
     rows += [
@@ -43,6 +44,10 @@ def _families() -> str:
         " | measured at the start; the same for the tiny models of the tests | transformers |"
     ]
     return "\n".join(rows)
+
+
+def _formats(model_type: str) -> str:
+    return "safetensors, GGUF" if model_type in ARCHITECTURES.values() else "safetensors"
 
 
 def _known() -> str:

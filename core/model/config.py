@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from ..errors import ModelLoadError
 from .checkpoint import gguf_file
 from .fields import Fields, read_json
+from .fold import NO_FOLD, Fold
 from .rope import RopeSpec, parse_rope
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -42,6 +43,8 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     activation: Literal["silu"] = "silu"
+    attention_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    fold: Fold = NO_FOLD
 
     @property
     def group_size(self) -> int:
@@ -82,13 +85,24 @@ def parse_config(fields: Fields) -> DecoderConfig:
     return _check(family(fields), fields)
 
 
-def _base(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    """What all families write alike; ``differences`` are fields of `DecoderConfig`."""
+def _base(
+    fields: Fields,
+    *,
+    partial: float | None = None,
+    **differences: Any,  # noqa: ANN401 - declared fields
+) -> DecoderConfig:
+    """What all families write alike; ``differences`` are fields of `DecoderConfig`.
+
+    ``partial``: the share of a head's items that RoPE turns where the config does not say it;
+    None: the family turns all of them.
+    """
     num_layers = fields.positive("num_hidden_layers")
     num_heads = fields.positive("num_attention_heads")
     hidden_size = fields.positive("hidden_size")
     max_len = fields.positive("max_position_embeddings", 2048)
-    rope = parse_rope(fields, max_len=max_len)
+    rope = parse_rope(fields, max_len=max_len, partial=partial)
+    if rope.kind == "longrope":  # beyond it another table turns all positions
+        max_len = rope.original_max_len
     stretched = int(rope.factor * rope.original_max_len) if rope.kind == "yarn" else 0
     shape: dict[str, Any] = {
         "model_type": fields.text("model_type"),
@@ -136,9 +150,61 @@ def _qwen3(fields: Fields) -> DecoderConfig:
     )
 
 
+def _phi3(fields: Fields) -> DecoderConfig:
+    windows = (_window(fields),) * fields.positive("num_hidden_layers")
+    fold = Fold(fused_qkv=True, fused_gate_up=True)
+    return _base(fields, partial=1.0, windows=windows, fold=fold)
+
+
+def _granite(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    fold = Fold(
+        embed_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        logit_scale=1 / fields.above_zero("logits_scaling", 1.0),
+    )
+    return _base(
+        fields,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        fold=fold,
+    )
+
+
+def _glm(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    fold = Fold(fused_gate_up=True, interleaved=True)
+    head_dim = fields.positive("head_dim", 128)
+    return _base(fields, partial=0.5, qkv_bias=bias, fold=fold, head_dim=head_dim)
+
+
+def _helium(fields: Fields) -> DecoderConfig:
+    return _base(
+        fields,
+        qkv_bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        head_dim=fields.positive("head_dim", 128),
+        fold=Fold(interleaved=True),
+    )
+
+
+def _ernie(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("use_bias", False)
+    fold = Fold(interleaved=True)
+    head_dim = fields.positive("head_dim", 128)
+    return _base(fields, qkv_bias=bias, o_bias=bias, mlp_bias=bias, head_dim=head_dim, fold=fold)
+
+
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "ernie4_5": _ernie,
+    "glm": _glm,
+    "granite": _granite,
+    "helium": _helium,
     "llama": _llama,
     "mistral": _mistral,
+    "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
 }

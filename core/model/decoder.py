@@ -33,7 +33,7 @@ def head_layout(config: DecoderConfig) -> HeadLayout:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
+        scale=config.attention_scale or config.head_dim**-0.5,
     )
 
 

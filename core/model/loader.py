@@ -26,10 +26,12 @@ from ..ops.base import (
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedWeight, stack
-from .checkpoint import Checkpoint, check_tensors, open_checkpoint
+from .checkpoint import Checkpoint, check_tensors, gguf_file, open_checkpoint
 from .config import DecoderConfig, read_config
 from .decoder import Decoder, head_layout
 from .fields import UnsupportedConfig
+from .fold import head_order, scaled
+from .rope import rotary_dim
 from .shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, tensor_shapes
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ def load_decoder(
     try:
         decoder = _own(path, options)
     except UnsupportedConfig as reason:
-        if impl == "own":
+        if impl == "own" or gguf_file(Path(path)) is not None:
             raise
         return _by_transformers(Path(path), options, str(reason))
     logger.info("%s: computed by its own decoder", decoder.config.model_type)
@@ -206,6 +208,17 @@ def _progress(layers: range) -> Iterable[int]:
     return bar
 
 
+def _qkv_order(config: DecoderConfig, device: torch.device) -> Tensor | None:
+    """The rows of Q, K and V in the kernels' order; None where it is the family's own."""
+    head_dim, turning = config.head_dim, rotary_dim(config.rope, config.head_dim)
+    if turning == head_dim and not config.fold.interleaved:
+        return None
+    head = head_order(head_dim, turning, interleaved=config.fold.interleaved)
+    rows = torch.arange((config.num_heads + 2 * config.num_kv_heads) * head_dim).view(-1, head_dim)
+    turned = config.num_heads + config.num_kv_heads
+    return torch.cat((rows[:turned][:, head], rows[turned:])).flatten().to(device)
+
+
 class _Assembly:
     """Reads, casts and packs layer by layer, so that at most one layer exists twice.
 
@@ -224,19 +237,22 @@ class _Assembly:
     ) -> None:
         self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
+        # No file of quantised weights holds a family that is scaled.
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
+        self._qkv_order = _qkv_order(config, device)
 
     def decoder(self) -> Decoder:
         """The whole model."""
-        config = self._config
+        config, fold = self._config, self._config.fold
         embedding = self._read(EMBEDDING)
         table = self._cast(embedding)
         is_tied = config.tie_embeddings
         lm_head = embedding if is_tied else self._read(LM_HEAD)
         if not self._keeps(lm_head):
             lm_head = table if is_tied else self._cast(lm_head)
+            lm_head = scaled(lm_head, fold.logit_scale)
         weights = DecoderWeights(
-            embedding=table,
+            embedding=scaled(table, fold.embed_scale),
             layers=tuple(self._layer(i) for i in _progress(range(config.num_layers))),
             final_norm=self._vector(FINAL_NORM),
             lm_head=self._ops.pack_linear(lm_head),
@@ -246,25 +262,45 @@ class _Assembly:
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, layer_prefix(index)
-        qkv = [f"{prefix}self_attn.{n}_proj" for n in "qkv"]
-        gate_up = [f"{prefix}mlp.{n}_proj" for n in ("gate", "up")]
+        fold = config.fold
+        qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "v"]
+        gate_up = ["gate_up"] if fold.fused_gate_up else ["gate", "up"]
         return LayerWeights(
             input_norm=self._vector(f"{prefix}input_layernorm.weight"),
-            qkv=self._linear(qkv, bias=config.qkv_bias),
+            qkv=self._linear(
+                [f"{prefix}self_attn.{n}_proj" for n in qkv],
+                bias=config.qkv_bias,
+                order=self._qkv_order,
+            ),
             head_norm=self._head_norm(prefix) if config.qk_norm else None,
-            o=self._linear([f"{prefix}self_attn.o_proj"], bias=config.o_bias),
+            o=self._linear(
+                [f"{prefix}self_attn.o_proj"], bias=config.o_bias, factor=fold.residual_scale
+            ),
             post_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._linear(gate_up, bias=config.mlp_bias),
-            down=self._linear([f"{prefix}mlp.down_proj"], bias=config.mlp_bias),
+            gate_up=self._linear([f"{prefix}mlp.{n}_proj" for n in gate_up], bias=config.mlp_bias),
+            down=self._linear(
+                [f"{prefix}mlp.down_proj"], bias=config.mlp_bias, factor=fold.residual_scale
+            ),
             window=config.windows[index],
         )
 
-    def _linear(self, names: list[str], *, bias: bool) -> PackedLinear:
-        """Matrices stacked into one, so that one call reads the input once."""
+    def _linear(
+        self, names: list[str], *, bias: bool, order: Tensor | None = None, factor: float = 1.0
+    ) -> PackedLinear:
+        """Matrices stacked into one, so that one call reads the input once.
+
+        ``order``: of the rows, where the family has another one than the kernels.
+        """
         stacked = torch.cat([self._vector(f"{name}.bias") for name in names]) if bias else None
-        return self._ops.pack_linear(
-            self._stacked([self._read(f"{name}.weight") for name in names]), stacked
-        )
+        weight = self._stacked([self._read(f"{name}.weight") for name in names])
+        if isinstance(weight, Tensor):
+            weight = scaled(weight, factor)
+        if stacked is not None:
+            stacked = scaled(stacked, factor)
+        if order is not None:
+            weight = weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+            stacked = None if stacked is None else stacked[order]
+        return self._ops.pack_linear(weight, stacked)
 
     def _stacked(self, weights: list[_Weight]) -> _Weight:
         """As they are stored if all are of one kind that is kept, else cast."""

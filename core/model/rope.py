@@ -9,9 +9,10 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from ..errors import ModelLoadError
 from .fields import Fields
 
-RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn"]
+RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 _CHUNK = 4096  # positions; tables grow in equal pieces so that their bits do not depend on when
 
@@ -32,12 +33,15 @@ class RopeSpec:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    divisors: tuple[float, ...] = ()  # of a file that spells out llama3's scaling: by frequency
+    # by frequency: of longrope, and of a file that spells out llama3's scaling
+    divisors: tuple[float, ...] = ()
+    partial: float = 1.0  # the share of a head's items that turn, the first ones
 
 
-def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
+def parse_rope(config: Fields, *, max_len: int, partial: float | None = None) -> RopeSpec:
     """RoPE of a config.json in the spelling of transformers v4 (``rope_scaling``) or v5.
 
+    ``partial``: the share of a head that turns by default, of a family that turns a part of it.
     Raises `ModelLoadError` for a kind that is not supported.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
@@ -48,10 +52,14 @@ def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
         raise config.unsupported(
             name, f"has type {kind!r}, which is not supported; {supported} are"
         )
-    _refuse_partial(config, rope)
+    if partial is None:
+        _refuse_partial(config, rope)
+    share = 1.0 if partial is None else _partial(config, rope, partial)
     theta = rope.above_zero("rope_theta", config.number("rope_theta", 10000.0))
     if kind == "default":
-        return RopeSpec(theta=theta)
+        return RopeSpec(theta=theta, partial=share)
+    if kind == "longrope":
+        return _parse_longrope(config, rope, theta, share, max_len)
     # Beside the scaling (Phi) it wins over inside it, as in transformers.
     holder = config if config.has("original_max_position_embeddings") else rope
     original = holder.positive("original_max_position_embeddings", max_len)
@@ -69,7 +77,44 @@ def parse_rope(config: Fields, *, max_len: int) -> RopeSpec:
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
+        partial=share,
     )
+
+
+def _parse_longrope(
+    config: Fields, rope: Fields, theta: float, partial: float, max_len: int
+) -> RopeSpec:
+    """The table of short texts (arXiv 2402.13753), which holds up to the original length."""
+    holder = config if config.has("original_max_position_embeddings") else rope
+    original = holder.positive("original_max_position_embeddings", max_len)
+    factor = rope.above_zero("factor", max_len / original)
+    scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    divisors = rope.values.get("short_factor")
+    is_numbers = isinstance(divisors, list) and all(isinstance(d, int | float) for d in divisors)
+    if not is_numbers or not divisors:
+        raise rope.error("short_factor", "must be a list of numbers")
+    return RopeSpec(
+        kind="longrope",
+        theta=theta,
+        factor=factor,
+        original_max_len=original,
+        attention_factor=rope.number("attention_factor", scaling),
+        divisors=tuple(float(each) for each in divisors),
+        partial=partial,
+    )
+
+
+def _partial(config: Fields, rope: Fields, default: float) -> float:
+    name = "partial_rotary_factor"
+    share = rope.number(name, config.number(name, default))
+    if not 0 < share <= 1:
+        raise config.error(name, f"must be above 0 and at most 1, not {share}")
+    return share
+
+
+def rotary_dim(spec: RopeSpec, head_dim: int) -> int:
+    """Items of a head that turn."""
+    return int(head_dim * spec.partial)
 
 
 def _refuse_partial(config: Fields, rope: Fields) -> None:
@@ -79,10 +124,18 @@ def _refuse_partial(config: Fields, rope: Fields) -> None:
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position of every pair of dimensions, ``[head_dim / 2]`` float32."""
+    """Radians per position of every pair of dimensions, ``[head_dim / 2]`` float32; 0: at rest."""
+    turning = _frequencies(spec, rotary_dim(spec, head_dim))
+    return torch.nn.functional.pad(turning, (0, head_dim // 2 - len(turning)))
+
+
+def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Those of a head that turns as a whole."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.divisors:
+        if len(spec.divisors) != len(plain):
+            raise ModelLoadError(f"{len(spec.divisors)} RoPE factors for {len(plain)} frequencies")
         return plain / torch.tensor(spec.divisors, dtype=torch.float32)
     if spec.kind == "linear":  # arXiv 2306.15595
         return plain / spec.factor
@@ -120,8 +173,8 @@ def _yarn_dim(spec: RopeSpec, head_dim: int, turns: float) -> float:
 
 
 def attention_scaling(spec: RopeSpec) -> float:
-    """Factor on cos and sin: yarn's temperature (arXiv 2309.00071, section 3.4), else 1."""
-    if spec.kind != "yarn":
+    """Factor on cos and sin: yarn's (arXiv 2309.00071, section 3.4) or longrope's, else 1."""
+    if spec.kind not in ("yarn", "longrope"):
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
@@ -139,7 +192,8 @@ class RopeTable:
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
-        self._scaling = attention_scaling(spec)
+        # What is at rest keeps its length.
+        self._scaling = torch.where(self._frequencies == 0, 1.0, attention_scaling(spec))
         self._cos = self._sin = self._frequencies.new_empty((0, head_dim // 2))
 
     def rows(self, positions: Tensor, stop: int) -> tuple[Tensor, Tensor]:

@@ -37,14 +37,18 @@ def _layer_shapes(config: DecoderConfig) -> Shapes:
     shapes: Shapes = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_width, hidden),
-        "self_attn.k_proj.weight": (kv_width, hidden),
-        "self_attn.v_proj.weight": (kv_width, hidden),
         "self_attn.o_proj.weight": (hidden, q_width),
-        "mlp.gate_proj.weight": (width, hidden),
-        "mlp.up_proj.weight": (width, hidden),
         "mlp.down_proj.weight": (hidden, width),
     }
+    if config.fold.fused_qkv:
+        shapes["self_attn.qkv_proj.weight"] = (q_width + 2 * kv_width, hidden)
+    else:
+        shapes["self_attn.q_proj.weight"] = (q_width, hidden)
+        shapes["self_attn.k_proj.weight"] = shapes["self_attn.v_proj.weight"] = (kv_width, hidden)
+    if config.fold.fused_gate_up:
+        shapes["mlp.gate_up_proj.weight"] = (2 * width, hidden)
+    else:
+        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"] = (width, hidden)
     if config.qk_norm:
         norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
         shapes |= dict.fromkeys(norms, (config.head_dim,))
@@ -62,4 +66,9 @@ def _biases(config: DecoderConfig, shapes: Shapes) -> Shapes:
         "mlp.up_proj": config.mlp_bias,
         "mlp.down_proj": config.mlp_bias,
     }
-    return {f"{n}.bias": (shapes[f"{n}.weight"][0],) for n, has in biased.items() if has}
+    biased["self_attn.qkv_proj"], biased["mlp.gate_up_proj"] = config.qkv_bias, config.mlp_bias
+    return {
+        f"{name}.bias": (shapes[f"{name}.weight"][0],)
+        for name, has in biased.items()
+        if has and f"{name}.weight" in shapes
+    }

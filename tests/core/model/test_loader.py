@@ -165,10 +165,10 @@ def test_yarn_stretches_the_context_where_the_config_does_not(folder: Path) -> N
 
 
 BAD_CONFIGS = {
-    "unknown family": ({"model_type": "gpt2"}, r"'gpt2' is not supported; llama, mistral, qwen2"),
+    "unknown family": ({"model_type": "gpt2"}, r"'gpt2' is not supported; ernie4_5, glm, granite"),
     "no family": ({"model_type": None}, "model_type is missing"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic', which is not"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "default, linear, llama3, yarn"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list"),
     "linear without factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
     "zero factor": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be"),
     "zero theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be"),

@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_greedy_tokens_equal_generate_in_ragged_batches(model_type: str, tmp_path: Path) -> None:
+def test_modules_of_transformers_say_what_generate_says(model_type: str, tmp_path: Path) -> None:
     """Chunks, decoding rows and drafts that are sometimes wrong share passes and pages."""
     reference = tiny_model(model_type)
     decoder = load(save(reference, tmp_path))

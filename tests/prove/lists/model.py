@@ -176,4 +176,28 @@ MUTATIONS = (
         ),
         "a draft that raises costs its tokens alone",
     ),
+    Mutation(
+        "attention-sinks-leave-the-values-as-they-are",
+        "_Softmax.add_sinks",
+        "self.out *= keep.view_as(self.total)",
+        "pass",
+        ("test_modules_of_transformers_say_what_generate_says",),
+        "models of transformers' modules say what generate says",
+    ),
+    Mutation(
+        "startup-test-finds-every-model-exact",
+        "startup_test",
+        "return torch.equal(whole, pieces)",
+        "return True",
+        ("test_what_is_not_exact_is_found_at_startup",),
+        "exact in /v1/models is measured",
+    ),
+    Mutation(
+        "fold-residual-scale-is-left-out-of-down",
+        "_Assembly._linear",
+        "weight = scaled(weight, factor)",
+        "weight = scaled(weight, 1.0)",
+        ("test_logits_equal_transformers_over_200_positions",),
+        "a family's factors are folded into its weights",
+    ),
 )

@@ -1,0 +1,47 @@
+"""Fold: what of a family's arithmetic goes into its weights when they are loaded.
+
+The kernels know none of it: they compute Llama's decoder on the folded weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Factors are multiplied into weights in float32 and rounded once, to the weights' dtype.
+
+    ``fused_qkv``, ``fused_gate_up``: the files hold these matrices in one, as the kernels do.
+    ``interleaved``: RoPE turns neighbouring items of a head; the kernels turn its halves.
+    """
+
+    embed_scale: float = 1.0  # of the embedding's rows
+    residual_scale: float = 1.0  # of what a layer adds to the stream, twice
+    logit_scale: float = 1.0
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    interleaved: bool = False
+
+
+NO_FOLD = Fold()
+
+
+def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
+    """The items of a head in the order in which turning its halves turns what the family turns.
+
+    ``rotary_dim`` items turn, in neighbouring pairs or by halves. The others go to both halves
+    behind them, where the frequencies are 0. [head_dim]
+    """
+    turning = torch.arange(rotary_dim)
+    first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)
+    still = torch.arange(rotary_dim, head_dim).view(2, -1)
+    return torch.cat((first, still[0], second, still[1]))
+
+
+def scaled(weight: Tensor, factor: float) -> Tensor:
+    """``weight * factor`` in its own dtype, by way of float32."""
+    return weight if factor == 1.0 else (weight.float() * factor).to(weight.dtype)
