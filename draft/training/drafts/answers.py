@@ -1,0 +1,177 @@
+"""Answers that the target itself gives to prompts, computed by this engine in large batches.
+
+A draft learns what the target says, so it is trained on the target's own words rather than on
+those of the data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....core.engine.engine import Engine
+from ....core.execution.model_runner import ModelRunner
+from ....core.interface.request import Request
+from ....core.interface.sampling_params import SamplingParams
+from ....core.interface.speculator import NO_SPECULATION
+from ....core.interface.step import SamplingMetadata
+from ....core.model.decoder import Decoder
+from ....core.scheduling.admission import SchedulerLimits
+from ....core.scheduling.scheduler import Scheduler
+from ....radix_cache import PrefixCache
+from .records import VERSION, Record, digest, read_records, write_line
+
+PAGE_SIZE = 16
+STEP_TOKENS = 512  # of a step, prompts included
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How answers are made. ``temperatures`` take turns, by the prompt's place."""
+
+    max_tokens: int = 384
+    num_running: int = 96  # requests that are decoded together
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    seed: int = 0
+
+
+class AnswerBook:
+    """Answers in a file of records, one for each prompt and temperature; grows, never changes.
+
+    What is there already is not asked again: a run that was stopped goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._records: dict[bytes, Record] = {}
+        if path.exists():
+            _drop_half_line(path)
+            for record in read_records(path):
+                key = _key(record.tokens[: record.prompt_len], record.temperature)
+                self._records[key] = record
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, prompt: Sequence[int], temperature: float) -> Record | None:
+        """The answer to a prompt, if there is one."""
+        return self._records.get(_key(prompt, temperature))
+
+    def add(self, record: Record) -> None:
+        """Keep an answer, in the file as well."""
+        with self._path.open("ab") as file:
+            file.write(write_line(record))
+        self._records[_key(record.tokens[: record.prompt_len], record.temperature)] = record
+
+
+def _key(prompt: Sequence[int], temperature: float) -> bytes:
+    return digest(prompt) + str(float(temperature)).encode()
+
+
+def _drop_half_line(path: Path) -> None:
+    """The last line, if its writer was stopped in the middle of it."""
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def answer_prompts(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    book: AnswerBook,
+    asking: Asking,
+    on_answer: Callable[[Record], bool],
+) -> None:
+    """Ask for what the book lacks, in order, until ``on_answer`` returns False.
+
+    Every answer follows from its prompt, temperature and the seed alone: not from what else is
+    decoded at the time.
+    """
+    asyncio.run(_Asker(decoder, book, asking, on_answer).ask(prompts))
+
+
+class _Asker:
+    def __init__(
+        self,
+        decoder: Decoder,
+        book: AnswerBook,
+        asking: Asking,
+        on_answer: Callable[[Record], bool],
+    ) -> None:
+        self._decoder, self._book, self._asking = decoder, book, asking
+        self._on_answer = on_answer
+        self._goes_on = True
+
+    async def ask(self, prompts: Sequence[Sequence[int]]) -> None:
+        engine = self._engine()
+        await engine.start()
+        waiting = self._missing(prompts)
+        seats = [
+            asyncio.create_task(self._seat(engine, waiting))
+            for _ in range(self._asking.num_running)
+        ]
+        try:
+            await asyncio.gather(*seats)
+        finally:
+            for seat in seats:
+                seat.cancel()
+            await engine.close()
+
+    def _engine(self) -> Engine:
+        decoder, asking = self._decoder, self._asking
+        max_len = decoder.config.max_model_len
+        num_tokens = asking.num_running * (asking.max_tokens + 512) + max_len
+        num_pages = -(-num_tokens // PAGE_SIZE)
+        limits = SchedulerLimits(
+            max_batch_tokens=STEP_TOKENS,
+            max_running=asking.num_running,
+            max_queued=asking.num_running,
+            max_model_len=max_len,
+            vocab_size=decoder.config.vocab_size,
+        )
+        scheduler = Scheduler(PrefixCache(num_pages, PAGE_SIZE), limits, NO_SPECULATION)
+        pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
+        return Engine(scheduler, ModelRunner(decoder, pool, None))
+
+    def _missing(self, prompts: Sequence[Sequence[int]]) -> Iterator[Request]:
+        asking = self._asking
+        for index, prompt in enumerate(prompts):
+            temperature = asking.temperatures[index % len(asking.temperatures)]
+            fits = len(prompt) + 1 < self._decoder.config.max_model_len
+            if fits and self._book.find(prompt, temperature) is None:
+                seed = int.from_bytes(digest([asking.seed, *prompt])[:8])
+                params = SamplingParams(temperature=temperature, max_tokens=asking.max_tokens)
+                stop_ids = frozenset(self._decoder.config.eos_token_ids)
+                yield Request(
+                    request_id=f"prompt-{index}",
+                    tokens=array("q", prompt),
+                    sampling=SamplingMetadata(
+                        params=params, seed=seed, prompt_len=len(prompt), stop_ids=stop_ids
+                    ),
+                    stop_ids=stop_ids,
+                )
+
+    async def _seat(self, engine: Engine, waiting: Iterator[Request]) -> None:
+        for request in waiting:
+            answer: list[int] = []
+            finish = ""
+            async for delta in engine.submit(request):
+                if delta.error is not None:
+                    raise delta.error
+                answer += delta.token_ids
+                finish = delta.finish_reason or finish
+            prompt_len = request.prompt_len
+            record = Record(
+                v=VERSION,
+                tokens=[*request.tokens[:prompt_len], *answer],
+                prompt_len=prompt_len,
+                temperature=request.sampling.params.temperature,
+                finish=str(finish),
+            )
+            self._book.add(record)
+            self._goes_on = self._on_answer(record) and self._goes_on
+            if not self._goes_on:
+                return

@@ -1,0 +1,232 @@
+"""Training data: texts, chats and recorded traffic as token ids, and which of them are held out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....core.errors import InvalidRequest
+from .records import Record, digest, read_records
+
+Origin: TypeAlias = Literal["text", "chat", "traffic"]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+HELD_OUT_PERCENT = 2.0
+TEXTS = (".txt", ".md", ".rst", ".py")
+MAX_ASSISTANT_TURNS = 8  # of one conversation
+
+
+class TextEncoder(Protocol):
+    """Turns text into the target's token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Of a plain text."""
+
+    def encode_chat(self, messages: Messages, *, asks: bool) -> list[int]:
+        """Of a conversation by the chat template; ``asks``: the model is to answer now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and what follows it; only what follows is learnt."""
+
+    tokens: Sequence[int]
+    prompt_len: int
+    temperature: float = 0.0  # at which the answer was given
+    origin: Origin = "chat"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def first_row(self) -> int:
+        """The position whose output decides the first token that is learnt."""
+        return max(0, self.prompt_len - 1)
+
+    @property
+    def key(self) -> bytes:
+        """What decides whether it is held out: its prompt, or all of a text."""
+        return digest(self.tokens[: self.prompt_len] if self.prompt_len else self.tokens)
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is for evaluation only: about `HELD_OUT_PERCENT` of all are."""
+        return int.from_bytes(self.key[:4]) < HELD_OUT_PERCENT / 100 * 2**32
+
+    def cut(self, max_len: int) -> Conversation:
+        """Its first tokens."""
+        return Conversation(self.tokens[:max_len], self.prompt_len, self.temperature, self.origin)
+
+    @classmethod
+    def of(cls, record: Record, origin: Origin) -> Conversation:
+        """A recorded answer."""
+        return cls(record.tokens, record.prompt_len, record.temperature, origin)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def read_data(paths: Sequence[Path], encoder: TextEncoder, *, text_len: int) -> list[Conversation]:
+    """What files and folders hold, in the order of their names; texts in pieces of ``text_len``.
+
+    ``.jsonl`` files hold a chat (``messages``), a text (``text``) or a record a line; files that
+    end as source or prose do are texts. A chat whose last message is the user's is a prompt alone.
+    Raises `InvalidRequest` naming the file and the line.
+    """
+    found: list[Conversation] = []
+    for path in _files(paths):
+        try:
+            found += _read_file(path, encoder, text_len)
+        except OSError as error:
+            raise InvalidRequest(f"data: {path}: {error.strerror}", param="data") from error
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"data: {path} is not UTF-8", param="data") from error
+    if not found:
+        raise InvalidRequest("data holds no conversation and no text", param="data")
+    return found
+
+
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.exists():
+            raise InvalidRequest(f"data: {path} does not exist", param="data")
+        if not path.is_dir():
+            yield path
+            continue
+        inside = (each for each in path.rglob("*") if each.suffix in (".jsonl", *TEXTS))
+        yield from sorted(each for each in inside if each.is_file())
+
+
+def _read_file(path: Path, encoder: TextEncoder, text_len: int) -> Iterator[Conversation]:
+    if path.suffix != ".jsonl":
+        yield from _pieces(encoder.encode(path.read_text(encoding="utf-8")), text_len)
+        return
+    if _is_traffic(path):
+        yield from (Conversation.of(record, "traffic") for record in read_records(path))
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield from _read_line(line, f"{path}, line {number}", encoder, text_len)
+
+
+def _is_traffic(path: Path) -> bool:
+    with path.open("rb") as lines:
+        return b'"prompt_len"' in lines.readline()
+
+
+class _Line(msgspec.Struct):
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+
+
+def _read_line(
+    line: bytes, where: str, encoder: TextEncoder, text_len: int
+) -> Iterator[Conversation]:
+    try:
+        parsed = msgspec.json.decode(line, type=_Line)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"data: {where}: {error}", param="data") from error
+    if parsed.text is not None:
+        yield from _pieces(encoder.encode(parsed.text), text_len)
+    elif parsed.messages:
+        yield from _chat(parsed.messages, encoder)
+    else:
+        raise InvalidRequest(f"data: {where}: neither messages nor text", param="data")
+
+
+def _pieces(tokens: Sequence[int], length: int) -> Iterator[Conversation]:
+    for at in range(0, len(tokens) - 1, length):
+        piece = tokens[at : at + length]
+        if len(piece) > 1:
+            yield Conversation(piece, 0, origin="text")
+
+
+def _chat(messages: Messages, encoder: TextEncoder) -> Iterator[Conversation]:
+    """One for each answer in it, with all before it as its prompt; or a prompt alone."""
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    for turn in turns[-MAX_ASSISTANT_TURNS:]:
+        prompt = encoder.encode_chat(messages[:turn], asks=True)
+        whole = encoder.encode_chat(messages[: turn + 1], asks=False)
+        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
+            yield Conversation(whole, len(prompt))
+    if not turns or turns[-1] < len(messages) - 1:
+        prompt = encoder.encode_chat(messages, asks=True)
+        yield Conversation(prompt, len(prompt))
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+def split(found: Iterable[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """Those to learn from and those held out, by hash; without answers they are neither.
+
+    The same prompt is always on the same side. If none is held out by hash, the last tenth is.
+    """
+    usable = [each for each in found if len(each) - each.first_row > 1]
+    train = [each for each in usable if not each.is_held_out]
+    held = [each for each in usable if each.is_held_out]
+    if not held and len(train) > 1:
+        at = len(train) - max(1, len(train) // 10)
+        train, held = train[:at], train[at:]
+    return train, held
+
+
+def frequent_ids(
+    conversations: Iterable[Conversation], count: int, vocab_size: int, always: Iterable[int]
+) -> Tensor:
+    """The ``count`` most frequent ids of answers, and ``always``, in ascending order."""
+    counted: Counter[int] = Counter()
+    for talk in conversations:
+        counted.update(talk.tokens[talk.prompt_len :])
+    order = [*always, *(token for token, _ in counted.most_common()), *range(vocab_size)]
+    chosen = list(dict.fromkeys(token for token in order if token < vocab_size))[:count]
+    return torch.tensor(sorted(chosen))
+
+
+class Shuffler:
+    """Endless batches of conversations of similar length, about ``batch_tokens`` each.
+
+    ``epoch`` and ``cursor`` say where it stands: a run that was stopped goes on from there.
+    """
+
+    POOL = 64  # conversations that are sorted by length together
+
+    def __init__(self, found: Sequence[Conversation], batch_tokens: int, seed: int) -> None:
+        self._found, self._batch_tokens, self._seed = found, batch_tokens, seed
+        self.epoch, self.cursor = 0, 0
+        self._batches = self._shuffle()
+
+    def place(self, epoch: int, cursor: int) -> None:
+        """Go to a place."""
+        self.epoch, self.cursor = epoch, cursor
+        self._batches = self._shuffle()
+
+    def next(self) -> list[Conversation]:
+        """The next batch."""
+        if self.cursor == len(self._batches):
+            self.place(self.epoch + 1, 0)
+        self.cursor += 1
+        return self._batches[self.cursor - 1]
+
+    def _shuffle(self) -> list[list[Conversation]]:
+        rng = np.random.default_rng((self._seed, self.epoch))
+        order = rng.permutation(len(self._found))
+        batches: list[list[Conversation]] = []
+        for at in range(0, len(order), self.POOL):
+            pool = sorted((self._found[i] for i in order[at : at + self.POOL]), key=len)
+            batch: list[Conversation] = []
+            for talk in pool:
+                if batch and len(talk) * (len(batch) + 1) > self._batch_tokens:
+                    batches.append(batch)
+                    batch = []
+                batch.append(talk)
+            batches.append(batch)
+        return [batches[i] for i in rng.permutation(len(batches))]

@@ -1,0 +1,242 @@
+"""The kinds of drafts that can be trained: what they compute in training, and what is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ....core.model.config import DecoderConfig
+from ....core.ops.batch import Taps
+from ...models.block import BlockConfig, BlockHead
+from ...models.eagle import EagleConfig, EagleHead
+from .losses import closeness_loss, pass_weights, slot_weights
+from .teacher import Lesson
+
+Kind: TypeAlias = Literal["block", "eagle3", "lm"]
+NUM_PASSES = 7  # that EAGLE-3 is unrolled
+ANCHORS = 1024  # of a batch, at most
+
+
+class Student(Protocol):
+    """A draft in training.
+
+    A *chain* is a run of drafted tokens behind one place of an answer, along the answer itself.
+    """
+
+    module: nn.Module
+    taps: Taps
+    depth: int  # tokens of a chain
+
+    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:
+        """The mean loss over a batch."""
+
+    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Of every place where a whole chain fits: what was drafted from, and what it should be.
+
+        Logits ``[chains, depth, draft_vocab]``, and the rows of ``lesson.log_p`` ``[chains,
+        depth]``.
+        """
+
+
+# -- block ----------------------------------------------------------------------------------------
+
+
+def block_config(
+    target: DecoderConfig, *, layers: int, block: int, draft_vocab: int, markov_rank: int
+) -> BlockConfig:
+    """A block head of the target's width, whose KV heads are as many as its query heads."""
+    return BlockConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        target_hidden_size=target.hidden_size,
+        taps=default_taps(target.num_layers),
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rope=target.rope,
+        max_model_len=target.max_model_len,
+        norm_eps=target.norm_eps,
+        block_size=block,
+        mask_token_id=target.vocab_size - 1,
+        markov_rank=markov_rank,
+        markov_vocab_size=draft_vocab,
+    )
+
+
+def default_taps(num_layers: int) -> Taps:
+    """Boundaries 2, L/2 and L - 3, which engines take where a config names none."""
+    return tuple(sorted({min(2, num_layers), num_layers // 2, max(1, num_layers - 3)}))
+
+
+class BlockStudent:
+    """A head that drafts a block in one pass; anchors are drawn anew in every batch."""
+
+    def __init__(self, head: BlockHead, loss_length: float | None = None) -> None:
+        self.module, self.taps, self.depth = head, head.config.taps, head.config.num_drafted
+        self._head = head
+        self._weights = slot_weights(self.depth, loss_length or head.config.block_size)
+
+    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:
+        """As `Student.loss`."""
+        anchors, is_drawn = _draw_anchors(lesson.rows, ANCHORS, generator)
+        rows = _rows_behind(lesson.rows, anchors, self.depth)
+        rows = rows.masked_fill(~is_drawn.unsqueeze(-1), -1)
+        hidden = self._head(lesson.token_ids, lesson.taps, anchors)
+        is_used = rows >= 0
+        before = _tokens_behind(lesson.token_ids, anchors, self.depth)
+        logits = self._head.logits(hidden[is_used].unsqueeze(1), before[is_used].unsqueeze(1))
+        losses = closeness_loss(logits.squeeze(1), lesson.log_p[rows[is_used]])
+        weights = self._weights.to(losses.device).expand(rows.shape)[is_used]
+        return (losses * weights).sum() / weights.sum()
+
+    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """As `Student.chains`."""
+        places = (lesson.rows >= 0).nonzero()
+        logits, targets = [], []
+        for index in range(len(lesson.rows)):
+            anchors = places[places[:, 0] == index, 1].unsqueeze(0)
+            if not anchors.shape[1]:
+                continue
+            rows = _rows_behind(lesson.rows[index : index + 1], anchors, self.depth)
+            fits = (rows >= 0).all(dim=-1)
+            token_ids, taps = (each[index : index + 1] for each in (lesson.token_ids, lesson.taps))
+            hidden = self._head(token_ids, taps, anchors)
+            before = _tokens_behind(token_ids, anchors, self.depth)
+            logits.append(self._head.logits(hidden[fits], before[fits]))
+            targets.append(rows[fits])
+        return torch.cat(logits), torch.cat(targets)
+
+
+def _draw_anchors(
+    rows: Tensor, most: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Places of answers, ``[b, n]``, and which of them are; the others fill up."""
+    is_answer = rows >= 0
+    counts = is_answer.sum(dim=1)
+    num = int(min(int(counts.max()), max(1, most // len(rows))))
+    order = torch.rand(rows.shape, generator=generator).to(rows.device)
+    drawn = order.masked_fill(~is_answer, -1.0).topk(num, dim=1)
+    return drawn.indices, drawn.values >= 0
+
+
+def _rows_behind(rows: Tensor, anchors: Tensor, depth: int) -> Tensor:
+    """Rows of the distributions of the tokens behind anchors, ``[b, n, depth]``; -1: none."""
+    places = anchors.unsqueeze(-1) + torch.arange(depth, device=anchors.device)
+    padded = nn.functional.pad(rows, (0, depth), value=-1)
+    return padded.gather(1, places.flatten(1)).view(places.shape)
+
+
+def _tokens_behind(token_ids: Tensor, anchors: Tensor, depth: int) -> Tensor:
+    """The token before each that a block drafts, ``[b, n, depth]``."""
+    places = anchors.unsqueeze(-1) + torch.arange(depth, device=anchors.device)
+    padded = nn.functional.pad(token_ids, (0, depth))
+    return padded.gather(1, places.flatten(1)).view(places.shape)
+
+
+# -- EAGLE-3 --------------------------------------------------------------------------------------
+
+
+def eagle_config(target: DecoderConfig, *, draft_vocab: int) -> EagleConfig:
+    """An EAGLE-3 head of the target's width."""
+    return EagleConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        target_hidden_size=target.hidden_size,
+        taps=default_taps(target.num_layers),
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rope=target.rope,
+        max_model_len=target.max_model_len,
+        norm_eps=target.norm_eps,
+        owns_output=True,
+    )
+
+
+class EagleStudent:
+    """An EAGLE-3 head, unrolled on its own features ("training-time test")."""
+
+    def __init__(self, head: EagleHead, num_passes: int = NUM_PASSES) -> None:
+        self.module, self.taps, self.depth = head, head.config.taps, num_passes
+        self._head = head
+
+    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:  # noqa: ARG002
+        """As `Student.loss`."""
+        total = lesson.log_p.new_zeros(())
+        weights = pass_weights(self.depth)
+        width = lesson.token_ids.shape[1]
+        passes = min(self.depth, width - 2)
+        for index, hidden in enumerate(self._head(lesson.token_ids, lesson.taps, passes)):
+            rows = lesson.rows[:, 1 + index :]
+            is_used = rows >= 0
+            logits = self._head.logits(hidden[is_used])
+            losses = closeness_loss(logits, lesson.log_p[rows[is_used]])
+            total = total + weights[index] * losses.mean()
+        return total / sum(weights[:passes])
+
+    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """As `Student.chains`."""
+        width = lesson.token_ids.shape[1]
+        passes = self._head(lesson.token_ids, lesson.taps, min(self.depth, width - 2))
+        rows = _rows_behind(
+            lesson.rows, torch.arange(1, width).expand(len(lesson.rows), -1), self.depth
+        )
+        # Pass k of column i decides the token behind place i + 1 + k.
+        fits = (rows >= 0).all(dim=-1)[:, : passes[-1].shape[1]]
+        hidden = torch.stack([each[:, : fits.shape[1]][fits] for each in passes], dim=1)
+        return self._head.logits(hidden), rows[:, : fits.shape[1]][fits]
+
+
+# -- a language model -----------------------------------------------------------------------------
+
+
+class LmStudent:
+    """A small language model of the target's vocabulary; it reads tokens alone."""
+
+    taps: Taps = ()
+
+    def __init__(self, model: nn.Module, depth: int) -> None:
+        self.module, self.depth = model, depth
+
+    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:  # noqa: ARG002
+        """As `Student.loss`."""
+        is_used = lesson.rows >= 0
+        losses = closeness_loss(self._logits(lesson)[is_used], lesson.log_p[lesson.rows[is_used]])
+        return losses.mean()
+
+    def _logits(self, lesson: Lesson) -> Tensor:
+        logits: Tensor = self.module(input_ids=lesson.token_ids, use_cache=False).logits
+        return logits
+
+    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """As `Student.chains`: along an answer, a draft has seen what it drafted before."""
+        width = lesson.token_ids.shape[1]
+        anchors = torch.arange(width, device=lesson.rows.device).expand(len(lesson.rows), -1)
+        rows = _rows_behind(lesson.rows, anchors, self.depth)
+        fits = (rows >= 0).all(dim=-1)
+        logits = self._logits(lesson)
+        padded = nn.functional.pad(logits, (0, 0, 0, self.depth))
+        batch, places = fits.nonzero(as_tuple=True)
+        spans = places.unsqueeze(-1) + torch.arange(self.depth, device=places.device)
+        return padded[batch.unsqueeze(-1), spans], rows[fits]
+
+
+def scale_of(matrix: Tensor, norm: Tensor) -> float:
+    """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
+    return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
+
+
+def repeat_heads(weight: Tensor, heads: int, head_dim: int) -> Tensor:
+    """Keys' or values' projection of fewer heads, each as often as its group has queries."""
+    parts: Sequence[Tensor] = weight.split(head_dim)
+    return torch.cat([part for part in parts for _ in range(heads // len(parts))])

@@ -1,0 +1,134 @@
+"""What a draft learns from, computed by the target as it will serve: features and distributions.
+
+Nothing of it is kept beyond a batch: a few hundred numbers a token would fill disks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....core.model.decoder import Decoder
+from ....core.ops.batch import Segment, Taps, Wanted
+from .conversations import Conversation
+
+PAGE_SIZE = 16
+PASS_ROWS = 1024  # of one forward pass
+LOGIT_ROWS = 256  # whose logits over the whole vocabulary are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A batch of conversations, padded at their ends to one length T.
+
+    ``log_p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
+    ``rows`` [b, T] says which ``i`` belongs to a position, -1 where there is none: outside answers,
+    and where nothing follows.
+    """
+
+    token_ids: Tensor  # [b, T]
+    lens: Tensor  # [b]
+    taps: Tensor  # [b, T, num_taps * hidden]
+    log_p: Tensor  # [num_rows, draft_vocab]
+    rows: Tensor  # [b, T]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, without the padding."""
+        return int(self.lens.sum())
+
+
+class Teacher:
+    """The target's forward pass over whole conversations.
+
+    ``draft_ids`` [draft_vocab]: the ids whose probabilities a draft learns, all if None.
+    """
+
+    def __init__(self, decoder: Decoder, taps: Taps, draft_ids: Tensor | None, max_len: int) -> None:
+        self._decoder, self._taps, self._draft_ids = decoder, taps, draft_ids
+        self._pages = -(-max_len // PAGE_SIZE)
+        num_seats = max(1, PASS_ROWS // max_len)
+        self._pool = decoder.make_pool(num_seats * self._pages, page_size=PAGE_SIZE)
+        self._max_len, self._num_seats = max_len, num_seats
+
+    @torch.inference_mode()
+    def __call__(self, batch: Sequence[Conversation]) -> Lesson:
+        """Teach a batch. Raises ValueError for a conversation longer than ``max_len``."""
+        if max(map(len, batch)) > self._max_len:
+            raise ValueError(f"a conversation of more than {self._max_len} tokens")
+        device, width = self._decoder.device, max(map(len, batch))
+        token_ids = torch.zeros(len(batch), width, dtype=torch.int64)
+        rows = torch.full((len(batch), width), -1)
+        size = len(self._taps) * self._decoder.config.hidden_size
+        taps = torch.zeros(len(batch), width, size, dtype=self._decoder.dtype, device=device)
+        log_p, num_rows = [], 0
+        for places in self._passes(batch):
+            found = self._forward([batch[place] for place in places])
+            for place, (features, logits) in zip(places, found, strict=True):
+                talk = batch[place]
+                token_ids[place, : len(talk)] = torch.tensor(talk.tokens)
+                taps[place, : len(talk)] = features
+                first = talk.first_row
+                rows[place, first : len(talk) - 1] = torch.arange(len(logits)) + num_rows
+                num_rows += len(logits)
+                log_p.append(logits)
+        lens = torch.tensor([len(talk) for talk in batch])
+        # Out of inference mode: a draft's backward pass reads them.
+        parts = (token_ids.to(device), lens, taps, torch.cat(log_p), rows.to(device))
+        with torch.inference_mode(False):
+            return Lesson(*(part.clone() for part in parts))
+
+    def _passes(self, batch: Sequence[Conversation]) -> Iterator[list[int]]:
+        """Places of conversations that fit one pass together."""
+        places: list[int] = []
+        for place, talk in enumerate(batch):
+            num_rows = sum(len(batch[each]) for each in places) + len(talk)
+            if places and (len(places) == self._num_seats or num_rows > PASS_ROWS):
+                yield places
+                places = []
+            places.append(place)
+        yield places
+
+    def _forward(self, talks: Sequence[Conversation]) -> list[tuple[Tensor, Tensor]]:
+        """Features and log-probabilities of each, [len, num_taps * hidden] and [rows, vocab]."""
+        segments = [
+            Segment(
+                token_ids=array("q", talk.tokens),
+                start=0,
+                page_ids=array("q", range(seat * self._pages, (seat + 1) * self._pages)),
+                num_logits=0,
+            )
+            for seat, talk in enumerate(talks)
+        ]
+        decoder = self._decoder
+        batch = decoder.batch(segments, page_size=PAGE_SIZE)
+        output = decoder.forward(batch, self._pool, Wanted(taps=self._taps))
+        features = output.hidden.new_empty(0) if output.taps is None else output.taps
+        found = []
+        for at, talk in zip(batch.first_rows.tolist(), talks, strict=True):
+            hidden = output.hidden[at + talk.first_row : at + len(talk) - 1]
+            found.append((features[at : at + len(talk)].clone(), self._log_p(hidden)))
+        return found
+
+    def _log_p(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the draft's ids behind rows ``[rows, hidden]``."""
+        parts = [self._log_p_part(part) for part in hidden.split(LOGIT_ROWS)]
+        return torch.cat(parts) if parts else hidden.new_empty((0, self._num_ids()))
+
+    def _log_p_part(self, hidden: Tensor) -> Tensor:
+        num_rows, least = len(hidden), self._decoder.ops.min_rows
+        if num_rows < least:  # as `Decoder` fills up its batches
+            hidden = torch.cat((hidden, hidden[-1:].expand(least - num_rows, -1)))
+        logits = self._decoder.ops.logits(hidden, self._decoder.weights.lm_head)[:num_rows]
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        if self._draft_ids is not None:
+            logits = logits.index_select(1, self._draft_ids)
+        return logits - total
+
+    def _num_ids(self) -> int:
+        config = self._decoder.config
+        return config.vocab_size if self._draft_ids is None else len(self._draft_ids)
