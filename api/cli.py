@@ -27,6 +27,8 @@ from .flags import (
     server_settings,
 )
 from .observing_flags import add_observing_flags, observing
+from .train_draft import add_flags as add_train_draft_flags
+from .train_draft import train_draft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +70,7 @@ def _parser() -> Parser:
     _add_run(commands)
     _add_chat(commands)
     _add_models(commands)
+    _add_train_draft(commands)
     _add_selftest(commands)
     commands.add_parser("bench", help="measure something; see bench/README.md", add_help=False)
     return parser
@@ -113,6 +116,12 @@ def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
         " loaded",
     )
     models.add_argument("dir", nargs="?", metavar="DIR", help="a folder, or a GGUF file")
+
+
+def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
+    train = commands.add_parser("train-draft", help="train a draft for a model on your own data")
+    train.set_defaults(run=_train_draft, parser=train)
+    add_train_draft_flags(train)
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -164,6 +173,10 @@ def _models(parsed: argparse.Namespace) -> int:
     if parsed.dir is None:
         parsed.parser.error("check needs the folder or GGUF file of a model")
     return check_model(Path(parsed.dir))
+
+
+def _train_draft(parsed: argparse.Namespace) -> int:
+    return train_draft(parsed)
 
 
 def _selftest(parsed: argparse.Namespace) -> int:

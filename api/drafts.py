@@ -149,10 +149,10 @@ def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Deco
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
         raise ModelLoadError(f"{path}: a draft of {ours} tokens for a target of {theirs}")
-    check_same_tokens(path, target_path, read=_tokenizer_json)
+    check_same_tokens(path, target_path, read=tokenizer_json)
 
 
-def _tokenizer_json(path: Path) -> str | None:
+def tokenizer_json(path: Path) -> str | None:
     """The text of a model's tokenizer.json; of a GGUF file, of the one that it implies."""
     if path.suffix.lower() == ".gguf":
         return str(load_gguf_tokenizer(path).backend_tokenizer.to_str())

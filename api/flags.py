@@ -88,7 +88,7 @@ def add_engine_flags(parser: Parser) -> None:
         help="int8, or on a GPU fp8 (e4m3): twice the tokens in a KV pool",
     )
     pool = group.add_mutually_exclusive_group()
-    pool.add_argument("--kv-memory", type=_size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
+    pool.add_argument("--kv-memory", type=size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
     pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
     add("--page-size", type=int, metavar="N", help="tokens of one KV page (16, on cuda 32)")
     add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
@@ -174,7 +174,7 @@ def _add_limits(parser: Parser) -> None:
         flag = f"--{each.name.replace('_', '-')}"
         help = f"{each.metadata['help']} ({each.default:.12g})"
         if each.name.endswith("_bytes"):
-            group.add_argument(flag, type=_size, metavar="SIZE", help=help)
+            group.add_argument(flag, type=size, metavar="SIZE", help=help)
         elif each.name.endswith("_seconds"):
             group.add_argument(flag, type=_seconds, metavar="S", help=help)
         else:
@@ -206,7 +206,7 @@ def _depth(text: str) -> str | int:
     return int(text)
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
     try:
         return parse_size(text)
     except InvalidRequest:
@@ -246,8 +246,8 @@ def server_settings(parsed: argparse.Namespace) -> Settings:
     from .service import Settings
 
     return Settings(
-        api_keys=_keys(parsed, "api_key"),
-        admin_keys=_keys(parsed, "admin_key"),
+        api_keys=given_keys(parsed, "api_key"),
+        admin_keys=given_keys(parsed, "admin_key"),
         served_name=parsed.served_model_name,
         tool_parser=parsed.tool_parser,
         reasoning_parser=parsed.reasoning_parser,
@@ -263,7 +263,7 @@ def _limits(parsed: argparse.Namespace) -> Limits:
     return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
-def _keys(parsed: argparse.Namespace, name: str) -> tuple[str, ...]:
+def given_keys(parsed: argparse.Namespace, name: str) -> tuple[str, ...]:
     """Those of a flag, else the one of its environment variable."""
     keys = list(getattr(parsed, name) or ())
     variable = f"FORETOKEN_{name.upper()}"

@@ -14,11 +14,14 @@ from starlette.types import ASGIApp
 from ..core.errors import InvalidRequest
 from .host import Host
 from .logs import log_visit
+from .owners import CALLER
 from .server_metrics import ServerMetrics
 from .service import Service
 from .visits import Visits, no_span
 
 if TYPE_CHECKING:
+    from ..core.interface.request import Delta, Request
+    from ..draft.training.traffic import TrafficRecorder
     from .telemetry import Telemetry
 
 
@@ -29,6 +32,7 @@ class Observing:
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     access_log: bool = False
     telemetry: Telemetry | None = None
+    recorder: TrafficRecorder | None = None
 
     def around(self, app: ASGIApp, service: Service) -> ASGIApp:
         """The application, observed."""
@@ -46,12 +50,30 @@ class Observing:
         """Observe this engine and the running loop inside the block."""
         if self.telemetry is not None:
             self.telemetry.watch(llm.engine, model)
+        if self.recorder is not None:
+            llm.engine.metrics.observers.append(_Recording(self.recorder))
+            self.recorder.name(model, await asyncio.to_thread(llm.tokenizer.fingerprint))
         try:
             with self.metrics.lag.measured():
                 yield
         finally:
             if self.telemetry is not None:
                 await asyncio.to_thread(self.telemetry.close)
+            if self.recorder is not None:
+                await asyncio.to_thread(self.recorder.close)
+
+
+class _Recording:
+    """Passes requests to a recorder, with the caller that each is served for."""
+
+    def __init__(self, recorder: TrafficRecorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, request: Request) -> None:
+        self._recorder.expect(request, CALLER.get())
+
+    def end(self, request: Request, delta: Delta) -> None:
+        self._recorder.finish(request, delta)
 
 
 def make_telemetry(endpoint: str | None, *, step_rate: float) -> Telemetry:

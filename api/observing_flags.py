@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from .flags import Parser
+from .flags import Parser, given_keys, size
 
 if TYPE_CHECKING:
+    from ..draft.training.traffic import TrafficRecorder
     from .observing import Observing
     from .telemetry import Telemetry
 
@@ -31,6 +34,24 @@ def add_observing_flags(parser: Parser) -> None:
         metavar="RATE",
         help="share of the engine's steps that are traced as well, 0 to 1",
     )
+    add(
+        "--record-traffic",
+        metavar="DIR",
+        help="write the token ids of finished requests to this folder, for train-draft; off by "
+        "default: whoever reads the folder reads the conversations",
+    )
+    add(
+        "--record-key",
+        action="append",
+        metavar="KEY",
+        help="record requests with this API key; with --api-key no others are; repeatable",
+    )
+    add(
+        "--record-bytes",
+        type=size,
+        metavar="SIZE",
+        help="that all records may take, in all runs together (1GiB)",
+    )
 
 
 def observing(parsed: argparse.Namespace) -> Observing:
@@ -38,7 +59,27 @@ def observing(parsed: argparse.Namespace) -> Observing:
     from .observing import Observing
 
     return Observing(
-        access_log=parsed.access_log or parsed.log_level == "debug", telemetry=_telemetry(parsed)
+        access_log=parsed.access_log or parsed.log_level == "debug",
+        telemetry=_telemetry(parsed),
+        recorder=_recorder(parsed),
+    )
+
+
+def _recorder(parsed: argparse.Namespace) -> TrafficRecorder | None:
+    """Callers with API keys opt in, each by its key."""
+    keys: Sequence[str] = parsed.record_key or ()
+    if parsed.record_traffic is None:
+        if keys or parsed.record_bytes is not None:
+            parsed.parser.error("--record-key and --record-bytes need --record-traffic")
+        return None
+    from ..draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
+    from .owners import caller_of
+
+    has_keys = bool(keys or given_keys(parsed, "api_key"))
+    return TrafficRecorder(
+        Path(parsed.record_traffic),
+        max_bytes=parsed.record_bytes or DEFAULT_BYTES,
+        callers={caller_of(key) for key in keys} if has_keys else None,
     )
 
 

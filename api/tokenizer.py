@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -139,6 +140,10 @@ class Tokenizer:
         longest = max((len(token) for token in self.vocab), default=1)
         exact = self.is_byte_level and self._backend.normalizer is None
         return longest if exact else longest * LOSSY
+
+    def fingerprint(self) -> str:
+        """A hash of the whole tokenizer: with another one, token ids mean other texts."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
     def check_ids(self, token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
         """Raise `InvalidRequest` for ids that the model does not have, or for too many."""

@@ -23,7 +23,7 @@ from .collectors import (
 )
 from .prometheus import PREFIX, Histogram, Histograms, counters
 from .spec_decode_stats import SpecDecodeStats
-from .tracing import NO_TRACER, Tracer
+from .tracing import NO_TRACER, RequestObserver, Tracer
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -56,6 +56,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.spec_stats = SpecDecodeStats()
         self.tracer: Tracer = NO_TRACER  # is called with the same events
+        self.observers: list[RequestObserver] = []  # are called at both ends of each request
         for collector in (
             QueueCollector(scheduler),
             PoolCollector(scheduler.cache),
@@ -109,6 +110,8 @@ class EngineMetrics:
     def observe_arrival(self, request: Request, now: float) -> None:
         """A request was accepted. Called in the caller's own context, unlike the other methods."""
         self.tracer.begin(request, now)
+        for observer in self.observers:
+            observer.begin(request)
 
     def observe_step(
         self,
@@ -156,6 +159,8 @@ class EngineMetrics:
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
+            for observer in self.observers:
+                observer.end(request, delta)
         self.tracer.observe_delta(request, delta, now)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Tracer: the protocol that follows single requests and steps. `api.telemetry` has one."""
+"""Protocols that follow single requests: `Tracer`, steps as well, and `RequestObserver`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class Tracer(Protocol):
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """Tokens that were served, and the end."""
+
+
+class RequestObserver(Protocol):
+    """Called by the engine, on the event loop, at both ends of a request; quick, never raises."""
+
+    def begin(self, request: Request) -> None:
+        """A request was accepted. Called in the caller's own context."""
+
+    def end(self, request: Request, delta: Delta) -> None:
+        """It has ended; ``delta`` says why."""
 
 
 class NoTracer:

@@ -10,6 +10,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from ....core.engine.engine import Engine
@@ -36,6 +37,10 @@ class Asking:
     num_running: int = 96  # requests that are decoded together
     temperatures: tuple[float, ...] = (0.0, 1.0)
     seed: int = 0
+
+    def pairs(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Sequence[int], float]]:
+        """Each prompt and the temperature of its answer."""
+        yield from zip(prompts, cycle(self.temperatures), strict=False)
 
 
 class AnswerBook:
@@ -138,8 +143,7 @@ class _Asker:
 
     def _missing(self, prompts: Sequence[Sequence[int]]) -> Iterator[Request]:
         asking = self._asking
-        for index, prompt in enumerate(prompts):
-            temperature = asking.temperatures[index % len(asking.temperatures)]
+        for index, (prompt, temperature) in enumerate(asking.pairs(prompts)):
             fits = len(prompt) + 1 < self._decoder.config.max_model_len
             if fits and self._book.find(prompt, temperature) is None:
                 seed = int.from_bytes(digest([asking.seed, *prompt])[:8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import InvalidRequest
+from ....core.errors import InvalidRequest, PromptTooLong
 from .records import Record, digest, read_records
 
 Origin: TypeAlias = Literal["text", "chat", "traffic"]
@@ -137,7 +138,8 @@ def _read_line(
     if parsed.text is not None:
         yield from _pieces(encoder.encode(parsed.text), text_len)
     elif parsed.messages:
-        yield from _chat(parsed.messages, encoder)
+        with suppress(PromptTooLong):  # the target could not answer it either
+            yield from _chat(parsed.messages, encoder)
     else:
         raise InvalidRequest(f"data: {where}: neither messages nor text", param="data")
 

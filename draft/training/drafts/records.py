@@ -72,5 +72,3 @@ def _parse(line: bytes, where: str) -> Record:
 def digest(token_ids: Iterable[int]) -> bytes:
     """A hash of token ids, the same on every machine."""
     return hashlib.sha256(array("q", token_ids).tobytes()).digest()
-
-

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ....core.model.config import DecoderConfig
 from ....core.ops.batch import Taps
-from ...models.block import BlockConfig, BlockHead
-from ...models.eagle import EagleConfig, EagleHead
+from ...models.block import BlockHead
+from ...models.eagle import EagleHead
 from .losses import closeness_loss, pass_weights, slot_weights
 from .teacher import Lesson
 
-Kind: TypeAlias = Literal["block", "eagle3", "lm"]
 NUM_PASSES = 7  # that EAGLE-3 is unrolled
 ANCHORS = 1024  # of a batch, at most
 
@@ -37,7 +33,7 @@ class Student(Protocol):
     def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Of every place where a whole chain fits: what was drafted from, and what it should be.
 
-        Logits ``[chains, depth, draft_vocab]``, and the rows of ``lesson.log_p`` ``[chains,
+        Logits ``[chains, depth, draft_vocab]``, and the rows of ``lesson.p`` ``[chains,
         depth]``.
         """
 
@@ -45,43 +41,14 @@ class Student(Protocol):
 # -- block ----------------------------------------------------------------------------------------
 
 
-def block_config(
-    target: DecoderConfig, *, layers: int, block: int, draft_vocab: int, markov_rank: int
-) -> BlockConfig:
-    """A block head of the target's width, whose KV heads are as many as its query heads."""
-    return BlockConfig(
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab,
-        target_hidden_size=target.hidden_size,
-        taps=default_taps(target.num_layers),
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_layers=layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        rope=target.rope,
-        max_model_len=target.max_model_len,
-        norm_eps=target.norm_eps,
-        block_size=block,
-        mask_token_id=target.vocab_size - 1,
-        markov_rank=markov_rank,
-        markov_vocab_size=draft_vocab,
-    )
-
-
-def default_taps(num_layers: int) -> Taps:
-    """Boundaries 2, L/2 and L - 3, which engines take where a config names none."""
-    return tuple(sorted({min(2, num_layers), num_layers // 2, max(1, num_layers - 3)}))
-
-
 class BlockStudent:
     """A head that drafts a block in one pass; anchors are drawn anew in every batch."""
 
-    def __init__(self, head: BlockHead, loss_length: float | None = None) -> None:
-        self.module, self.taps, self.depth = head, head.config.taps, head.config.num_drafted
+    def __init__(self, head: BlockHead) -> None:
+        self.module: nn.Module = head
+        self.taps, self.depth = head.config.taps, head.config.num_drafted
         self._head = head
-        self._weights = slot_weights(self.depth, loss_length or head.config.block_size)
+        self._weights = slot_weights(self.depth, head.config.block_size)
 
     def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:
         """As `Student.loss`."""
@@ -92,7 +59,7 @@ class BlockStudent:
         is_used = rows >= 0
         before = _tokens_behind(lesson.token_ids, anchors, self.depth)
         logits = self._head.logits(hidden[is_used].unsqueeze(1), before[is_used].unsqueeze(1))
-        losses = closeness_loss(logits.squeeze(1), lesson.log_p[rows[is_used]])
+        losses = closeness_loss(logits.squeeze(1), lesson.p, rows[is_used])
         weights = self._weights.to(losses.device).expand(rows.shape)[is_used]
         return (losses * weights).sum() / weights.sum()
 
@@ -114,9 +81,7 @@ class BlockStudent:
         return torch.cat(logits), torch.cat(targets)
 
 
-def _draw_anchors(
-    rows: Tensor, most: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _draw_anchors(rows: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Places of answers, ``[b, n]``, and which of them are; the others fill up."""
     is_answer = rows >= 0
     counts = is_answer.sum(dim=1)
@@ -143,36 +108,17 @@ def _tokens_behind(token_ids: Tensor, anchors: Tensor, depth: int) -> Tensor:
 # -- EAGLE-3 --------------------------------------------------------------------------------------
 
 
-def eagle_config(target: DecoderConfig, *, draft_vocab: int) -> EagleConfig:
-    """An EAGLE-3 head of the target's width."""
-    return EagleConfig(
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab,
-        target_hidden_size=target.hidden_size,
-        taps=default_taps(target.num_layers),
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        rope=target.rope,
-        max_model_len=target.max_model_len,
-        norm_eps=target.norm_eps,
-        owns_output=True,
-    )
-
-
 class EagleStudent:
     """An EAGLE-3 head, unrolled on its own features ("training-time test")."""
 
     def __init__(self, head: EagleHead, num_passes: int = NUM_PASSES) -> None:
-        self.module, self.taps, self.depth = head, head.config.taps, num_passes
+        self.module: nn.Module = head
+        self.taps, self.depth = head.config.taps, num_passes
         self._head = head
 
     def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """As `Student.loss`."""
-        total = lesson.log_p.new_zeros(())
+        total = lesson.p.new_zeros(())
         weights = pass_weights(self.depth)
         width = lesson.token_ids.shape[1]
         passes = min(self.depth, width - 2)
@@ -180,7 +126,7 @@ class EagleStudent:
             rows = lesson.rows[:, 1 + index :]
             is_used = rows >= 0
             logits = self._head.logits(hidden[is_used])
-            losses = closeness_loss(logits, lesson.log_p[rows[is_used]])
+            losses = closeness_loss(logits, lesson.p, rows[is_used])
             total = total + weights[index] * losses.mean()
         return total / sum(weights[:passes])
 
@@ -211,7 +157,7 @@ class LmStudent:
     def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """As `Student.loss`."""
         is_used = lesson.rows >= 0
-        losses = closeness_loss(self._logits(lesson)[is_used], lesson.log_p[lesson.rows[is_used]])
+        losses = closeness_loss(self._logits(lesson)[is_used], lesson.p, lesson.rows[is_used])
         return losses.mean()
 
     def _logits(self, lesson: Lesson) -> Tensor:
@@ -229,14 +175,3 @@ class LmStudent:
         batch, places = fits.nonzero(as_tuple=True)
         spans = places.unsqueeze(-1) + torch.arange(self.depth, device=places.device)
         return padded[batch.unsqueeze(-1), spans], rows[fits]
-
-
-def scale_of(matrix: Tensor, norm: Tensor) -> float:
-    """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
-    return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
-
-
-def repeat_heads(weight: Tensor, heads: int, head_dim: int) -> Tensor:
-    """Keys' or values' projection of fewer heads, each as often as its group has queries."""
-    parts: Sequence[Tensor] = weight.split(head_dim)
-    return torch.cat([part for part in parts for _ in range(heads // len(parts))])

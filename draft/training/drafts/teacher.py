@@ -25,7 +25,7 @@ LOGIT_ROWS = 256  # whose logits over the whole vocabulary are held at a time
 class Lesson:
     """A batch of conversations, padded at their ends to one length T.
 
-    ``log_p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
+    ``p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
     ``rows`` [b, T] says which ``i`` belongs to a position, -1 where there is none: outside answers,
     and where nothing follows.
     """
@@ -33,7 +33,7 @@ class Lesson:
     token_ids: Tensor  # [b, T]
     lens: Tensor  # [b]
     taps: Tensor  # [b, T, num_taps * hidden]
-    log_p: Tensor  # [num_rows, draft_vocab]
+    p: Tensor  # [num_rows, draft_vocab]
     rows: Tensor  # [b, T]
 
     @property
@@ -48,7 +48,9 @@ class Teacher:
     ``draft_ids`` [draft_vocab]: the ids whose probabilities a draft learns, all if None.
     """
 
-    def __init__(self, decoder: Decoder, taps: Taps, draft_ids: Tensor | None, max_len: int) -> None:
+    def __init__(
+        self, decoder: Decoder, taps: Taps, draft_ids: Tensor | None, max_len: int
+    ) -> None:
         self._decoder, self._taps, self._draft_ids = decoder, taps, draft_ids
         self._pages = -(-max_len // PAGE_SIZE)
         num_seats = max(1, PASS_ROWS // max_len)
@@ -65,20 +67,20 @@ class Teacher:
         rows = torch.full((len(batch), width), -1)
         size = len(self._taps) * self._decoder.config.hidden_size
         taps = torch.zeros(len(batch), width, size, dtype=self._decoder.dtype, device=device)
-        log_p, num_rows = [], 0
+        probabilities, num_rows = [], 0
         for places in self._passes(batch):
             found = self._forward([batch[place] for place in places])
-            for place, (features, logits) in zip(places, found, strict=True):
+            for place, (features, p) in zip(places, found, strict=True):
                 talk = batch[place]
                 token_ids[place, : len(talk)] = torch.tensor(talk.tokens)
                 taps[place, : len(talk)] = features
                 first = talk.first_row
-                rows[place, first : len(talk) - 1] = torch.arange(len(logits)) + num_rows
-                num_rows += len(logits)
-                log_p.append(logits)
+                rows[place, first : len(talk) - 1] = torch.arange(len(p)) + num_rows
+                num_rows += len(p)
+                probabilities.append(p)
         lens = torch.tensor([len(talk) for talk in batch])
         # Out of inference mode: a draft's backward pass reads them.
-        parts = (token_ids.to(device), lens, taps, torch.cat(log_p), rows.to(device))
+        parts = (token_ids.to(device), lens, taps, torch.cat(probabilities), rows.to(device))
         with torch.inference_mode(False):
             return Lesson(*(part.clone() for part in parts))
 
@@ -94,7 +96,7 @@ class Teacher:
         yield places
 
     def _forward(self, talks: Sequence[Conversation]) -> list[tuple[Tensor, Tensor]]:
-        """Features and log-probabilities of each, [len, num_taps * hidden] and [rows, vocab]."""
+        """Features and probabilities of each, [len, num_taps * hidden] and [rows, vocab]."""
         segments = [
             Segment(
                 token_ids=array("q", talk.tokens),
@@ -111,15 +113,15 @@ class Teacher:
         found = []
         for at, talk in zip(batch.first_rows.tolist(), talks, strict=True):
             hidden = output.hidden[at + talk.first_row : at + len(talk) - 1]
-            found.append((features[at : at + len(talk)].clone(), self._log_p(hidden)))
+            found.append((features[at : at + len(talk)].clone(), self._p(hidden)))
         return found
 
-    def _log_p(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the draft's ids behind rows ``[rows, hidden]``."""
-        parts = [self._log_p_part(part) for part in hidden.split(LOGIT_ROWS)]
+    def _p(self, hidden: Tensor) -> Tensor:
+        """Probabilities of the draft's ids behind rows ``[rows, hidden]``."""
+        parts = [self._p_part(part) for part in torch.split(hidden, LOGIT_ROWS)]
         return torch.cat(parts) if parts else hidden.new_empty((0, self._num_ids()))
 
-    def _log_p_part(self, hidden: Tensor) -> Tensor:
+    def _p_part(self, hidden: Tensor) -> Tensor:
         num_rows, least = len(hidden), self._decoder.ops.min_rows
         if num_rows < least:  # as `Decoder` fills up its batches
             hidden = torch.cat((hidden, hidden[-1:].expand(least - num_rows, -1)))
@@ -127,7 +129,7 @@ class Teacher:
         total = logits.logsumexp(dim=-1, keepdim=True)
         if self._draft_ids is not None:
             logits = logits.index_select(1, self._draft_ids)
-        return logits - total
+        return logits.sub_(total).exp_()
 
     def _num_ids(self) -> int:
         config = self._decoder.config

@@ -1,0 +1,328 @@
+"""New drafts: their shapes, what they begin with, and the files they end in."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ....core.errors import InvalidRequest
+from ....core.model.checkpoint import open_checkpoint
+from ....core.model.config import DecoderConfig
+from ....core.model.decoder import Decoder
+from ....core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+from ....core.ops.batch import Taps
+from ...models.block import BlockConfig, BlockHead
+from ...models.eagle import EagleConfig, EagleHead
+from ...models.head_files import default_taps, open_head, save_head
+from .students import BlockStudent, EagleStudent, LmStudent, Student
+
+Kind: TypeAlias = Literal["block", "eagle3", "lm"]
+MARKOV_RANK = 64
+LM_DEPTH = 4  # tokens of a chain that is measured; a language model drafts any number
+_LEAST_LAYERS = 8  # with fewer the default boundaries coincide
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a draft is for."""
+
+    decoder: Decoder
+    path: Path  # its folder or GGUF file
+    tokenizer_json: str | None = None  # what a draft model's folder holds beside its weights
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Its shape."""
+        return self.decoder.config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What can be chosen of a draft. ``draft_vocab``: the ids that a head can draft; None: all."""
+
+    kind: Kind
+    layers: int = 2
+    block: int = 7
+    draft_ids: Tensor | None = None
+
+
+class Weights:
+    """The target's tensors by the names of transformers, as float32."""
+
+    def __init__(self, path: Path) -> None:
+        self._checkpoint = open_checkpoint(path)
+
+    def __call__(self, name: str) -> Tensor:
+        """One tensor."""
+        found = self._checkpoint.read(name)
+        return (found if isinstance(found, Tensor) else found.dequantize()).float()
+
+    def output(self) -> Tensor:
+        """The output matrix, which may be the embedding."""
+        return self(EMBEDDING if self._checkpoint.config.tie_embeddings else LM_HEAD)
+
+
+def make_student(target: Target, shape: Shape, init: str | None) -> Student:
+    """A draft that begins as ``init`` says: "target", a folder with one of its kind, or None.
+
+    Raises `InvalidRequest` for a folder that holds another kind or shape.
+    """
+    weights = Weights(target.path)
+    if shape.kind == "lm":
+        return LmStudent(_language_model(target, shape, weights, init), LM_DEPTH)
+    head = _new_head(target, shape)
+    if init == "target":
+        begin = _block_from_target if isinstance(head, BlockHead) else _eagle_from_target
+        with torch.no_grad():
+            begin(head, weights, target.config.num_layers)  # type: ignore[arg-type]
+    elif init is not None:
+        head = _saved_head(head, Path(init), target)
+    device = target.decoder.device
+    head.float().to(device)
+    head.borrow(target.decoder.weights.embedding.float(), weights.output().to(device))
+    return BlockStudent(head) if isinstance(head, BlockHead) else EagleStudent(head)
+
+
+def taps_of(num_layers: int) -> Taps:
+    """The boundaries that engines take where a head names none; spread, below 8 layers."""
+    if num_layers >= _LEAST_LAYERS:
+        return default_taps(num_layers)
+    return tuple(sorted({max(1, round(num_layers * share)) for share in (0.2, 0.5, 0.8)}))
+
+
+def _new_head(target: Target, shape: Shape) -> BlockHead | EagleHead:
+    config, ids = target.config, shape.draft_ids
+    same: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size if ids is None else len(ids),
+        "target_hidden_size": config.hidden_size,
+        "taps": taps_of(config.num_layers),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope": config.rope,
+        "max_model_len": config.max_model_len,
+        "norm_eps": config.norm_eps,
+    }
+    head: BlockHead | EagleHead
+    if shape.kind == "block":
+        block = BlockConfig(
+            **same,
+            num_layers=shape.layers,
+            block_size=shape.block,
+            mask_token_id=config.vocab_size - 1,
+            markov_rank=MARKOV_RANK,
+            markov_vocab_size=same["draft_vocab_size"],
+        )
+        head = BlockHead(block)
+    else:
+        head = EagleHead(EagleConfig(**same, num_layers=1))
+    if ids is not None:
+        head.set_draft_ids(ids)
+    return head
+
+
+def _saved_head(head: BlockHead | EagleHead, path: Path, target: Target) -> BlockHead | EagleHead:
+    """A head from a folder, which brings its own shape and vocabulary."""
+    if not path.is_dir():
+        raise InvalidRequest(f"init: {path} is no folder", param="init")
+    found = open_head(path, target.config).load()
+    if type(found) is not type(head):
+        kind = "block" if isinstance(found, BlockHead) else "eagle3"
+        raise InvalidRequest(f"init: {path} holds a head of kind {kind}", param="init")
+    return found
+
+
+# -- beginning as the target ----------------------------------------------------------------------
+
+
+def _block_from_target(head: BlockHead, weights: Weights, num_layers: int) -> None:
+    """The target's last layers; the context begins as its last tap.
+
+    Their queries and keys have norms here: these begin with the scales that the target's have.
+    """
+    count = head.config.num_layers
+    first = max(0, num_layers - count)
+    for index, layer in enumerate(head.layers):
+        prefix = layer_prefix(min(first + index, num_layers - 1))
+        norm = weights(f"{prefix}input_layernorm.weight")
+        attention: Any = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            matrix = weights(f"{prefix}self_attn.{name}.weight")
+            getattr(attention, name).weight.copy_(matrix)
+        for name in ("q", "k"):
+            matrix = getattr(attention, f"{name}_proj").weight
+            getattr(attention, f"{name}_norm").weight.fill_(_scale(matrix, norm))
+        _copy_rest(layer, weights, prefix)
+        layer.input_layernorm.weight.copy_(norm)  # type: ignore[union-attr, operator]
+    head.hidden_norm.weight.copy_(weights(f"{layer_prefix(first)}input_layernorm.weight"))
+    head.norm.weight.copy_(weights(FINAL_NORM))
+    _pass_last_tap(head.fc, head.config.hidden_size)
+
+
+def _eagle_from_target(head: EagleHead, weights: Weights, num_layers: int) -> None:
+    """The target's last layer on its last tap; the embedding's half begins at random."""
+    hidden, prefix = head.config.hidden_size, layer_prefix(num_layers - 1)
+    attention = head.midlayer.self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        matrix = weights(f"{prefix}self_attn.{name}.weight")
+        getattr(attention, name).weight[:, hidden:] = matrix
+    attention.o_proj.weight.copy_(weights(f"{prefix}self_attn.o_proj.weight"))
+    _copy_rest(head.midlayer, weights, prefix)
+    head.midlayer.hidden_norm.weight.copy_(weights(f"{prefix}input_layernorm.weight"))
+    head.norm.weight.copy_(weights(FINAL_NORM))
+    head.fc.weight.zero_()
+    _pass_last_tap(head.fc, hidden)
+
+
+def _copy_rest(layer: Any, weights: Weights, prefix: str) -> None:  # noqa: ANN401
+    for name in _MLP:
+        getattr(layer.mlp, name).weight.copy_(weights(f"{prefix}mlp.{name}.weight"))
+    norm = weights(f"{prefix}post_attention_layernorm.weight")
+    layer.post_attention_layernorm.weight.copy_(norm)
+
+
+def _pass_last_tap(fc: nn.Linear, hidden: int) -> None:
+    fc.weight[:, -hidden:] += torch.eye(hidden)
+
+
+def _scale(matrix: Tensor, norm: Tensor) -> float:
+    """Root mean square of what a matrix makes of normed inputs, ``norm`` the norm's weights."""
+    return math.sqrt(float((matrix * norm).square().sum(dim=1).mean()))
+
+
+# -- a language model -----------------------------------------------------------------------------
+
+
+def _language_model(target: Target, shape: Shape, weights: Weights, init: str | None) -> nn.Module:
+    """A decoder of the target's width with fewer layers; its embedding and output stay."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config = target.config
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": min(shape.layers, config.num_layers),
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "max_position_embeddings": config.max_model_len,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    model: Any
+    if config.qk_norm:
+        model = Qwen3ForCausalLM(Qwen3Config(**values))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**values))
+    if init not in (None, "target"):
+        model = _saved_model(model, Path(str(init)))
+    else:
+        own = model.state_dict()
+        copied = _lm_tensors(config, values["num_hidden_layers"], weights, whole=init == "target")
+        with torch.no_grad():
+            for name, tensor in copied.items():
+                if name in own:
+                    own[name].copy_(tensor)
+    for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        parameter.requires_grad_(False)
+    module: nn.Module = model.float().to(target.decoder.device)
+    return module
+
+
+def _lm_tensors(
+    config: DecoderConfig, count: int, weights: Weights, *, whole: bool
+) -> Mapping[str, Tensor]:
+    """The target's embedding, output and norm, and layers spread from its first to its last."""
+    found = {EMBEDDING: weights(EMBEDDING), FINAL_NORM: weights(FINAL_NORM)}
+    if not config.tie_embeddings:
+        found[LM_HEAD] = weights(LM_HEAD)
+    if not whole:
+        return found
+    last = config.num_layers - 1
+    names = ["input_layernorm", "post_attention_layernorm"]
+    names += [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}" for n in _MLP]
+    names += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
+    for index in range(count):
+        source = round(index * last / max(1, count - 1))
+        for name in names:
+            own = f"{layer_prefix(index)}{name}.weight"
+            found[own] = weights(f"{layer_prefix(source)}{name}.weight")
+    return found
+
+
+def _saved_model(model: Any, path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
+    if not (path / "config.json").is_file():
+        raise InvalidRequest(f"init: {path} is no folder of a model", param="init")
+    found = type(model).from_pretrained(path, dtype=torch.float32)
+    if found.config.vocab_size != model.config.vocab_size:
+        raise InvalidRequest(f"init: {path} has another vocabulary", param="init")
+    return found
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def save_student(
+    student: Student, target: Target, folder: Path, extra: Mapping[str, object]
+) -> None:
+    """Write a draft as `--draft` reads it, in bfloat16; each file is replaced whole, never half."""
+    folder.mkdir(parents=True, exist_ok=True)
+    module = student.module
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+        new = Path(name)
+        if isinstance(module, BlockHead | EagleHead):
+            save_head(_in_bfloat16(module, target), new, extra=extra)
+        else:
+            _save_model(module, target, new)
+        for path in sorted(new.iterdir()):
+            path.chmod(0o644)
+            os.replace(path, folder / path.name)
+
+
+def _in_bfloat16(head: BlockHead | EagleHead, target: Target) -> BlockHead | EagleHead:
+    """A copy; one of EAGLE-3 with a part of the vocabulary brings its rows of the output.
+
+    Other engines expect them beside the map of ids.
+    """
+    config, tensors = head.config, dict(head.state_dict())
+    made: BlockHead | EagleHead
+    if isinstance(config, EagleConfig):
+        if config.is_reduced and not config.owns_output and head.draft_ids is not None:
+            config = replace(config, owns_output=True)
+            tensors["lm_head.weight"] = Weights(target.path).output()[head.draft_ids.cpu()]
+        made = EagleHead(config)
+    else:
+        made = BlockHead(config)
+    made.bfloat16().load_state_dict(tensors)
+    if head.draft_ids is not None:
+        made.set_draft_ids(head.draft_ids.cpu())
+    return made
+
+
+def _save_model(module: nn.Module, target: Target, folder: Path) -> None:
+    model: Any = copy.deepcopy(module)
+    model.bfloat16().save_pretrained(folder)
+    if target.tokenizer_json is not None:
+        (folder / "tokenizer.json").write_text(target.tokenizer_json, encoding="utf-8")
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        if target.path.is_dir() and (target.path / name).is_file():
+            shutil.copyfile(target.path / name, folder / name)

@@ -1,0 +1,375 @@
+"""The training loop: batches against a budget, checkpoints, a log, and the best draft kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....core.errors import InvalidRequest
+from .conversations import Conversation, Shuffler, frequent_ids, split
+from .making import Kind, Shape, Target, make_student, save_student
+from .measuring import FIRST_ODDS, TEMPERATURES, Acceptance, Examiner, fit_odds
+from .students import Student
+from .teacher import Teacher
+
+logger = logging.getLogger(__name__)
+
+BATCH_TOKENS = 2048
+MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
+WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
+MUON_RATE, ADAM_RATE = 0.01, 2e-3
+LM_RATE = 0.3  # a language model begins as trained layers: both rates are lower
+CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
+NUM_CHECKS = 10  # times that the held-out conversations are looked at on the way
+CHECKED, REPORTED = 8, 24  # conversations of each temperature, on the way and at the end
+STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What `foretoken train-draft` is told. One of ``minutes`` and ``tokens`` is the budget.
+
+    ``tokens`` counts all tokens that the target computes for the draft to learn from.
+    """
+
+    kind: Kind
+    minutes: float | None = None
+    tokens: int | None = None
+    init: str | None = "target"
+    layers: int = 2
+    block: int = 7
+    draft_vocab: int | None = None  # ids that a head can draft, the most frequent; None: all
+    resume: bool = False
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a stopped run needs besides weights, moments and the generator."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    epoch: int = 0
+    cursor: int = 0
+    num_checks: int = 0
+    best: float = 0.0  # tokens a step at the best check
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run."""
+
+    progress: Progress
+    was_stopped: bool
+    acceptance: list[Acceptance] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
+    """One draft, its optimisers, and the place in the data.
+
+    ``folder`` receives the draft; what only training needs lies in ``folder``/training.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        found: Sequence[Conversation],
+        options: TrainOptions,
+        folder: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises `InvalidRequest` where there is nothing to learn from or to resume."""
+        self._target, self._options, self._folder, self._clock = target, options, folder, clock
+        max_len = min(MAX_LEN, target.config.max_model_len)
+        train, held = split(talk.cut(max_len) for talk in found)
+        if not train:
+            raise InvalidRequest("data holds no answer to learn from", param="data")
+        self.num_train, self.num_held = len(train), len(held)
+        torch.manual_seed(options.seed)
+        draft_ids = self._draft_ids(train)
+        shape = Shape(
+            kind=options.kind, layers=options.layers, block=options.block, draft_ids=draft_ids
+        )
+        self.student: Student = make_student(target, shape, options.init)
+        teacher = Teacher(target.decoder, self.student.taps, self._taught_ids(), max_len)
+        self._teacher = teacher
+        self._examiner = Examiner(teacher, held, seed=options.seed)
+        self._shuffler = Shuffler(train, BATCH_TOKENS, options.seed)
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._optimizers = make_optimizers(self.student, options.kind)
+        self.progress = Progress()
+        self._stopped = False
+        work = folder / "training"
+        work.mkdir(parents=True, exist_ok=True)
+        self._state, self._log = work / STATE, work / LOG
+        if options.resume:
+            self._load_state()
+        else:
+            self._log.unlink(missing_ok=True)
+
+    def _draft_ids(self, train: Sequence[Conversation]) -> Tensor | None:
+        config, count = self._target.config, self._options.draft_vocab
+        if count is None or count >= config.vocab_size:
+            return None
+        return frequent_ids(train, count, config.vocab_size, config.eos_token_ids)
+
+    def _taught_ids(self) -> Tensor | None:
+        """A head from a folder may bring other ids than were chosen here."""
+        ids = getattr(self.student.module, "draft_ids", None)
+        return ids if isinstance(ids, Tensor) else None
+
+    @property
+    def done(self) -> float:
+        """The share of the budget that is spent."""
+        if self._options.tokens is not None:
+            return self.progress.tokens / self._options.tokens
+        return self.progress.seconds / (60 * (self._options.minutes or 1))
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Train until the budget is spent or Ctrl-C; the folder then holds the best draft."""
+        with self._stopping_gently(), self._bar() as show:
+            saved = logged = self._clock()
+            losses: list[float] = []
+            while self.done < 1 and not self._stopped:
+                losses.append(self.step())
+                show(losses[-1])
+                now = self._clock()
+                if now - logged > LOG_SECONDS:
+                    self._note(loss=sum(losses) / len(losses), rate=self._rate())
+                    logged, losses = now, []
+                if self.done * NUM_CHECKS >= self.progress.num_checks + 1:
+                    self._check()
+                if now - saved > CHECKPOINT_SECONDS:
+                    self.save_state()
+                    saved = now
+        self.save_state()
+        if not self.progress.best:  # stopped before the first check
+            self._keep()
+        return self._report()
+
+    def step(self) -> float:
+        """One batch; its loss."""
+        began = self._clock()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * self._rate()
+        lesson = self._teacher(self._shuffler.next())
+        with torch.autocast(lesson.taps.device.type, torch.bfloat16):
+            loss = self.student.loss(lesson, self._generator)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.student.module.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        progress = self.progress
+        progress.step += 1
+        progress.tokens += lesson.num_tokens
+        progress.seconds += self._clock() - began
+        progress.epoch, progress.cursor = self._shuffler.epoch, self._shuffler.cursor
+        return loss.item()
+
+    def _rate(self) -> float:
+        """The share of the peak learning rate: up, flat, straight to zero."""
+        done = self.done
+        return max(0.0, min(done / WARM_UP + 0.02, (1 - done) / (1 - DECAY_FROM), 1.0))
+
+    def _check(self) -> None:
+        """Look at held-out answers; the draft is written if it is the best so far."""
+        self.progress.num_checks += 1
+        found = [self._examiner.acceptance(self.student, t, CHECKED)[0] for t in (0.0, 1.0)]
+        score = sum(each.tokens_per_step for each in found) / len(found)
+        self._note(held_out=[each.to_dict() for each in found])
+        if score > self.progress.best:
+            self.progress.best = score
+            self._keep()
+
+    def _keep(self) -> None:
+        save_student(self.student, self._target, self._folder, {})
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def save_state(self) -> None:
+        """Write a checkpoint from which a run goes on to the bit."""
+        state = {
+            "options": asdict(self._options) | {"resume": False},
+            "module": self.student.module.state_dict(),
+            "draft_ids": self._taught_ids(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "generator": self._generator.get_state(),
+            "progress": asdict(self.progress),
+        }
+        new = self._state.with_suffix(".new")
+        torch.save(state, new)
+        os.replace(new, self._state)
+
+    def _load_state(self) -> None:
+        if not self._state.exists():
+            raise InvalidRequest(f"resume: {self._folder} holds no checkpoint", param="resume")
+        state = torch.load(self._state, weights_only=True)
+        wanted = asdict(self._options) | {"resume": False}
+        budget = {"minutes", "tokens"}
+        for name in wanted.keys() - budget:
+            if wanted[name] != state["options"][name]:
+                was = state["options"][name]
+                message = f"resume: the run in {self._folder} had {name} {was}, not {wanted[name]}"
+                raise InvalidRequest(message, param=name)
+        if not _same(state["draft_ids"], self._taught_ids()):
+            message = "resume: the data has changed: other token ids are the most frequent"
+            raise InvalidRequest(message, param="data")
+        self.student.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._generator.set_state(state["generator"])
+        self.progress = Progress(**state["progress"])
+        self._shuffler.place(self.progress.epoch, self.progress.cursor)
+
+    @contextmanager
+    def _stopping_gently(self) -> Iterator[None]:
+        """The first Ctrl-C ends the loop behind the present batch, the second at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signals are
+            if self._stopped:
+                raise KeyboardInterrupt
+            self._stopped = True
+            print("stopping; the best draft is kept", file=sys.stderr)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    # -- what is shown --------------------------------------------------------------------------
+
+    def _note(self, **values: object) -> None:
+        """A line of the log."""
+        progress = self.progress
+        known = {"step": progress.step, "tokens": progress.tokens}
+        line = known | {"seconds": round(progress.seconds, 3)} | values
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def _bar(self) -> Iterator[Callable[[float], None]]:
+        """On a terminal a progress bar, else a line in the log of the program now and then."""
+        if not sys.stderr.isatty():
+            yield lambda loss: logger.debug("loss %.3f", loss)
+            return
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {postfix}") as bar:
+
+            def show(loss: float) -> None:
+                bar.n = round(min(1.0, self.done) * 100, 1)
+                rate = self.progress.tokens / max(self.progress.seconds, 1e-9)
+                best = self.progress.best
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s, best {best:.2f}")
+
+            yield show
+
+    def _report(self) -> Outcome:
+        """Measure what was kept, fit the odds of its candidates, and write both down."""
+        outcome = Outcome(self.progress, self._stopped)
+        odds: dict[str, object] = {}
+        for temperature in TEMPERATURES:
+            acceptance, races = self._examiner.acceptance(self.student, temperature, REPORTED)
+            outcome.acceptance.append(acceptance)
+            kind = {0.0: "greedy", 1.0: "sampled"}.get(temperature)
+            if kind is not None:
+                odds[kind] = [round(n, 3) for n in fit_odds(races, FIRST_ODDS[kind])]
+        outcome.report = {
+            "options": asdict(self._options),
+            "progress": asdict(self.progress),
+            "conversations": {"learnt": self.num_train, "held_out": self.num_held},
+            "acceptance": [each.to_dict() for each in outcome.acceptance],
+            "odds": odds,
+        }
+        final = sum(each.tokens_per_step for each in outcome.acceptance[::2]) / 2
+        if final >= self.progress.best or self.done >= 1:
+            save_student(self.student, self._target, self._folder, {"odds": odds})
+        write_report(self._folder, outcome.report)
+        return outcome
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Write ``training/report.json``, and the plot where matplotlib is installed."""
+    work = folder / "training"
+    (work / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    plot(work / LOG, work / PLOT)
+
+
+def make_optimizers(student: Student, kind: Kind) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, AdamW for tables, norms and biases."""
+    named = [(n, p) for n, p in student.module.named_parameters() if p.requires_grad]
+    tables = ("embed", "markov", "lm_head")
+    is_matrix = {n: p.ndim == 2 and not any(t in n for t in tables) for n, p in named}
+    scale = LM_RATE if kind == "lm" else 1.0
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            [p for n, p in named if is_matrix[n]],
+            lr=MUON_RATE * scale,
+            weight_decay=0.0,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [p for n, p in named if not is_matrix[n]],
+            lr=ADAM_RATE * scale,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+        ),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def _same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return torch.equal(ours.cpu(), theirs.cpu())
+
+
+def plot(log: Path, image: Path) -> bool:
+    """Loss and tokens a step over training tokens; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    losses = [(each["tokens"], each["loss"]) for each in lines if "loss" in each]
+    checks = [(each["tokens"], each["held_out"]) for each in lines if "held_out" in each]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    left.plot(*zip(*losses, strict=True) if losses else ((), ()))
+    left.set(xlabel="training tokens", ylabel="loss")
+    for index, label in enumerate(("T 0", "T 1")):
+        points = [(tokens, found[index]["tokens_per_step"]) for tokens, found in checks]
+        right.plot(*zip(*points, strict=True) if points else ((), ()), label=label, marker="o")
+    right.set(xlabel="training tokens", ylabel="tokens a step, held out")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(image)
+    pyplot.close(figure)
+    return True

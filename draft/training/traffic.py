@@ -1,0 +1,158 @@
+"""Recorded traffic: token ids of finished requests in files, for `foretoken train-draft`.
+
+Off unless asked for. What is written is as telling as the conversations themselves, and a draft
+trained on it leaks by its timing what it learnt: so each tenant and cache salt has a file of its
+own, and callers with API keys are recorded only where their key is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import Delta, FinishReason, Request
+from .drafts.records import VERSION, Record, write_line
+
+logger = logging.getLogger(__name__)
+QUEUE_LEN = 256  # answers that wait for the thread; beyond it they are left out
+DEFAULT_BYTES = 2**30
+FILES_SHARE = 16  # one file holds at most this part of all bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """An answer on its way to its file."""
+
+    tokens: array[int]
+    prompt_len: int
+    temperature: float
+    finish: str
+    namespace: str
+
+
+class TrafficRecorder:
+    """Writes finished requests to ``folder``, in a thread of its own.
+
+    ``callers``: hashes of the API keys that are recorded; None: all requests are.
+    ``max_bytes`` bounds the folder's records, a file holds a sixteenth of it at most: what would
+    exceed either is left out. `expect` and `finish` belong to the event loop.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int = DEFAULT_BYTES,
+        callers: Collection[bytes] | None = None,
+    ) -> None:
+        """Raises `InvalidRequest` for a folder that cannot be written."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"record_traffic: {folder}: {error.strerror}"
+            raise InvalidRequest(message, param="record_traffic") from error
+        if not os.access(folder, os.W_OK):
+            message = f"record_traffic: {folder} cannot be written"
+            raise InvalidRequest(message, param="record_traffic")
+        self._folder, self._max_bytes, self._callers = folder, max_bytes, callers
+        self._namespaces: dict[str, str] = {}  # of requests that have not ended
+        self._model = self._tokenizer = ""
+        self._sizes = {path.name: path.stat().st_size for path in folder.glob("*.jsonl")}
+        self.num_recorded = 0  # by the thread
+        self.num_left_out = 0
+        self._queue: queue.Queue[_Finished | None] = queue.Queue(QUEUE_LEN)
+        self._thread = threading.Thread(target=self._write_all, name="foretoken-traffic")
+        self._thread.daemon = True
+        self._thread.start()
+
+    def name(self, model: str, tokenizer: str) -> None:
+        """Whose token ids these are: the model's name, a hash of its tokenizer."""
+        self._model, self._tokenizer = model, tokenizer
+
+    def expect(self, request: Request, caller: bytes) -> None:
+        """A request was submitted; ``caller`` is the hash of its key, empty without one.
+
+        One that may not leave anything in the cache is not recorded either.
+        """
+        is_allowed = self._callers is None or caller in self._callers
+        if is_allowed and request.cache.write:
+            self._namespaces[request.request_id] = namespace_of(caller, request.namespace)
+
+    def finish(self, request: Request, delta: Delta) -> None:
+        """A request has ended. Never waits: if the thread is behind, the answer is left out."""
+        namespace = self._namespaces.pop(request.request_id, None)
+        if namespace is None or delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        finished = _Finished(
+            array("q", request.tokens),
+            request.prompt_len,
+            request.sampling.params.temperature,
+            str(delta.finish_reason),
+            namespace,
+        )
+        try:
+            self._queue.put_nowait(finished)
+        except queue.Full:
+            self.num_left_out += 1
+
+    def close(self) -> None:
+        """Write what waits and end the thread; blocking, idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+            logger.info(
+                "traffic: %d answers recorded, %d left out", self.num_recorded, self.num_left_out
+            )
+
+    def _write_all(self) -> None:
+        while (finished := self._queue.get()) is not None:
+            try:
+                is_written = self._write(finished)
+            except OSError as error:
+                logger.warning("traffic: an answer could not be written: %s", error)
+                is_written = False
+            if is_written:
+                self.num_recorded += 1
+            else:
+                self.num_left_out += 1
+
+    def _write(self, finished: _Finished) -> bool:
+        """Whether there was room."""
+        line = write_line(
+            Record(
+                v=VERSION,
+                tokens=finished.tokens.tolist(),
+                prompt_len=finished.prompt_len,
+                temperature=finished.temperature,
+                finish=finished.finish,
+                model=self._model,
+                tokenizer=self._tokenizer,
+                namespace=finished.namespace,
+            )
+        )
+        name = f"{finished.namespace}.jsonl"
+        size = self._sizes.get(name, 0) + len(line)
+        total = sum(self._sizes.values()) + len(line)
+        if size > self._max_bytes // FILES_SHARE or total > self._max_bytes:
+            return False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = os.open(self._folder / name, flags, 0o600)
+        with os.fdopen(descriptor, "ab") as file:
+            file.write(line)
+        self._sizes[name] = size
+        return True
+
+
+def namespace_of(caller: bytes, cache_salt: str | None) -> str:
+    """The hash that names a caller's and a salt's file."""
+    return hashlib.sha256(msgspec.json.encode((caller.hex(), cache_salt))).hexdigest()[:32]
