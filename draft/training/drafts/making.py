@@ -88,6 +88,8 @@ def make_student(target: Target, shape: Shape, init: str | None) -> Student:
             begin(head, weights, target.config.num_layers)  # type: ignore[arg-type]
     elif init is not None:
         head = _saved_head(head, Path(init), target)
+    else:  # or its logits would be of another size than the target's
+        head.norm.weight.data.copy_(weights(FINAL_NORM))
     device = target.decoder.device
     head.float().to(device)
     head.borrow(target.decoder.weights.embedding.float(), weights.output().to(device))

@@ -27,7 +27,7 @@ from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 1024  # of small batches there are more: early on, steps count for more than noise
 MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
 WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
 MUON_RATE, ADAM_RATE = 0.01, 2e-3

@@ -14,7 +14,7 @@ from .losses import closeness_loss, pass_weights, slot_weights
 from .teacher import Lesson
 
 NUM_PASSES = 7  # that EAGLE-3 is unrolled
-ANCHORS = 1024  # of a batch, at most
+ANCHORS = 512  # of a batch, at most
 
 
 class Student(Protocol):
