@@ -193,6 +193,15 @@ def frequent_ids(
     return torch.tensor(sorted(chosen))
 
 
+def answer_pairs(conversations: Iterable[Conversation]) -> Tensor:
+    """Every token of answers with the one before it, ``[num, 2]``."""
+    pairs = [
+        torch.tensor([talk.tokens[at - 1 : at + 1] for at in range(talk.first_row + 1, len(talk))])
+        for talk in conversations
+    ]
+    return torch.cat(pairs)
+
+
 class Shuffler:
     """Endless batches of conversations of similar length, about ``batch_tokens`` each.
 

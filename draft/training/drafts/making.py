@@ -28,6 +28,8 @@ from .students import BlockStudent, EagleStudent, LmStudent, Student
 
 Kind: TypeAlias = Literal["block", "eagle3", "lm"]
 MARKOV_RANK = 64
+SMOOTHING = 1.0  # pairs that every token is given, spread as all tokens are
+QUIET = 0.1  # the share of its scale with which the layers' output begins beside the Markov head's
 LM_DEPTH = 4  # tokens of a chain that is measured; a language model drafts any number
 _LEAST_LAYERS = 8  # with fewer the default boundaries coincide
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -55,6 +57,7 @@ class Shape:
     layers: int = 2
     block: int = 7
     draft_ids: Tensor | None = None
+    pairs: Tensor | None = None  # [num, 2] neighbouring tokens of answers, see `_begin_with_pairs`
 
 
 class Weights:
@@ -88,8 +91,9 @@ def make_student(target: Target, shape: Shape, init: str | None) -> Student:
             begin(head, weights, target.config.num_layers)  # type: ignore[arg-type]
     elif init is not None:
         head = _saved_head(head, Path(init), target)
-    else:  # or its logits would be of another size than the target's
-        head.norm.weight.data.copy_(weights(FINAL_NORM))
+    if init in (None, "target") and isinstance(head, BlockHead) and shape.pairs is not None:
+        with torch.no_grad():
+            _begin_with_pairs(head, shape.pairs)
     device = target.decoder.device
     head.float().to(device)
     head.borrow(target.decoder.weights.embedding.float(), weights.output().to(device))
@@ -173,6 +177,35 @@ def _block_from_target(head: BlockHead, weights: Weights, num_layers: int) -> No
     head.hidden_norm.weight.copy_(weights(f"{layer_prefix(first)}input_layernorm.weight"))
     head.norm.weight.copy_(weights(FINAL_NORM))
     _pass_last_tap(head.fc, head.config.hidden_size)
+
+
+def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
+    """The Markov head begins as what the data's neighbouring tokens say, and the rest is quiet.
+
+    Its first rank holds the frequency of each id, the others the strongest directions of how much
+    likelier an id is behind another one than anywhere, both weighted by how often they occur.
+    """
+    markov, config = head.markov_head, head.config
+    if markov is None or markov.kind != "vanilla":
+        return
+    size, rank = config.draft_vocab_size, config.markov_rank
+    before, behind = (head.markov_ids(each) for each in pairs.T)
+    is_known = (before >= 0) & (behind >= 0)
+    counts = torch.zeros(size, size)
+    counts.index_put_((before[is_known], behind[is_known]), torch.ones(()), accumulate=True)
+    total = counts.sum()
+    behind_share = (counts.sum(dim=0) + 0.1) / (total + 0.1 * size)
+    before_share = (counts.sum(dim=1) + 0.1) / (total + 0.1 * size)
+    seen = counts.sum(dim=1, keepdim=True)
+    likelier = (counts + SMOOTHING * behind_share) / ((seen + SMOOTHING) * behind_share)
+    rows, columns = before_share.sqrt().unsqueeze(1), behind_share**0.75
+    u, strength, v = torch.svd_lowrank(likelier.log() * rows * columns, q=rank - 1, niter=3)
+    log_share = behind_share.log()
+    markov.markov_w1.weight[:size, :1] = 1.0
+    markov.markov_w2.weight[:, :1] = (log_share - log_share.mean()).unsqueeze(1)
+    markov.markov_w1.weight[:size, 1:] = u * strength.sqrt() / rows
+    markov.markov_w2.weight[:, 1:] = v * strength.sqrt() / columns.unsqueeze(1)
+    head.norm.weight *= QUIET
 
 
 def _eagle_from_target(head: EagleHead, weights: Weights, num_layers: int) -> None:

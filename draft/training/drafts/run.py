@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ....core.errors import InvalidRequest
-from .conversations import Conversation, Shuffler, frequent_ids, split
+from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
 from .making import Kind, Shape, Target, make_student, save_student
 from .measuring import FIRST_ODDS, TEMPERATURES, Acceptance, Examiner, fit_odds
 from .students import Student
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 BATCH_TOKENS = 1024  # of small batches there are more: early on, steps count for more than noise
 MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
 WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
-MUON_RATE, ADAM_RATE = 0.01, 2e-3
+MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 6e-3
 LM_RATE = 0.3  # a language model begins as trained layers: both rates are lower
 CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
 NUM_CHECKS = 10  # times that the held-out conversations are looked at on the way
@@ -104,7 +104,11 @@ class Trainer:
         torch.manual_seed(options.seed)
         draft_ids = self._draft_ids(train)
         shape = Shape(
-            kind=options.kind, layers=options.layers, block=options.block, draft_ids=draft_ids
+            kind=options.kind,
+            layers=options.layers,
+            block=options.block,
+            draft_ids=draft_ids,
+            pairs=answer_pairs(train),
         )
         self.student: Student = make_student(target, shape, options.init)
         teacher = Teacher(target.decoder, self.student.taps, self._taught_ids(), max_len)
@@ -331,7 +335,10 @@ def make_optimizers(student: Student, kind: Kind) -> list[torch.optim.Optimizer]
             adjust_lr_fn="match_rms_adamw",
         ),
         torch.optim.AdamW(
-            [p for n, p in named if not is_matrix[n]],
+            [
+                {"params": [p for n, p in named if p.ndim > 1 and not is_matrix[n]]},
+                {"params": [p for _, p in named if p.ndim == 1], "lr": NORM_RATE * scale},
+            ],
             lr=ADAM_RATE * scale,
             weight_decay=0.0,
             betas=(0.9, 0.95),
