@@ -64,7 +64,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("execution", "engine"),
     ),
-    "draft": (("sources", "training"), ("control", "models"), ("speculator",)),
+    "draft": (("sources",), ("control", "models"), ("speculator", "training")),
 }
 
 

@@ -41,8 +41,13 @@ def gather(
     """Conversations with answers to learn from.
 
     Answers lie in ``folder``/training: a run that is started again does not ask again. Raises
-    `InvalidRequest` if prompts without answers are all there is and none may be asked.
+    `InvalidRequest` if prompts without answers are all there is and none may be asked, and for
+    token ids that the target does not have.
     """
+    vocab_size = target.config.vocab_size
+    if any(max(talk.tokens, default=0) >= vocab_size for talk in found):
+        message = f"data holds token ids of another model: the target has {vocab_size} tokens"
+        raise InvalidRequest(message, param="data")
     asked = [_prompt(talk) for talk in found if _is_asked(talk, how.regenerate)]
     kept = [talk for talk in found if not _is_asked(talk, how.regenerate)]
     if asked:

@@ -1,0 +1,297 @@
+"""Training of drafts: what is learnt from, the losses, and that runs go on to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foretoken.core.errors import InvalidRequest
+from foretoken.draft.models.block import BlockHead
+from foretoken.draft.models.eagle import EagleHead
+from foretoken.draft.models.head_files import open_head
+from foretoken.draft.training.drafts import run
+from foretoken.draft.training.drafts.conversations import Conversation
+from foretoken.draft.training.drafts.losses import closeness_loss, slot_weights
+from foretoken.draft.training.drafts.making import Shape, Weights, make_student
+from foretoken.draft.training.drafts.measuring import FIRST_ODDS, Examiner, Races, fit_odds
+from foretoken.draft.training.drafts.run import Trainer, TrainOptions
+from foretoken.draft.training.drafts.teacher import Teacher
+
+KINDS = ("block", "eagle3", "lm")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def train(target, talks, tmp_path, monkeypatch):
+    """``train(kind, tokens=, name=, ...)``: a trainer over the target's answers; small batches."""
+    monkeypatch.setattr(run, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(run, "NUM_CHECKS", 2)
+
+    def make(kind, *, tokens=200, name="out", found=talks, **options):
+        chosen = TrainOptions(kind=kind, tokens=tokens, block=3, **options)
+        return Trainer(target, found, chosen, tmp_path / name)
+
+    return make
+
+
+# -- the target's side ----------------------------------------------------------------------------
+
+
+def test_a_lesson_is_what_transformers_computes(target):
+    from transformers import Qwen3ForCausalLM
+
+    batch = [Conversation([5, 6, 7, 8, 9], 2), Conversation([11, 12, 13], 0)]
+    ids = torch.tensor([3, 60, 700, 4000])
+    lesson = Teacher(target.decoder, (1, 6), ids, max_len=16)(batch)
+    model = Qwen3ForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    assert lesson.rows.tolist() == [[-1, 0, 1, 2, -1], [3, 4, -1, -1, -1]]
+    for index, talk in enumerate(batch):
+        with torch.no_grad():
+            out = model(input_ids=torch.tensor([talk.tokens]), output_hidden_states=True)
+        first = lesson.taps[index, : len(talk), : target.config.hidden_size]
+        torch.testing.assert_close(first, out.hidden_states[1][0], atol=1e-4, rtol=1e-3)
+        rows = lesson.rows[index]
+        expected = out.logits[0].softmax(-1)[: len(talk)][rows[: len(talk)] >= 0]
+        found = lesson.p[rows[rows >= 0]]
+        torch.testing.assert_close(found, expected[:, ids], atol=1e-5, rtol=1e-3)
+    assert lesson.num_tokens == 8
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_formula():
+    torch.manual_seed(0)
+    p = torch.randn(4, 50).mul(2).softmax(-1) * 0.8
+    rows = torch.tensor([0, 2, 2, 3, 1, 0])
+    logits = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(6)
+    (closeness_loss(logits, p, rows) * weights).sum().backward()
+    plain = logits.detach().requires_grad_()
+    q, want = plain.softmax(-1), p[rows].double()
+    overlap = torch.minimum(want, q).sum(-1)
+    share = torch.exp(-3 * overlap).detach()
+    kl = (want * (want.log() - plain.log_softmax(-1))).sum(-1)
+    loss = share * kl + (1 - share) * (1 - overlap)
+    (loss * weights).sum().backward()
+    torch.testing.assert_close(closeness_loss(plain, p, rows), loss.float(), check_dtype=False)
+    torch.testing.assert_close(logits.grad, plain.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_the_first_slot_counts_most():
+    assert slot_weights(3, 2.0).tolist() == pytest.approx([1.0, 0.60653, 0.36788], abs=1e-5)
+
+
+# -- drafts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_raises_the_acceptance_of_the_first_position(train, talks, kind):
+    trainer = train(kind, tokens=1600, init=None)
+    examiner = Examiner(trainer._teacher, talks, seed=0)
+    before, _ = examiner.acceptance(trainer.student, 1.0, 8)
+    trainer.run()
+    after, _ = examiner.acceptance(trainer.student, 1.0, 8)
+    assert before.num_chains == after.num_chains > 50
+    assert after.by_position[0] > before.by_position[0] + 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_goes_on_to_the_bit(train, kind):
+    whole = train(kind, name="whole")
+    whole.run()
+    half = train(kind, name="parts")
+    for _ in range(2):
+        half.step()
+    half.save_state()
+    rest = train(kind, name="parts", resume=True)
+    assert rest.progress == half.progress
+    rest.run()
+    assert rest.progress.tokens == whole.progress.tokens
+    ours, theirs = (each.student.module.state_dict() for each in (rest, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not torch.equal(half.student.module.state_dict()[name := list(ours)[-1]], ours[name])
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 64])
+@pytest.mark.parametrize(("kind", "type_"), [("block", BlockHead), ("eagle3", EagleHead)])
+def test_a_written_head_is_read_to_the_bit(train, target, tmp_path, kind, type_, draft_vocab):
+    trainer = train(kind, draft_vocab=draft_vocab)
+    trainer.run()
+    head = open_head(tmp_path / "out", target.config).load()
+    assert isinstance(head, type_)
+    trained, written = trainer.student.module.state_dict(), head.state_dict()
+    assert all(torch.equal(written[name], trained[name].bfloat16()) for name in trained)
+    if draft_vocab is not None:
+        assert head.draft_ids.tolist() == trainer.student.module.draft_ids.tolist()
+    if draft_vocab is not None and kind == "eagle3":  # as other engines expect it
+        rows = Weights(target.path).output()[head.draft_ids]
+        assert torch.equal(written["lm_head.weight"], rows.bfloat16())
+    own = json.loads((tmp_path / "out" / "config.json").read_text())["foretoken"]
+    assert set(own["odds"]) == {"greedy", "sampled"}
+
+
+def test_a_written_language_model_is_served(train, target, tmp_path):
+    from foretoken.api.drafts import check_compatible
+    from foretoken.core.model.loader import load_decoder
+
+    train("lm", layers=1).run()
+    decoder = load_decoder(tmp_path / "out", dtype="float32")
+    check_compatible(tmp_path / "out", decoder, target.path, target.decoder)
+    assert decoder.config.num_layers == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_is_trained_further(train, tmp_path, kind):
+    train(kind, draft_vocab=None if kind == "lm" else 80).run()
+    folder = tmp_path / "out"
+    begun = train(kind, name="more", init=str(folder), layers=2).student.module.state_dict()
+    files = load_file(folder / "model.safetensors")
+    shared = [name for name in begun if name in files]
+    assert len(shared) > 8
+    assert all(torch.equal(begun[name], files[name].float()) for name in shared)
+
+
+def test_a_head_of_another_kind_is_no_beginning(train, tmp_path):
+    train("block").run()
+    with pytest.raises(InvalidRequest, match="kind block"):
+        train("eagle3", name="more", init=str(tmp_path / "out"))
+    with pytest.raises(InvalidRequest, match="no folder"):
+        train("eagle3", name="more", init=str(tmp_path / "gone"))
+
+
+def test_an_eagle_head_begins_as_the_targets_last_layer(target):
+    student = make_student(target, Shape(kind="eagle3"), "target")
+    weights, hidden = Weights(target.path), target.config.hidden_size
+    ours = student.module.state_dict()
+    theirs = weights(f"model.layers.{target.config.num_layers - 1}.self_attn.q_proj.weight")
+    assert torch.equal(ours["midlayer.self_attn.q_proj.weight"][:, hidden:], theirs)
+    assert not torch.equal(ours["midlayer.self_attn.q_proj.weight"][:, :hidden], theirs)
+
+
+def test_a_block_head_begins_with_the_pairs_of_the_data(target):
+    pairs = torch.tensor([[5, 9]] * 30 + [[6, 4]] * 30 + [[7, 9], [7, 4], [7, 8]] * 5)
+    ids = torch.tensor([4, 5, 6, 7, 8, 9, *range(100, 200)])
+    shape = Shape(kind="block", block=3, draft_ids=ids, pairs=pairs)
+    head = make_student(target, shape, "target").module
+    assert isinstance(head, BlockHead)
+    bias, _ = head.markov_head(head.markov_ids(torch.tensor([5, 6])), None, None)
+    assert ids[bias.argmax(-1)].tolist() == [9, 4]
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def test_the_folder_of_a_run(train, tmp_path):
+    outcome = train("block", tokens=400).run()
+    work = tmp_path / "out" / "training"
+    lines = [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "held_out" in line]) == run.NUM_CHECKS
+    report = json.loads((work / "report.json").read_text())
+    assert [each["temperature"] for each in report["acceptance"]] == [0.0, 0.7, 1.0]
+    assert all(len(each["by_position"]) == 3 for each in report["acceptance"])
+    assert report["conversations"] == {"learnt": 15, "held_out": 1}
+    assert not outcome.was_stopped
+    assert not list(tmp_path.rglob(".saving-*"))
+
+
+def test_ctrl_c_keeps_a_draft_and_a_checkpoint(train, target, tmp_path, monkeypatch):
+    trainer, steps = train("block", tokens=10**6), []
+
+    def step():
+        steps.append(Trainer.step(trainer))
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return steps[-1]
+
+    monkeypatch.setattr(trainer, "step", step)
+    before = signal.getsignal(signal.SIGINT)
+    outcome = trainer.run()
+    assert outcome.was_stopped
+    assert len(steps) == 2
+    assert signal.getsignal(signal.SIGINT) is before
+    open_head(tmp_path / "out", target.config).load()
+    assert train("block", tokens=10**6, resume=True).progress.step == 2
+
+
+def test_a_run_is_resumed_as_it_was_begun_only(train):
+    trainer = train("block", draft_vocab=64)
+    trainer.step()
+    trainer.save_state()
+    train("block", draft_vocab=64, tokens=900, resume=True)  # a budget may change
+    with pytest.raises(InvalidRequest, match="had layers 2, not 1"):
+        train("block", draft_vocab=64, layers=1, resume=True)
+    with pytest.raises(InvalidRequest, match="no checkpoint"):
+        train("block", name="other", resume=True)
+    others = [Conversation([1, 2, 4095 - index, 4094 - index], 1) for index in range(30)]
+    with pytest.raises(InvalidRequest, match="data has changed"):
+        train("block", draft_vocab=64, found=others, resume=True)
+
+
+def test_nothing_to_learn_from_is_refused(train):
+    with pytest.raises(InvalidRequest, match="no answer"):
+        train("block", found=[Conversation([1, 2], 2)])
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+class Perfect:
+    """A student that knows what the target will choose, but for its second token."""
+
+    taps, depth = (), 2
+
+    def __init__(self, shifted):
+        self.module, self._shifted = torch.nn.Module(), shifted
+
+    def chains(self, lesson):
+        rows = lesson.rows[lesson.rows >= 0]
+        rows = torch.stack((rows[:-1], rows[1:]), dim=1)
+        logits = lesson.p[rows].log()
+        if self._shifted:
+            logits[:, 1] = logits[:, 1].roll(1, dims=-1)
+        return logits, rows
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_draft_that_knows_the_target_is_always_accepted(target, talks, temperature):
+    teacher = Teacher(target.decoder, (), None, max_len=64)
+    examiner = Examiner(teacher, talks, seed=0)
+    found, _ = examiner.acceptance(Perfect(shifted=False), temperature, 3)
+    assert found.by_position == [1.0, 1.0]
+    assert found.tokens_per_step == 3.0
+    found, _ = examiner.acceptance(Perfect(shifted=True), temperature, 3)
+    assert found.by_position[0] == 1.0
+    assert found.by_position[1] < 0.3
+    assert found.tokens_per_step == pytest.approx(2 + found.by_position[1])
+
+
+def test_a_target_that_chooses_what_a_draft_does_not_know_is_never_met(target, talks):
+    ids = torch.arange(4)  # hardly ever chosen
+    examiner = Examiner(Teacher(target.decoder, (), ids, max_len=64), talks, seed=0)
+    found, _ = examiner.acceptance(Perfect(shifted=False), 1.0, 3)
+    assert found.by_position[0] < 0.2
+
+
+def test_the_odds_that_made_ranks_are_found_again():
+    generator = torch.Generator().manual_seed(1)
+    gaps = torch.rand(40_000, 4, generator=generator).cumsum(1)
+    gaps -= gaps[:, :1].clone()
+    scores = torch.cat((-1.2 * gaps, -0.5 - 0.8 * gaps[:, 1:2]), dim=1)
+    ranks = torch.multinomial(scores.softmax(1), 1, generator=generator).squeeze(1)
+    found = fit_odds(
+        Races(gaps, ranks, torch.ones(len(gaps), dtype=torch.bool)), FIRST_ODDS["sampled"]
+    )
+    assert found == pytest.approx((1.2, -0.5, 0.8), abs=0.1)

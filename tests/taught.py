@@ -1,0 +1,7 @@
+"""How drafts are taught in tests: short answers, small batches."""
+
+from __future__ import annotations
+
+from foretoken.draft.training.drafts.answers import Asking
+
+ASKING = Asking(max_tokens=24, num_running=8)
