@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 DEFAULT_MINUTES = 10.0
+DEFAULT_INIT = {"block": None, "eagle3": "target", "lm": "target"}
+ANSWER_TOKENS = 384  # of an answer that is given anew, at most
 NUM_TIMED, TIMED_TOKENS = 8, 96  # prompts and tokens of each by which a draft is timed in service
 EXAMPLE = """\
 examples:
@@ -62,9 +64,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--init",
-        default="target",
         metavar="target|DIR",
-        help="begin with the target's own layers (default), or with the draft in a folder",
+        help="begin with the target's own layers (default for eagle3 and lm; those of a block head "
+        "begin at random), or with the draft in a folder",
     )
     add(
         "--regenerate",
@@ -114,6 +116,7 @@ def train_draft(parsed: argparse.Namespace) -> int:
     _check(parsed)
     import torch
 
+    from ..draft.training.drafts.answers import Asking
     from ..draft.training.drafts.conversations import read_data
     from ..draft.training.drafts.gathering import Gathering, gather
     from ..draft.training.drafts.run import MAX_LEN, Trainer, write_report
@@ -125,7 +128,11 @@ def train_draft(parsed: argparse.Namespace) -> int:
     with _Encoder(target) as encoder:
         found = read_data([Path(each) for each in parsed.data], encoder, text_len=MAX_LEN)
     options = _options(parsed)
-    gathering = Gathering(regenerate=parsed.regenerate, minutes=options.minutes)
+    gathering = Gathering(
+        regenerate=parsed.regenerate,
+        minutes=options.minutes,
+        asking=Asking(max_tokens=ANSWER_TOKENS),
+    )
     talks = gather(found, target, out, gathering)
     trainer = Trainer(target, talks, options, out)
     print(f"{trainer.num_train} conversations to learn from, {trainer.num_held} held out")
@@ -153,7 +160,7 @@ def _check(parsed: argparse.Namespace) -> None:
     for each in parsed.data:
         if not Path(each).exists():
             raise InvalidRequest(f"data: {each} does not exist", param="data")
-    if parsed.init != "target" and not Path(parsed.init).is_dir():
+    if parsed.init not in (None, "target") and not Path(parsed.init).is_dir():
         raise InvalidRequest(f"init: {parsed.init} is not a folder", param="init")
     if parsed.kind == "lm" and parsed.draft_vocab is not None:
         raise InvalidRequest("draft-vocab is for heads: an lm has all tokens", param="draft_vocab")
@@ -169,7 +176,7 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
         kind=parsed.kind,
         minutes=minutes,
         tokens=parsed.tokens,
-        init=parsed.init,
+        init=parsed.init or DEFAULT_INIT[parsed.kind],
         layers=parsed.layers,
         block=parsed.block,
         draft_vocab=parsed.draft_vocab,

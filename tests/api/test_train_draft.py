@@ -69,18 +69,16 @@ def test_a_folder_with_a_run_is_not_overwritten(capsys, tmp_path):
     assert "--resume" in err
 
 
-def test_a_head_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatch):
+def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "BATCH_TOKENS", 64)
     monkeypatch.setattr("foretoken.api.train_draft.TIMED_TOKENS", 4)
     data = tmp_path / "data.jsonl"
     chats = [{"messages": [{"role": "user", "content": f"hi {index}"}]} for index in range(6)]
     data.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
-    monkeypatch.setattr(
-        "foretoken.draft.training.drafts.gathering.Asking.max_tokens", 8, raising=False
-    )
+    monkeypatch.setattr("foretoken.api.train_draft.ANSWER_TOKENS", 8)
     out = tmp_path / "head"
-    args = ["--data", str(data), "--out", str(out), "--tokens", "300", "--threads", "1"]
-    assert cli.main([*GIVEN, *args, "--block", "3", "--draft-vocab", "128"]) == 0
+    args = ["--kind", "lm", "--data", str(data), "--out", str(out), "--tokens", "300"]
+    assert cli.main([*GIVEN, *args, "--threads", "1"]) == 0
     shown = capsys.readouterr().out
     assert "share of drafted tokens accepted" in shown
     assert "tokens/s before" in shown

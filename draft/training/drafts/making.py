@@ -29,7 +29,7 @@ from .students import BlockStudent, EagleStudent, LmStudent, Student
 Kind: TypeAlias = Literal["block", "eagle3", "lm"]
 MARKOV_RANK = 64
 SMOOTHING = 1.0  # pairs that every token is given, spread as all tokens are
-QUIET = 0.1  # the share of its scale with which the layers' output begins beside the Markov head's
+QUIET = 0.3  # the share of its scale with which the layers' output begins beside the Markov head's
 LM_DEPTH = 4  # tokens of a chain that is measured; a language model drafts any number
 _LEAST_LAYERS = 8  # with fewer the default boundaries coincide
 _MLP = ("gate_proj", "up_proj", "down_proj")

@@ -105,7 +105,7 @@ def test_training_raises_the_acceptance_of_the_first_position(train, talks, kind
     trainer.run()
     after, _ = examiner.acceptance(trainer.student, 1.0, 8)
     assert before.num_chains == after.num_chains > 50
-    assert after.by_position[0] > before.by_position[0] + 0.1
+    assert after.by_position[0] > before.by_position[0] + 0.05
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +122,8 @@ def test_a_stopped_run_goes_on_to_the_bit(train, kind):
     assert rest.progress.tokens == whole.progress.tokens
     ours, theirs = (each.student.module.state_dict() for each in (rest, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert not torch.equal(half.student.module.state_dict()[name := list(ours)[-1]], ours[name])
+    stopped = half.student.module.state_dict()
+    assert not all(torch.equal(ours[name], stopped[name]) for name in ours)
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 64])
