@@ -28,7 +28,7 @@ examples:
   foretoken train-draft --target smollm2 --data chats.jsonl --kind block --out my-head --minutes 30
   foretoken train-draft --target ./Qwen3-8B --data traffic/ --kind eagle3 --init ./published-head \\
       --out tuned-head --tokens 10000000 --draft-vocab 32000
-  foretoken serve smollm2 --draft radix,suffix,my-head
+  foretoken serve smollm2 --draft auto,my-head
 
 data: text files; .jsonl files with {"messages": [...]}, {"text": ...} or, a line each, traffic that
 `foretoken serve --record-traffic` wrote; folders of such files. OUT holds the draft; OUT/training
@@ -142,7 +142,7 @@ def train_draft(parsed: argparse.Namespace) -> int:
         prompts = [talk for talk in talks if talk.is_held_out and talk.prompt_len] or talks
         outcome.report["tokens_per_s"] = _print_rates(parsed, prompts)
         write_report(out, outcome.report)
-    print(f"{out}: serve it with --draft {out}")
+    print(f"{out}: serve it with --draft auto,{out}")
     return 130 if outcome.was_stopped else 0
 
 
@@ -245,7 +245,7 @@ def _print_rates(
     """Tokens a second of one request at a time, as served before and now."""
     prompts = [list(talk.tokens[: talk.prompt_len or 32]) for talk in talks[:NUM_TIMED]]
     found = {}
-    for name, draft in (("before", "auto"), ("with it", f"radix,suffix,{parsed.out}")):
+    for name, draft in (("before", "auto"), ("with it", f"auto,{parsed.out}")):
         try:
             found[name] = _rates(parsed, prompts, draft)
         except ForetokenError as error:
@@ -261,7 +261,7 @@ def _print_rates(
 def _rates(
     parsed: argparse.Namespace, prompts: Sequence[list[int]], draft: str
 ) -> dict[str, float]:
-    from ..core.interface.sampling_params import SamplingParams
+    from .sampling_params import SamplingParams
     from .sync import LLM
 
     options = {"device": parsed.device, "dtype": parsed.dtype, "threads": parsed.threads}

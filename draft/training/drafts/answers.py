@@ -16,7 +16,7 @@ from pathlib import Path
 from ....core.engine.engine import Engine
 from ....core.execution.model_runner import ModelRunner
 from ....core.interface.request import Request
-from ....core.interface.sampling_params import SamplingParams
+from ....core.interface.sampling_params import TokenSamplingParams
 from ....core.interface.speculator import NO_SPECULATION
 from ....core.interface.step import SamplingMetadata
 from ....core.model.decoder import Decoder
@@ -147,7 +147,7 @@ class _Asker:
             fits = len(prompt) + 1 < self._decoder.config.max_model_len
             if fits and self._book.find(prompt, temperature) is None:
                 seed = int.from_bytes(digest([asking.seed, *prompt])[:8])
-                params = SamplingParams(temperature=temperature, max_tokens=asking.max_tokens)
+                params = TokenSamplingParams(temperature=temperature, max_tokens=asking.max_tokens)
                 stop_ids = frozenset(self._decoder.config.eos_token_ids)
                 yield Request(
                     request_id=f"prompt-{index}",

@@ -205,7 +205,7 @@ def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
     markov.markov_w2.weight[:, :1] = (log_share - log_share.mean()).unsqueeze(1)
     markov.markov_w1.weight[:size, 1:] = u * strength.sqrt() / rows
     markov.markov_w2.weight[:, 1:] = v * strength.sqrt() / columns.unsqueeze(1)
-    head.norm.weight *= QUIET
+    head.norm.weight.mul_(QUIET)
 
 
 def _eagle_from_target(head: EagleHead, weights: Weights, num_layers: int) -> None:

@@ -324,26 +324,20 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
 def make_optimizers(student: Student, kind: Kind) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of layers, AdamW for tables, norms and biases."""
     named = [(n, p) for n, p in student.module.named_parameters() if p.requires_grad]
-    tables = ("embed", "markov", "lm_head")
-    is_matrix = {n: p.ndim == 2 and not any(t in n for t in tables) for n, p in named}
+    is_table = {n: any(word in n for word in ("embed", "markov", "lm_head")) for n, _ in named}
+    matrices = [p for n, p in named if p.ndim == 2 and not is_table[n]]
+    tables = [p for n, p in named if p.ndim == 2 and is_table[n]]
+    vectors = [p for _, p in named if p.ndim == 1]
     scale = LM_RATE if kind == "lm" else 1.0
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(
-            [p for n, p in named if is_matrix[n]],
-            lr=MUON_RATE * scale,
-            weight_decay=0.0,
-            adjust_lr_fn="match_rms_adamw",
-        ),
-        torch.optim.AdamW(
-            [
-                {"params": [p for n, p in named if p.ndim > 1 and not is_matrix[n]]},
-                {"params": [p for _, p in named if p.ndim == 1], "lr": NORM_RATE * scale},
-            ],
-            lr=ADAM_RATE * scale,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-        ),
+    muon = torch.optim.Muon(
+        matrices, lr=MUON_RATE * scale, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    groups: list[dict[str, Any]] = [
+        {"params": tables, "lr": ADAM_RATE * scale},
+        {"params": vectors, "lr": NORM_RATE * scale},
     ]
+    adam = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizers: list[torch.optim.Optimizer] = [muon, adam]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, Request
-from foretoken.core.interface.sampling_params import SamplingParams
+from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.draft.training import traffic
 from foretoken.draft.training.drafts.records import read_records
@@ -42,7 +42,7 @@ def request(name="r", tokens=(1, 2, 3), *, salt=None, write=True):
         request_id=name,
         tokens=array("q", tokens),
         sampling=SamplingMetadata(
-            params=SamplingParams(temperature=0.5), seed=3, prompt_len=len(tokens) - 1
+            params=TokenSamplingParams(temperature=0.5), seed=3, prompt_len=len(tokens) - 1
         ),
         namespace=salt,
         cache=CacheOptions(write=write),
