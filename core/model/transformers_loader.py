@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from array import array
 from collections.abc import Iterator
@@ -284,15 +285,23 @@ def _short(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' advice, which concerns training and its own generation."""
+    """Without transformers' advice, which concerns training and its own generation.
+
+    A bar of progress is for terminals.
+    """
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity(logging.ERROR)
+    hides_bar = not sys.stderr.isatty() and transformers.utils.logging.is_progress_bar_enabled()
+    if hides_bar:
+        transformers.utils.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers.utils.logging.set_verbosity(level)
+        if hides_bar:
+            transformers.utils.logging.enable_progress_bar()
 
 
 # -- models ---------------------------------------------------------------------------------------
