@@ -293,7 +293,7 @@ def _quiet() -> Iterator[None]:
     transformers.utils.logging.set_verbosity(logging.ERROR)
     hides_bar = not sys.stderr.isatty() and transformers.utils.logging.is_progress_bar_enabled()
     if hides_bar:
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -301,7 +301,7 @@ def _quiet() -> Iterator[None]:
     finally:
         transformers.utils.logging.set_verbosity(level)
         if hides_bar:
-            transformers.utils.logging.enable_progress_bar()
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 # -- models ---------------------------------------------------------------------------------------
