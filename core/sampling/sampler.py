@@ -1,7 +1,7 @@
-"""Sampler: who chooses the tokens of a step, one for each backend.
+"""Sampler: the protocol that chooses the tokens of a step; each backend has one.
 
-A draft and its target choose by the same one, so that the same noise decides between nearly the
-same scores. The torch one is the oracle.
+A draft model and its target use the same sampler, so that the same noise decides between nearly
+the same scores. The torch sampler is the oracle.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ class Sampler(Protocol):
 
 
 class PendingTokens(Protocol):
-    """Tokens that a device was asked to choose."""
+    """Tokens that a device is choosing."""
 
     @property
     def words(self) -> Tensor:
-        """One for each row, on the device, in a form that the backend reads: see `Ahead`.
+        """One word a row, on the device, in a form that the backend reads: see `DeviceTokens`.
 
-        They hold until the decoder's next pass: what reads them is asked for before that.
+        They hold until the decoder's next pass, which may take its tokens from them.
         """
 
     def choices(self) -> list[Choice]:
-        """Wait for them, and for nothing that the device was asked for since."""
+        """Wait for these tokens, not for later launches. May be called after later passes."""
 
 
 @runtime_checkable
 class DeviceSampler(Sampler, Protocol):
-    """A `Sampler` of a backend that computes behind the host's back.
+    """A `Sampler` of a backend whose device computes while the host goes on.
 
-    Its batches may go on from tokens that the host does not know yet (`RaggedBatch.device_tokens`),
-    and may be told what they will decide, so that the pass itself may choose
-    (`RaggedBatch.sampling_plan`).
+    A batch may continue tokens that the host does not know yet (`RaggedBatch.device_tokens`), and
+    a pass may choose tokens itself (`Wanted.draws`).
     """
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> PendingTokens:
-        """As `sample`, without waiting."""
+    def begin(
+        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
+    ) -> PendingTokens:
+        """Draw as `sample` does, without waiting."""
 
 
 class TorchSampler:

@@ -71,12 +71,14 @@ class TritonSampler:
         _check(len(logits), len(rows))
         return self._choose(logits, list(enumerate(rows)), temperature_scale)
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> TritonPendingTokens:
-        """As `sample` of a row or more, without waiting."""
+    def begin(
+        self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
+    ) -> TritonPendingTokens:
+        """Draw as `sample` does, for at least one row and without waiting."""
         if not rows:
             raise ValueError("no token to draw")
         _check(len(logits), len(rows))
-        return self._begin(logits, list(enumerate(rows)), 1.0)
+        return self._begin(logits, list(enumerate(rows)), temperature_scale)
 
     def plain_controls(
         self, draws: SamplingPlan, num_logits: int, vocab_size: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +24,8 @@ from foretoken.core.interface.step import (
 )
 from foretoken.core.interface.step_runner import StepRunner
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import NOT_FINITE
+from foretoken.core.sampling.verifier import NOT_FINITE, Choice
+from foretoken.draft.models.draft_model import LmProposer
 
 pytest.importorskip("triton")
 
@@ -33,7 +34,7 @@ from fake_stream import FakeStream, StreamGraph
 from graphed import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
 
 from foretoken.core.ops.triton import graph_inputs
-from foretoken.core.ops.triton.sampler import TritonSampler
+from foretoken.core.ops.triton.sampler import TritonPendingTokens, TritonSampler
 from triton_sampling import as_on_a_gpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
@@ -294,3 +295,117 @@ def test_who_launches_computes_behind_the_hosts_back_and_verifies_no_drafts_by_r
     assert not ModelRunner(lab.decoder, lab.pool, rejection=True).launches
     decoder: Any = SimpleNamespace(device=lab.decoder.device, sampler=TorchSampler())
     assert not ModelRunner(decoder, cast("Any", None)).launches
+
+
+# -- a draft model -------------------------------------------------------------------------------
+
+
+class Drafter:
+    """A draft model over the lab's decoder; ``log`` has its passes and its reads in order."""
+
+    def __init__(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lab, self.log = lab, list[str]()
+        self._note(monkeypatch, type(lab.decoder), "forward", "pass")
+        self._note(monkeypatch, graph_inputs.AsyncCopy, "read", "read")
+
+    def _note(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, what: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            self.log.append(what)
+            return call(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def draft(
+        self, depths: dict[str, int], *, scale: float = 1.0, is_slow: bool = False
+    ) -> list[list[int]]:
+        """The drafts of two steps: the first computes the prompts, the second goes on from them."""
+        self.lab.restart()
+        proposer = LmProposer(self.lab.decoder, self.lab.pool, temperature_scale=scale)
+        found = self._propose(proposer, depths)
+        # without graphs the fake of a slow device has segments of one row only
+        with self.lab.is_slow() if is_slow and self.lab.has_graphs else nullcontext():
+            return found + self._propose(proposer, depths)
+
+    def _propose(self, proposer: LmProposer, depths: dict[str, int]) -> list[list[int]]:
+        rows = self.lab.plan(list(depths)).rows
+        self.log.clear()
+        drafts = proposer.propose([replace(row, max_draft=depths[row.request_id]) for row in rows])
+        for row, draft in zip(rows, drafts, strict=True):
+            self.lab.tokens[row.request_id].extend(draft.token_ids[:2])
+        return [list(draft.token_ids) for draft in drafts]
+
+    def read_one_by_one(self, depths: dict[str, int], *, scale: float = 1.0) -> list[list[int]]:
+        """The same, each token read before the next pass."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LmProposer, "_extend_on_device", LmProposer._extend_on_host)
+            return self.draft(depths, scale=scale)
+
+
+DEPTHS = {"drawn": 5, "greedy": 1, "cut": 3}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    drafter = Drafter(lab, monkeypatch)
+    expected = drafter.read_one_by_one(DEPTHS, scale=scale)
+    assert drafter.log == ["pass", "read"] * 5
+    assert [len(token_ids) for token_ids in expected] == [5, 1, 3] * 2
+    assert drafter.draft(DEPTHS, scale=scale, is_slow=True) == expected
+    assert drafter.log == ["pass"] * 5 + ["read"] * 5
+
+
+def test_a_bias_and_a_least_length_need_no_token_on_the_host(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = TokenSamplingParams(temperature=3.0, logit_bias={3: 3.0}, min_tokens=4)
+    drafter, restart = Drafter(lab, monkeypatch), lab.restart
+
+    def restart_edited() -> None:
+        restart()
+        lab.sampling["cut"] = SamplingMetadata(
+            params=params, seed=1, prompt_len=PROMPT_LEN, stop_ids=frozenset({5, 6, 7})
+        )
+
+    monkeypatch.setattr(lab, "restart", restart_edited)
+    expected = drafter.read_one_by_one(DEPTHS)
+    assert drafter.draft(DEPTHS, is_slow=True) == expected
+    assert drafter.log == ["pass"] * 5 + ["read"] * 5
+
+
+def test_a_penalty_needs_each_token_on_the_host_before_the_next(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = TokenSamplingParams(temperature=3.0, presence_penalty=2.0)
+    drafter, restart = Drafter(lab, monkeypatch), lab.restart
+
+    def restart_penalised() -> None:
+        restart()
+        lab.sampling["cut"] = SamplingMetadata(params=params, seed=1, prompt_len=PROMPT_LEN)
+
+    monkeypatch.setattr(lab, "restart", restart_penalised)
+    drafter.draft(DEPTHS)
+    assert drafter.log == ["pass", "read"] * 5
+
+
+def test_a_draft_ends_before_the_token_that_cannot_be_drawn(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes behind it are launched by then; what they drew is dropped."""
+    drafter = Drafter(lab, monkeypatch)
+    whole = drafter.draft(DEPTHS)[0]
+    choices, num_calls = TritonPendingTokens.choices, 0
+
+    def failing(tokens: TritonPendingTokens) -> list[Choice]:
+        nonlocal num_calls
+        num_calls += 1
+        found = choices(tokens)
+        return [Choice(-1, NOT_FINITE), *found[1:]] if num_calls == 3 else found
+
+    monkeypatch.setattr(TritonPendingTokens, "choices", failing)
+    drawn, greedy, cut = drafter.draft(DEPTHS)[:3]
+    assert drawn == whole[:2]
+    assert (len(greedy), len(cut)) == (1, 3)
