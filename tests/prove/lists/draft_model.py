@@ -96,4 +96,31 @@ MUTATIONS = (
         ("test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it",),
         "a draft is as sharp in a graph as out of it",
     ),
+    Mutation(
+        "lm-reads-every-token-at-once",
+        "LmProposer._extend",
+        "if is_read or any(",
+        "if is_read or not any(",
+        (
+            "test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched",
+            "test_a_penalty_needs_each_token_on_the_host_before_the_next",
+        ),
+        "tokens stay on the device unless one must be known before the next",
+    ),
+    Mutation(
+        "lm-takes-the-tokens-of-another-row",
+        "LmProposer._device_tokens",
+        "[places[index] for index in live]",
+        "list(range(len(live)))",
+        ("test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched",),
+        "each row goes on from its own token",
+    ),
+    Mutation(
+        "lm-draws-behind-a-token-that-failed",
+        "_Chain.extend",
+        "self.has_failed or choice.error is not None",
+        "choice.error is not None",
+        ("test_a_draft_ends_before_the_token_that_cannot_be_drawn",),
+        "a draft ends before a token that could not be drawn",
+    ),
 )
