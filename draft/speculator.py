@@ -1,10 +1,10 @@
-"""DraftSpeculator: which tokens each request guesses in a step, and how many.
+"""DraftSpeculator: decides which tokens each request drafts in a step, and how many.
 
-Free sources look the next tokens up in what was said before, or know what a grammar forces; a
-draft model, if there is one, is asked in the model thread. How far to trust each is measured
-(control/acceptance.py), what a step costs is measured (control/cost_model.py), and the controller
-drafts every token that is worth its row, which may be none. Look-ups come before a step; what was
-committed is indexed while the next step runs.
+Free sources look the next tokens up in earlier tokens, or know what a grammar forces. A draft
+model, if there is one, proposes in the model thread. The acceptance rate of each is measured
+(control/acceptance.py), the cost of a step is measured (control/cost_model.py), and the controller
+drafts every token that is worth its row, which may be none. Look-ups run before a step; committed
+tokens are indexed while the next step runs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ LM_PRIORS = Priors(((0.75,) * len(BUCKETS),), ((0.65,) * len(BUCKETS),))
 FREE_LEN = 24  # longest draft of a free source in "auto"
 LM_LEN = 6  # longest draft of the model in "auto"
 MAX_BRANCHES = 2
-DECIDE_SHARE = 0.02  # of a step: where deciding takes more, look-ups that find nothing back off
+DECIDE_SHARE = 0.02  # of a step: if deciding takes longer, look-ups that find nothing back off
 
 
 class DraftSpeculator:
     """Plans drafts for all requests of an engine.
 
-    ``depth``: "auto" lets the controller decide, a number fixes it; a request may say otherwise,
-    but where ``adapts`` is false "auto" is that number for it too. ``overlaps``: steps without
-    drafts are launched before the one ahead of them is read, so look-ups back off however cheap.
+    ``depth``: "auto" lets the controller decide, a number fixes it. A request may ask for another
+    depth; if ``adapts`` is false, its "auto" means ``depth``. ``overlaps``: steps without drafts
+    are launched before the step ahead of them is read, so look-ups back off even if they are cheap.
     ``lm_block``: tokens that one pass of the draft model yields. ``lm_catches_up``: whether it must
     compute the tokens of a request itself; a head's KV is written from the target's passes.
     """
@@ -132,7 +132,7 @@ class DraftSpeculator:
         return self._states.setdefault(request.request_id, DraftState(request))
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """What a free source guesses, else the draft model, to that depth."""
+        """A free source's draft of at most ``depth`` tokens; without one, the draft model's."""
         if depth < 1:
             return NO_DRAFT_PLAN
         paths = self._generator.generate(state, depth)
@@ -171,7 +171,10 @@ class DraftSpeculator:
         return len(state.request.tokens) - state.lm_len if self._lm_catches_up else 0
 
     def _lm_survival(self, state: DraftState, limit: int, is_busy: bool) -> Survival:
-        """None while prompts wait and much must be caught up with: the load may be growing."""
+        """The draft model's survival; empty while prompts wait and much KV is missing.
+
+        Then the load may be growing, and catching up would delay the prompts.
+        """
         length, request = min(limit, LM_LEN), state.request
         has_backlog = is_busy and self._num_uncached(state) > LM_LEN
         if not self._has_lm or not length or has_backlog:
@@ -181,7 +184,7 @@ class DraftSpeculator:
     def _allocate(
         self, states: Sequence[DraftState], candidates: StepCandidates
     ) -> Sequence[DraftPlan]:
-        """The controller's choice; whose look-ups find nothing may be silent for a while."""
+        """Ask the controller for the drafts; requests whose look-ups find nothing may back off."""
         allocation = self.controller.allocate(candidates)
         room = candidates.budget - allocation.num_rows
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
@@ -217,7 +220,7 @@ class DraftSpeculator:
                 room -= length + 1
         return DraftPlan(trunk.draft(num_free), branches=branches)
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- outcomes -------------------------------------------------------------------------------
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Score every guess of the step, verified or not, against what was committed."""
@@ -234,7 +237,7 @@ class DraftSpeculator:
             state.score_lm(self.odds, row, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """What the step cost, ``seconds`` in all."""
+        """Learn the cost of a step that took ``seconds``."""
         decodes = [
             out
             for row, out in zip(plan.rows, output.rows, strict=True)
@@ -257,16 +260,16 @@ class DraftSpeculator:
     # -- requests -------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
-        """A prefix hit brings the draft model's KV along, if that was in use."""
+        """Register a request; a prefix hit brings the draft model's KV along, if that is in use."""
         if self._depth(request) == 0:
             return
         self._state_of(request).lm_len = request.num_computed if self._uses_lm else 0
         self._indexer.join(request)
-        for state in self._states.values():  # the load is another one
+        for state in self._states.values():  # the load has changed
             state.paused_until = 0
 
     def leave(self, request: Request) -> None:
-        """Its tokens are kept later, while a step runs."""
+        """Forget a request; the sources keep its tokens later, while a step runs."""
         if self._states.pop(request.request_id, None) is not None:
             self._indexer.leave(request)
             self.odds.forget(request.request_id)
@@ -276,22 +279,22 @@ class DraftSpeculator:
         return self._indexer.has_work
 
     def work(self) -> None:
-        """Index what was said."""
+        """Index new tokens."""
         self._indexer.work()
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget what was said in these namespaces, in all when none is named."""
+        """Forget the tokens of these namespaces, of all when none is named."""
         self._indexer.keep()
         for source in self._sources:
             source.flush(*namespaces)
 
     def describe(self) -> Mapping[str, object]:
-        """What it did since the last call and why, for the log."""
+        """Describe the decisions since the last call, for the log."""
         return self.controller.describe()
 
 
 class _DraftModelUse:
-    """What the draft model did in one step."""
+    """The draft model's work in one step."""
 
     def __init__(self) -> None:
         self.num_rows = self.num_passes = self.num_drafted = self.num_hits = 0
@@ -299,7 +302,7 @@ class _DraftModelUse:
     def add(
         self, num_uncached_draft_tokens: int, num_drafted: int, num_hits: int, num_passes: int
     ) -> None:
-        """It caught up with ``num_uncached_draft_tokens`` tokens of a request and guessed some."""
+        """Count a request: tokens caught up with, drafted and accepted, and passes."""
         self.num_rows += num_uncached_draft_tokens + num_passes
         self.num_passes = max(self.num_passes, 1, num_passes)
         self.num_drafted += num_drafted

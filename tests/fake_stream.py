@@ -101,11 +101,17 @@ class StreamGraph(FakeGraph):
 
 
 class _Asker(_Recorder):
-    """As the recorder of a graph; but what an operation makes is void until it is done."""
+    """As the recorder of a graph; but what an operation makes is void until it is done.
+
+    What it writes in place it writes when its turn comes: memory on the device may be in use still.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
+        if not self.is_launching and func.overloadpacket.__name__ in ("copy_", "fill_", "zero_"):
+            self.calls.append(lambda: func(*args, **(kwargs or {})))
+            return args[0]
         num_made = len(self.made)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for made in self.made[num_made:]:

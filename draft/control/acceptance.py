@@ -1,11 +1,10 @@
-"""How often guesses come true, by source, kind and position, and for each request on its own.
+"""AcceptanceModel: how likely draft tokens are accepted, by source, kind, position and request.
 
-The chance of a token *given that all before it were right* is learnt for each source and kind of
-guess in classes of positions, for greedy and for sampled requests apart. A request for which a
-source does better or worse than usual bends the curve: survival of the request = survival of the
-curve ** hazard (proportional hazards, Cox 1972), where the hazard is its rejections over those
-that the curve expected, one for each token tried and its chance to be wrong. One failure bends a
-little, three in a row a lot.
+The chance of a token *given that all before it are accepted* is learnt for each source and kind of
+guess in classes of positions, separately for greedy and for sampled requests. If a source does
+better or worse for one request, the request's survival is the curve's survival ** hazard
+(proportional hazards, Cox 1972). The hazard is the request's rejections over those that the curve
+expected. One rejection changes it a little, three in a row a lot.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class _Curve:
         return curve
 
     def count(self, num_hits: int, missed: bool) -> None:
-        """Positions below ``num_hits`` came true; the next one did not, or was not known."""
+        """Count ``num_hits`` positions as right, and the next one as wrong if ``missed``."""
         num_tried = num_hits + missed
         for index, start in enumerate(BUCKETS):
             if start >= num_tried:
@@ -73,7 +72,7 @@ class _Curve:
 
 @dataclass(slots=True)
 class _Adjustment:
-    """How one request fares with one source against the source's curves."""
+    """The hazard of one request with one source."""
 
     rejections: float = 0.0
     expected: float = 0.0
@@ -101,19 +100,19 @@ class _SourceOdds:
 
 
 class AcceptanceModel:
-    """Learns how far each source can be trusted. Sources must be registered first."""
+    """Learns the acceptance rate of each source. Sources must be registered first."""
 
     def __init__(self) -> None:
         self._sources: dict[str, _SourceOdds] = {}
 
     def register(self, source: str, priors: Priors) -> None:
-        """A source, with its odds while nothing is measured."""
+        """Add a source with its odds before anything is measured."""
         self._sources[source] = _SourceOdds(priors)
 
     def survival(
         self, source: str, kind: int, request_id: str, length: int, *, sampled: bool
     ) -> FloatArray:
-        """Chance that the first 1, 2, ... ``length`` tokens all come true; read only, [length].
+        """Chance that the first 1, 2, ... ``length`` tokens are all accepted; read only, [length].
 
         ``length`` may be `MAX_LENGTH` at most. ``sampled``: the temperature is above 0.
         """
@@ -130,9 +129,9 @@ class AcceptanceModel:
     def score(
         self, source: str, kind: int, request_id: str, num_hits: int, *, missed: bool, sampled: bool
     ) -> None:
-        """``num_hits`` leading tokens of a guess came true; then one was wrong if ``missed``.
+        """Learn that ``num_hits`` leading tokens were right, and the next one wrong if ``missed``.
 
-        Not missed: the guess was used up, or nothing is known of the rest.
+        Not missed: the guess has no further token, or it is not known whether it is right.
         """
         num_tried = min(num_hits + missed, MAX_LENGTH)
         if not num_tried:
@@ -144,6 +143,6 @@ class AcceptanceModel:
         curve.count(num_hits, missed)
 
     def forget(self, request_id: str) -> None:
-        """The request left; what it taught of the sources stays."""
+        """Drop a request's adjustments; the curves stay."""
         for odds in self._sources.values():
             odds.adjustments.pop(request_id, None)

@@ -1,10 +1,9 @@
-"""Which drafts of a batch to verify: every token whose expected gain exceeds its row's price.
+"""Chooses the draft tokens of a batch: those whose expected gain exceeds the price of their rows.
 
-A row's price in tokens is its seconds times the tokens that the engine makes of a second. The
-tokens of all drafts, most likely first, form a queue; of its front parts the one is taken whose
-gain exceeds its price by most. Survivals never rise along a draft, so a front part takes a prefix
-of each. For every depth that the draft model may go to, each request takes the better of its two
-drafts.
+A row's price in tokens is its seconds times the engine's tokens a second. The tokens of all drafts
+are sorted, most likely first, and the prefix of this order with the highest net gain is taken.
+Survival never rises along a draft, so this takes a prefix of each draft. The draft model's depths
+are tried one by one; at each, a request takes the better of its two drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCandidates:
-    """What could be drafted in a step.
+    """The drafts that a step could verify.
 
     ``free`` [num_requests, F]: chance that a known draft comes true so far, 0 beyond its end.
     ``lm`` [num_requests, D]: the same of what the draft model would guess, 0 where it may not.
@@ -90,7 +89,7 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A front part of the queue."""
+    """The prefix of the sorted tokens that was taken."""
 
     counts: IntArray  # [num_requests]
     net: float
@@ -99,7 +98,7 @@ class _Taken:
 def _take(
     survival: FloatArray, candidates: StepCandidates, costs: CostModel, rate: float
 ) -> _Taken:
-    """Of ``survival`` [num_requests, width], the best front part."""
+    """The best prefix of the sorted tokens of ``survival`` [num_requests, width]."""
     num_requests, width = survival.shape
     flat = survival.ravel()
     order = (-flat).argsort(kind="stable") if num_requests > 1 else np.arange(width)

@@ -1,4 +1,4 @@
-"""CandidateGenerator: what all free sources guess of a request, merged."""
+"""CandidateGenerator: merges the guesses of all free sources for a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .request_state import DraftState
 
 
 class CandidateGenerator:
-    """Asks the free sources, and weighs their guesses by how often the like came true."""
+    """Collects guesses of the free sources and weighs them by their acceptance rates."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class CandidateGenerator:
         self._sources, self._odds, self._grammar = sources, odds, grammar
 
     def generate(self, state: DraftState, most: int) -> list[Path]:
-        """Paths of at most ``most`` tokens, the likeliest first; empty where nothing is guessed."""
+        """Return paths of at most ``most`` tokens, the likeliest first; empty without a guess."""
         request = state.request
         guesses = [
             _to_the_end(guess, request.stop_ids)
@@ -50,7 +50,7 @@ class CandidateGenerator:
         return merge(guesses, survivals)
 
     def _possible(self, request: Request, guesses: Sequence[Guess]) -> list[Guess]:
-        """What a request's constraint leaves of its guesses."""
+        """Cut the guesses at the first token that the request's constraint forbids."""
         if self._grammar is None:
             return list(guesses)
         own, trim = self._grammar.name, self._grammar.trim
@@ -59,7 +59,7 @@ class CandidateGenerator:
 
 
 def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
-    """The guess without what follows a token that ends the answer: nothing does."""
+    """Cut the guess behind the first token that ends the answer."""
     if stop_ids.isdisjoint(guess.token_ids):
         return guess
     end = next(at for at, token in enumerate(guess.token_ids) if token in stop_ids)

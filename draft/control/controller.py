@@ -1,8 +1,8 @@
-"""Controller: how much each request drafts, step by step.
+"""Controller: decides how much each request drafts in a step.
 
-Every token is drafted whose expected gain exceeds its row's price: measured odds against measured
-costs. A draft model that does not pay is tried now and then, within a budget; look-ups need no
-trials, for each of their guesses is scored against what was said, verified or not.
+A token is drafted if its expected gain exceeds the price of its row, by measured acceptance and
+measured costs. A draft model that does not pay is probed at intervals, within a budget. Look-ups
+need no probes: each guess is scored against the committed tokens, verified or not.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import numpy as np
 from .allocation import Allocation, StepCandidates, allocate
 from .cost_model import CostModel
 
-PROBE_SHARE = 0.01  # of all time that trials of an unused draft model may take
-FIRST_PROBE, LAST_PROBE = 32, 1024  # steps between two trials
+PROBE_SHARE = 0.01  # of all time that probes of an unused draft model may take
+FIRST_PROBE, LAST_PROBE = 32, 1024  # steps between two probes
 
 
 class ProbeScheduler:
-    """Says when a draft model that is not in use is tried on one token of one request.
+    """Decides when a draft model that is not in use drafts one token of one request.
 
-    A trial that came true is soon followed by another; one that did not doubles the interval.
+    An accepted probe is soon followed by another one; a rejected probe doubles the interval.
     """
 
     def __init__(self) -> None:
         self._interval = FIRST_PROBE
-        self._num_idle = 0  # steps since the draft model was last asked
+        self._num_idle = 0  # steps since the draft model was last used
         self._saved_s = 0.0  # of the budget
 
     def idle(self, seconds: float) -> None:
-        """A step passed without the draft model."""
+        """Count a step without the draft model."""
         self._num_idle += 1
         self._saved_s += PROBE_SHARE * seconds
 
     def is_due(self, cost_s: float) -> bool:
-        """Whether a trial may be made that costs so much."""
+        """Whether a probe of this cost may be made now."""
         return self._num_idle >= self._interval and cost_s <= self._saved_s
 
     def note_use(self, cost_s: float, num_hits: int, *, is_probe: bool) -> None:
-        """The draft model drafted, in a trial or in earnest; ``num_hits`` tokens came true."""
+        """Learn that the draft model drafted; ``num_hits`` of its tokens were accepted."""
         self._num_idle = 0
         if not is_probe:
             self._interval = FIRST_PROBE
@@ -55,7 +55,7 @@ class Controller:
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._probes = ProbeScheduler()
-        self._probe_s = 0.0  # seconds of the trial in the step under way; 0: there is none
+        self._probe_s = 0.0  # seconds of the probe in the step under way; 0: there is none
         self._rows = 0  # of the pass of the step allocated last
         self._num_decodes = 0  # requests in it
         self._rate = 0.0  # tokens a second by which it was allocated
@@ -63,7 +63,7 @@ class Controller:
         self._num_drafted = 0  # tokens
 
     def allocate(self, candidates: StepCandidates) -> Allocation:
-        """The drafts of the step to come."""
+        """Choose the drafts of the next step."""
         self._probe_s = 0.0
         if not self.costs.is_ready:
             none = np.zeros(len(candidates.free), dtype=np.int64)
@@ -78,14 +78,14 @@ class Controller:
         return chosen
 
     def takes(self, gain_tokens: float, num_rows: int) -> bool:
-        """Add more rows to the step just allocated if they pay: those of another branch, say."""
+        """Add rows, for example of a branch, to the step just allocated, if they pay."""
         if gain_tokens <= self._rate * self._row_seconds(num_rows):
             return False
         self._rows += num_rows
         return True
 
     def _with_probe(self, candidates: StepCandidates, chosen: Allocation) -> Allocation:
-        """One token of the draft model for the request whose KV lacks least, when it is due."""
+        """Add a probe, if one is due, for the request that lacks the least draft KV."""
         may = candidates.lm[:, 0] > 0.0
         row = int(np.where(may, candidates.num_uncached_draft_tokens, 1 << 40).argmin())
         cost_s = float(self.costs.draft_pass(1 + int(candidates.num_uncached_draft_tokens[row])))
@@ -97,7 +97,7 @@ class Controller:
         return Allocation(num_free, depths, chosen.net)
 
     def observe(self, seconds: float, *, num_lm_drafted: int, num_lm_hits: int) -> None:
-        """A step took so long; ``num_lm_drafted`` tokens were the draft model's."""
+        """Learn a step's seconds; ``num_lm_drafted`` tokens came from the draft model."""
         if num_lm_drafted or self._probe_s:
             is_probe = self._probe_s > 0.0
             self._probes.note_use(self._probe_s, num_lm_hits, is_probe=is_probe)
@@ -111,7 +111,7 @@ class Controller:
         self._num_drafted += chosen.num_rows
 
     def describe(self) -> dict[str, float]:
-        """For the log: shares of the steps since the last call, rows drafted in one."""
+        """Shares of each kind of step since the last call and rows drafted a step, for the log."""
         steps = max(1, self._num_steps.total())
         lines = {
             f"share_{kind}": round(self._num_steps[kind] / steps, 4)
@@ -126,5 +126,5 @@ class Controller:
         return lines
 
     def _row_seconds(self, num_rows: int) -> float:
-        """Of so many more rows in the step allocated last."""
+        """Seconds that ``num_rows`` more rows add to the step allocated last."""
         return float(self.costs.row_seconds(self._rows, num_rows, self._num_decodes)[-1])

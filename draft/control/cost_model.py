@@ -1,6 +1,6 @@
-"""What steps cost: curves measured at start-up and corrected by every step that runs.
+"""CostModel: the time of a step, measured at start-up and corrected by every step.
 
-All times are seconds. Nothing here knows of requests or drafts, only of rows, passes and tokens.
+All times are in seconds. It knows rows, passes and tokens; it knows neither requests nor drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a draft model never ti
 DRIFT_RATE, KNOT_RATE = 0.03, 0.05  # share of an error that one pass corrects
 MAX_ERROR = 0.3  # share or log ratio that one pass may claim: a stall is no price
 MEAN_RATE = 0.05  # of a new value in a running mean
-PRIOR_SPREAD = 0.1  # of passes, as a share, from which on their rows tell a slope
+PRIOR_SPREAD = 0.1  # share by which passes must differ before a slope is learnt from them
 SLOPE_RANGE = (0.2, 5.0)
 MAX_OUTLIER = 3.0  # times a mean that one value may claim
 
@@ -54,7 +54,7 @@ class CostCurve:
         return np.asarray(np.interp(num_rows, self._knots, self._values))
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """One pass took so long."""
+        """Learn from one pass."""
         if num_rows <= 0 or seconds <= 0.0:
             return
         error = log(seconds / float(self.at(num_rows)))
@@ -66,7 +66,7 @@ class CostCurve:
         self._values = np.maximum.accumulate(np.exp(logs))
 
     def _correct(self, num_rows: int, error: float) -> None:
-        """Shared between the drift and the two knots beside."""
+        """Share the error between the drift and the two nearest knots."""
         low = min(max(0, bisect_right(self._index, num_rows) - 1), len(self._index) - 2)
         width = self._index[low + 1] - self._index[low]
         share = min(1.0, max(0.0, (num_rows - self._index[low]) / width))
@@ -108,8 +108,8 @@ class Mean:
 class _Fit:
     """Seconds of a pass = slope * seconds by the curve + a residual, by running least squares.
 
-    What contexts add is a residual, a machine that has become slower is a slope. Where all passes
-    have as many rows the two cannot be told apart; then the slope stays near 1.
+    Long contexts add a residual; a machine that became slower changes the slope. If all passes have
+    the same number of rows, the two cannot be distinguished, and the slope stays near 1.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Fit:
 
 @dataclass(slots=True)
 class _Load:
-    """Steps in which about so many requests decoded and no prompt was computed."""
+    """Means over steps of about the same number of decoding requests, without prompts."""
 
     seconds: Mean = field(default_factory=Mean)  # from commit to commit
     tokens: Mean = field(default_factory=Mean)  # for each request
@@ -154,13 +154,13 @@ class _Load:
 
 
 class CostModel:
-    """Prices of rows and passes, and the tokens that the engine makes of a second."""
+    """Prices of rows and passes, and the engine's tokens a second."""
 
     def __init__(self, profile: StepProfile | None = None) -> None:
         self.load(profile or StepProfile())
 
     def load(self, profile: StepProfile) -> None:
-        """Begin anew from what was measured."""
+        """Start again from a profile."""
         self.profile = profile
         self._forward, self._draft = CostCurve(profile.forward), CostCurve(profile.draft)
         self._loads: dict[int, _Load] = {}  # by the bits of the number of requests
@@ -194,14 +194,14 @@ class CostModel:
         return max(0.0, load.host_draft.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
-        """Tokens a second, lately, of steps in which about so many requests decoded."""
+        """Recent tokens a second of steps with about so many decoding requests."""
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
             return num_requests / float(self._forward.at(num_requests))
         return num_requests * load.tokens.value / load.seconds.value
 
     def step_seconds(self, num_requests: int) -> float:
-        """Seconds of such a step, lately."""
+        """Recent seconds of a step with about so many decoding requests."""
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.seconds.num_seen:
             return float(self._forward.at(num_requests))
@@ -239,6 +239,6 @@ class CostModel:
         host.observe(max(0.0, seconds - forward_s - draft_s))
 
     def observe_draft(self, num_passes: int, num_rows: int, seconds: float) -> None:
-        """The draft model took so long for ``num_rows`` in all of its passes."""
+        """Learn from the draft model's passes of one step, ``num_rows`` in all."""
         if num_passes > 0:
             self._draft.observe(round(num_rows / num_passes), seconds / num_passes)

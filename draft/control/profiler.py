@@ -1,4 +1,4 @@
-"""What rows cost on this machine, measured before the first request comes."""
+"""Measures what rows cost on this machine, before the first request."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def _rows(decoder: Decoder) -> tuple[int, ...]:
 
 
 def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int]]:
-    """Whose rows to time: one request's; of many rows on a GPU, as drafts of several have them.
+    """The requests to time, as (tokens behind, rows): one; on a GPU several for many rows.
 
-    There a long chunk takes other kernels than verification does.
+    There a long chunk has other kernels than the verification of drafts.
     """
     if decoder.device.type == "cpu" or num_rows <= DRAFTED:
         return [(near, num_rows)]

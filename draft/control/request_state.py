@@ -1,4 +1,4 @@
-"""What the speculator knows of each request, and how its guesses turned out."""
+"""DraftState: the speculator's state of one request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PAUSE = 8  # tokens of an answer for which nothing is looked up
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's guesses for the step under way, and how far the draft model has come."""
+    """One request's guesses for the step under way, and how much KV the draft model has."""
 
     request: Request
     guesses: Sequence[Guess] = ()
@@ -33,7 +33,7 @@ class DraftState:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether its tokens are drawn; drafts fare worse then."""
+        """Whether its tokens are drawn at a temperature above 0: fewer drafts are accepted then."""
         return self.request.sampling.params.temperature > 0
 
     def drafts_nothing(self, num_new_tokens: int) -> bool:
@@ -41,14 +41,14 @@ class DraftState:
         return len(self.request.tokens) + num_new_tokens < self.paused_until
 
     def drafted(self, num_rows: int, *, may_back_off: bool) -> None:
-        """The step's decision; after a few fruitless ones look-ups pause, ever longer."""
+        """Note the rows drafted; after a few steps without any, look-ups pause ever longer."""
         if num_rows:
             self.num_fruitless = 0
             return
         self.num_fruitless += 1
         if may_back_off and self.num_fruitless > FRUITLESS:
-            silence = min(MAX_PAUSE, 1 << (self.num_fruitless - FRUITLESS - 1))
-            self.paused_until = len(self.request.tokens) + 1 + silence
+            pause = min(MAX_PAUSE, 1 << (self.num_fruitless - FRUITLESS - 1))
+            self.paused_until = len(self.request.tokens) + 1 + pause
 
     def score(self, odds: AcceptanceModel, served: array[int]) -> None:
         """Compare every guess, verified or not, with what was committed."""
@@ -67,10 +67,10 @@ class DraftState:
     def score_lm(
         self, odds: AcceptanceModel, row: PlanRow, output: RowOutput, num_served: int
     ) -> None:
-        """Compare what the draft model said, and note how far it has come by that."""
+        """Compare the draft model's tokens, and note how much KV it has now."""
         hits = min(output.num_accepted, num_served)
         self.lm_len = row.stop - output.num_uncached_draft_tokens + num_served - 1
-        # nothing to catch up, nothing said
+        # it lacked no KV and drafted nothing: it failed
         is_empty = not output.draft_len and not output.num_uncached_draft_tokens
         if output.draft_len or is_empty:
             missed = is_empty or hits < min(output.draft_len, num_served)

@@ -1,4 +1,4 @@
-"""LmProposer: a smaller language model drafts, with the noise that the verifier will use.
+"""LmProposer: a smaller language model drafts with the noise that the verifier will use.
 
 Drawing with the verifier's own Gumbel noise makes the two choices agree far more often than
 independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
@@ -124,7 +124,7 @@ class LmProposer:
         )
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Requests that left take their cursor along; pages that change hands lose their mark."""
+        """Forget the tracks of these requests and the ready marks of these pages."""
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
         for page_id in newly_allocated_pages:
@@ -138,7 +138,7 @@ class LmProposer:
     def observe(
         self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
     ) -> None:
-        """Nothing is learnt here: what came of a draft is seen in the tokens of the next row."""
+        """Do nothing: the next row's tokens show which draft tokens were accepted."""
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
         """Catch up within the window, then draft one token at a time for rows that are whole."""
@@ -151,7 +151,7 @@ class LmProposer:
         return [self._draft(*each) for each in zip(rows, tracks, chains, strict=True)]
 
     def _draft(self, row: DraftRow, track: _Track, chain: _Chain) -> Draft:
-        # Where the context ends nothing will ever be caught up: that is no backlog.
+        # At the end of the context the missing KV is never computed: it does not count.
         num_uncached_draft_tokens = (
             _num_uncached_draft_tokens(row, track) if self._has_room(row) else 0
         )
@@ -174,7 +174,7 @@ class LmProposer:
         return track
 
     def _learn(self, row: DraftRow, track: _Track, chain: _Chain) -> None:
-        """What came of a request's last draft: KV that is right."""
+        """Count the KV of the last draft that was accepted."""
         committed = row.tokens[track.num_computed :]
         agreed = common_len(chain.token_ids, committed)
         right = min(agreed, len(chain.token_ids) - 1)
@@ -232,7 +232,7 @@ class LmProposer:
         return _Drawn(whole, self._choose(output, sample_rows, [chains[i] for i in whole]))
 
     def _stops(self, rows: Sequence[DraftRow], tracks: Sequence[_Track]) -> dict[int, int]:
-        """How far each row gets within the window, those that lack least first."""
+        """Where each row's catch-up stops, within the window; rows that lack least come first."""
         room, stops = self._window + len(rows), {}
         for index in sorted(
             range(len(rows)), key=lambda i: _num_uncached_draft_tokens(rows[i], tracks[i])

@@ -1,9 +1,9 @@
 """TemperatureTuner: how much to sharpen a draft's distribution, learnt from acceptances.
 
 The verifier never sees what a draft was drawn from, so dividing its logits by tau is free to tune.
-Once the target's token is known, every tau of a grid is asked what it would have drawn there, with
-the noise of that position: no tau has to be tried out to be judged. Two taus are compared where
-just one of them was right (McNemar's test).
+Once the target's token is known, the token that each tau of a grid would have drawn there is
+computed, with the noise of that position: no tau has to be used to be judged. Two taus are compared
+by the tokens that just one of them got right (McNemar's test).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import Sampler, TorchSampler
 
 GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
-_SIGMAS = 3.0  # by which a tau must win to be taken
+_SIGMAS = 3.0  # by which another tau must win to replace the current one
 _DECAY = 0.999  # of what was seen, per answer
 _NUM_EAGER = 256  # answers until the sampling becomes rare
 _EAGER, _RARE = 8, 64  # one draft in so many: an answer costs several draws
@@ -45,9 +45,9 @@ class TemperatureTuner:
         return GRID[self._current]
 
     def keep(self, row: DraftRow, logits: Tensor) -> None:
-        """Now and then remember the draft's ``logits`` [vocab] for the token after ``row.tokens``.
+        """Keep the ``logits`` [vocab] of one draft in some, for the token after ``row.tokens``.
 
-        Drafts of greedy requests say nothing: their best token is the same for every tau.
+        Drafts of greedy requests are skipped: their best token is the same for every tau.
         """
         if row.sampling.params.temperature == 0.0:
             return
@@ -56,7 +56,7 @@ class TemperatureTuner:
             self._kept[row.request_id] = len(row.tokens), logits.clone()
 
     def settle(self, row: DraftRow) -> None:
-        """Judge what was kept for this request, if the target's token is known by now."""
+        """Judge the kept logits of this request, if the target's token is known by now."""
         at, logits = self._kept.pop(row.request_id, (len(row.tokens), None))
         if logits is None or at >= len(row.tokens):
             return
@@ -71,7 +71,7 @@ class TemperatureTuner:
         self.judge([token_id == row.tokens[at] for token_id in drawn])
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Requests that left give no answer any more."""
+        """Drop the kept logits of requests that ended."""
         for request_id in request_ids:
             self._kept.pop(request_id, None)
 
@@ -87,7 +87,7 @@ class TemperatureTuner:
 
 
 def _all_drawn(draw: Callable[[float], int]) -> list[int]:
-    """What each tau of `GRID` draws, without asking those between two that agree.
+    """The token that each tau of `GRID` draws; those between two that agree are not computed.
 
     A token's score is linear in 1 / tau, so the best score is convex: a token that wins at both
     ends of a span wins inside it. (top-p may cut otherwise there; that is rare and harmless.)

@@ -1,8 +1,8 @@
-"""Whether a draft model speaks the target's tokens: an id must mean the same text to both.
+"""Checks that a draft model has the target's vocabulary: each id must be the same text in both.
 
-Wrong drafts would change no output, but hardly one would be accepted. How text is cut into tokens
-(merges, normaliser, pre-tokeniser) is no matter: the draft reads and writes ids. Nor are special
-tokens that only one of the two knows; an ordinary token must be known to both.
+Another vocabulary would change no output, but hardly a draft would be accepted. How text is cut
+into tokens (merges, normaliser, pre-tokeniser) does not matter: the draft model reads and writes
+ids. Special tokens may exist in one of the two only; an ordinary token must exist in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GrammarSource: what a request's constraint forces is known before the model says it."""
+"""GrammarSource: drafts the tokens that a request's constraint forces."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .source import Guess, Priors
 
 @dataclass(slots=True)
 class _Follower:
-    """The event loop's own matcher of one request, and what it said last."""
+    """The event loop's own matcher of one request, and its last forced run."""
 
-    constraint: Constraint | None  # None: it failed, and the model thread's will, too
-    num_tokens: int = 0  # at which ``run`` was asked for
+    constraint: Constraint | None  # None: it failed; the model thread's fails, too
+    num_tokens: int = 0  # of the request, when ``run`` was computed
     most: int = 0
     run: array[int] | None = None
 
 
 class GrammarSource:
-    """Runs of tokens that cannot fail, for requests with a constraint alone.
+    """Drafts runs of forced tokens, for requests with a constraint.
 
-    Where the constraint leaves just one token, the target can say no other: such a run is accepted
-    to its end. It also says where the guesses of others must be wrong.
+    Where the constraint allows one token only, the target must choose it: such a run is accepted to
+    its end. `trim` cuts the guesses of other sources at the first token that is not allowed.
     """
 
     name = "grammar"
@@ -41,22 +41,22 @@ class GrammarSource:
         return (Guess(run, self.name, 0),) if run else ()
 
     def trim(self, request: Request, guess: Guess) -> Guess | None:
-        """A guess up to its first token that cannot come; None where nothing is left of it."""
+        """Cut a guess before its first token that is not allowed; None if nothing is left."""
         length = self._count_allowed(request, guess.token_ids)
         if length == len(guess.token_ids):
             return guess
         return Guess(guess.token_ids[:length], guess.source, guess.kind) if length else None
 
     def index(self, request: Request) -> int:  # noqa: ARG002
-        """Nothing: a grammar knows without having seen anything."""
+        """Index nothing: a grammar needs no earlier tokens."""
         return 0
 
     def leave(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Forget the request's matcher."""
         self._followers.pop(request, None)
 
     def flush(self, *namespaces: str | None) -> None:
-        """Nothing is kept that others could see."""
+        """Do nothing: no token is kept."""
 
     def _follower(self, request: Request) -> _Follower | None:
         constraint = request.sampling.constraint
@@ -67,7 +67,7 @@ class GrammarSource:
         return self._followers[request]
 
     def _forced(self, request: Request, most: int) -> array[int]:
-        """Asked again for the same place, it need not think."""
+        """The forced run behind the request; computed once for each length."""
         follower = self._follower(request)
         if follower is None or follower.constraint is None:
             return array("q")

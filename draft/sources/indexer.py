@@ -1,4 +1,4 @@
-"""SourceIndexer: has the sources index what requests say, while steps run."""
+"""SourceIndexer: has the sources index the tokens of requests while steps run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millis
 
 
 class SourceIndexer:
-    """What each request has said that the sources have not indexed yet."""
+    """The tokens of each request that the sources have not indexed yet."""
 
     def __init__(self, sources: Sequence[GuardedSource]) -> None:
         self._sources = sources
@@ -22,11 +22,11 @@ class SourceIndexer:
         self._ended: deque[Request] = deque()  # their tokens are still to be kept
 
     def join(self, request: Request) -> None:
-        """Its prompt is indexed soon."""
+        """Add a running request."""
         self._num_indexed[request.request_id] = request, 0
 
     def leave(self, request: Request) -> None:
-        """Its tokens are kept later."""
+        """Move a request to those that ended; `work` keeps its tokens."""
         self._num_indexed.pop(request.request_id, None)
         self._ended.append(request)
 
@@ -36,7 +36,7 @@ class SourceIndexer:
         return bool(self._num_indexed or self._ended)
 
     def work(self) -> None:
-        """Keep what ended requests said, then index new tokens of the running ones; bounded."""
+        """Keep the tokens of ended requests, then index new ones of running requests; bounded."""
         self.keep(MAX_ENDED if self._num_indexed else None)
         room = INDEX_CHUNK
         for request, num_indexed in list(self._num_indexed.values()):
@@ -51,7 +51,7 @@ class SourceIndexer:
                 return
 
     def keep(self, most: int | None = None) -> None:
-        """Keep what ended requests said: of so many, the first that ended, or of all."""
+        """Keep the tokens of ended requests: of the ``most`` that ended first, or of all."""
         count = len(self._ended) if most is None else min(most, len(self._ended))
         for _ in range(count):
             request = self._ended.popleft()

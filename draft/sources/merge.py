@@ -1,7 +1,8 @@
-"""What several sources guess for one request, merged: a trie, kept as paths.
+"""Merges the guesses of several sources for one request into a trie, kept as paths.
 
-The most promising guess is the trunk. A guess that runs along it adds nothing but confidence; one
-that leaves it is a branch from its fork on, and can only come true where the trunk does not.
+The most promising guess is the main path. A guess that agrees with it to its end only raises its
+survival. A guess that differs is a branch from the fork on, which can be accepted only if the main
+path is rejected there.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from ...core.interface.step import Draft
 from .source import Guess
 
 Survival = NDArray[np.float64]
-"""[num_tokens] chance that a draft token and all before it come true; never rising."""
+"""[num_tokens] chance that a draft token and all before it are accepted; never rising."""
 
 
 @dataclass(slots=True)
 class Path:
-    """One guess from the request's position on, and what each of its tokens is worth."""
+    """One guess from the request's position on, and the survival of each of its tokens."""
 
     token_ids: array[int]
     source: str
     survival: Survival
-    fork: int = 0  # leading tokens that the trunk has, too
+    fork: int = 0  # leading tokens that it shares with the main path
 
     def draft(self, length: int) -> Draft:
-        """Its first ``length`` tokens."""
+        """Make a draft of its first ``length`` tokens."""
         return Draft.of(self.token_ids[:length], self.source)
 
 
 def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> list[Path]:
-    """The trunk, then the branches, most promising first; without duplicates.
+    """Return the main path, then the branches, most promising first and without duplicates.
 
     ``survivals[i]`` belongs to ``guesses[i]``, of which there is at least one.
     """
@@ -51,7 +52,7 @@ def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> list[Path]
 
 
 def _beside(trunk: Path, guess: Guess, survival: Survival) -> Path | None:
-    """What a guess adds to the trunk: a branch, or confidence in what they share."""
+    """Raise the main path's survival where a guess agrees; return the branch if it differs."""
     fork = common_len(trunk.token_ids, guess.token_ids)
     if fork:
         trunk.survival = trunk.survival.copy()
@@ -71,7 +72,7 @@ def _differ(branch: Path, other: Path) -> bool:
 
 
 def common_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """Leading items that two sequences share."""
+    """Count the leading items that two sequences share."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:  # arrays compare at once, but are equal to arrays alone
         return length

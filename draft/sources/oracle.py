@@ -1,4 +1,4 @@
-"""OracleSource: simulated acceptance, for benchmarks. It knows the answer and spoils some of it."""
+"""OracleSource: simulates an acceptance rate, for benchmarks, by spoiling a recorded answer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Key = tuple[str | None, bytes]
 
 
 class OracleSource:
-    """Replays what an earlier request with the same prompt answered, spoiling tokens at random.
+    """Replays the answer of an earlier request with the same prompt, some tokens replaced.
 
     Each token is right with probability ``accuracy``, drawn from the request's seed and the
-    position; position alone decides what comes next, whatever the request said so far. The last
-    answers are kept, ``max_tokens`` in all. Raises `InvalidRequest` for an accuracy outside 0..1.
+    position. The guess depends on the position alone, not on the tokens so far. The last answers
+    are kept, ``max_tokens`` in all. Raises `InvalidRequest` for an accuracy outside 0..1.
     """
 
     def __init__(self, accuracy: float, vocab_size: int, *, max_tokens: int = 1_000_000) -> None:
@@ -46,11 +46,11 @@ class OracleSource:
         return (Guess(token_ids, self.name, 0),) if token_ids else ()
 
     def index(self, request: Request) -> int:  # noqa: ARG002
-        """Nothing: an answer is known when it has ended."""
+        """Index nothing: an answer is recorded when it has ended."""
         return 0
 
     def leave(self, request: Request) -> None:
-        """The answer is kept for the next one who asks."""
+        """Record the answer for later requests with the same prompt."""
         self._live.pop(request, None)
         if request.num_output:
             self._forget(_key(request))
@@ -60,7 +60,7 @@ class OracleSource:
             self._forget(next(iter(self._answers)))
 
     def flush(self, *namespaces: str | None) -> None:
-        """All answers of these namespaces go."""
+        """Drop the answers of these namespaces, of all when none is named."""
         for key in list(self._answers):
             if not namespaces or key[0] in namespaces:
                 self._forget(key)
@@ -79,7 +79,7 @@ class OracleSource:
         return self._spoil(self._answers[key], request.sampling.seed)
 
     def _spoil(self, answer: array[int], seed: int) -> array[int]:
-        """A token becomes the next id of the vocabulary where the position's draw says so."""
+        """Replace each token whose draw fails by the next id of the vocabulary."""
         token_ids = np.array(answer, np.int64)
         wrong = np.random.default_rng(seed).random(len(answer)) >= self._accuracy
         spoilt = np.where(wrong, (token_ids + 1) % self._vocab_size, token_ids)

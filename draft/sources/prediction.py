@@ -18,7 +18,7 @@ STEADY = 16  # tokens that came true since the place was found again: trusted as
 
 @dataclass(slots=True)
 class _Cursor:
-    """Where an answer stands in its prediction."""
+    """The position of an answer in its prediction."""
 
     prediction: array[int]
     data: bytes  # of the prediction
@@ -28,16 +28,16 @@ class _Cursor:
     num_right: int = STEADY  # tokens that came true since the place was last found
 
     def follow(self, new: array[int]) -> bool:
-        """Go on while the answer is as predicted; whether all of ``new`` is."""
+        """Advance over the tokens that are as predicted; return whether all of ``new`` are."""
         same = common_len(new, self.prediction[self.at : self.at + len(new)])
         self.at += same
         self.num_right += same
         return same == len(new)
 
     def find(self, last: array[int]) -> None:
-        """The place after the answer's last tokens: the next such one, else the first.
+        """Move behind the answer's last tokens: to their next occurrence, else to the first.
 
-        What lacks the last two tokens is not searched for more: one scan of the bytes.
+        One scan of the bytes if the prediction lacks the last two tokens.
         """
         self.lost, self.num_right = True, 0
         if _find(self.data, last[-ORDERS[-1] :], 0) is None:
@@ -51,7 +51,7 @@ class _Cursor:
 
 
 class PredictionSource:
-    """Follows ``request.prediction``; where the answer departs from it, finds the place again."""
+    """Follows ``request.prediction``; if the answer departs from it, it finds the place again."""
 
     name = "prediction"
     priors = Priors.constant(0.9, 0.6)
@@ -71,15 +71,15 @@ class PredictionSource:
         return (Guess(token_ids, self.name, kind),)
 
     def index(self, request: Request) -> int:  # noqa: ARG002
-        """Nothing: a prediction serves its own request alone."""
+        """Index nothing: a prediction serves its own request alone."""
         return 0
 
     def leave(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Forget the request's cursor."""
         self._cursors.pop(request, None)
 
     def flush(self, *namespaces: str | None) -> None:
-        """Nothing is kept that others could see."""
+        """Do nothing: no token is kept."""
 
     def _follow(self, request: Request, prediction: array[int]) -> _Cursor:
         cursor = self._cursors.get(request)
@@ -96,7 +96,7 @@ class PredictionSource:
 def _find(data: bytes, tokens: array[int], start: int) -> int | None:
     """Index of the first place of ``tokens`` from ``start`` on, in items of ``data``.
 
-    A text made so that bytes agree where tokens do not is given up after a while.
+    Bytes may agree where tokens do not: after `MAX_ASKEW` such places the search ends.
     """
     size, needle = tokens.itemsize, tokens.tobytes()
     at = data.find(needle, start * size)

@@ -1,4 +1,4 @@
-"""RadixSource: what followed all of these tokens before, from the first of the prompt on."""
+"""RadixSource: continues an earlier request that began with all tokens of this one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .merge import common_len
 from .source import Guess, Priors
 
 SINGLE, FORKED = 0, 1  # kinds: one continuation was ever seen, or several
-FIRST_WAIT = 16  # tokens until a request whose place in the tree is gone searches again
-KEEP_SHARE = 15 / 16  # of the bound, once it is exceeded: every cut has all cursors repaired
+FIRST_WAIT = 16  # tokens until a request that left the tree searches again
+KEEP_SHARE = 15 / 16  # of the bound is kept once it is exceeded: an eviction repairs all cursors
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class _Cursor:
 class RadixSource:
     """Continues the most recent request that began with all of this one's tokens.
 
-    A radix tree of token ids that owns no KV, so what was said outlives its KV: ``max_tokens`` in
-    all, the least recently used dropped first. Requests enter it when they end.
+    It has a radix tree of token ids without KV, so tokens outlive their KV: ``max_tokens`` in all,
+    the least recently used are dropped first. Requests are inserted when they end.
     """
 
     name = "radix"
@@ -59,11 +59,11 @@ class RadixSource:
         return (Guess(draft, self.name, kind),)
 
     def index(self, request: Request) -> int:  # noqa: ARG002
-        """Nothing: a live request has no continuation yet that others lack."""
+        """Index nothing: requests are inserted when they end."""
         return 0
 
     def leave(self, request: Request) -> None:
-        """Its tokens join the tree. O(len(tokens)), at memcmp speed for those already there."""
+        """Insert the request's tokens. O(len(tokens)), by memcmp where the tree has them."""
         self._cursors.pop(request, None)
         if not request.num_output or request.cache.is_private:
             return
@@ -73,13 +73,13 @@ class RadixSource:
             tree.evict(tree.num_pages - int(self._max_tokens * KEEP_SHARE))
 
     def flush(self, *namespaces: str | None) -> None:
-        """What ended requests said is dropped."""
+        """Drop the tokens of ended requests in these namespaces, in all when none is named."""
         self._tree.flush(*namespaces)
 
     # -- the cursor
 
     def _draft(self, request: Request, most: int) -> tuple[array[int], bool]:
-        """What follows the request, and whether past a fork; empty where it has left the tree."""
+        """The tokens behind the request, and whether past a fork; empty if it left the tree."""
         cursor = self._follow(request)
         if cursor.node is None or cursor.length < len(request.tokens):
             return array("q"), False

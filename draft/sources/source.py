@@ -1,4 +1,4 @@
-"""The protocol of the free sources: what guesses from token ids alone, on the event loop's side."""
+"""Source: the protocol of drafters that need token ids alone, on the event loop's side."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Odds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may follow a request's tokens.
+    """Tokens that may follow a request's tokens.
 
-    ``kind`` is what the source itself knows of how far to trust it (the length of a match, say):
-    an index into its priors. How often each kind comes true is measured.
+    ``kind`` is how far the source itself trusts the guess (by the length of a match, for example):
+    an index into its priors. How often guesses of each kind are accepted is measured.
     """
 
     token_ids: array[int]
@@ -35,50 +35,50 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Priors:
-    """Odds of each kind of guess while nothing is measured, [num_kinds]."""
+    """Odds of each kind of guess before anything is measured, [num_kinds]."""
 
     greedy: tuple[Odds, ...]
     sampled: tuple[Odds, ...]  # for requests with a temperature above 0
 
     @classmethod
     def constant(cls, *chances: float) -> Priors:
-        """The same chance at every position, greedy or not; one for each kind."""
+        """Make priors with one chance a kind, equal at every position, greedy or sampled."""
         odds = tuple((chance,) * len(BUCKETS) for chance in chances)
         return cls(odds, odds)
 
 
 class Source(Protocol):
-    """Guesses what follows from tokens seen before, of the same ``request.namespace`` alone.
+    """Guesses from tokens seen before in the same ``request.namespace``.
 
-    Reads requests, never writes them. Calls come from the event loop, one at a time.
+    It reads requests and never writes them. Calls come from the event loop, one at a time.
     """
 
     @property
     def name(self) -> str:
-        """What its tokens are labelled with."""
+        """The label of its tokens in usage and metrics."""
 
     @property
     def priors(self) -> Priors:
-        """Of all kinds of its guesses."""
+        """Odds of each kind of its guesses before any is measured."""
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Guesses, of at most ``most`` tokens each, at what follows ``request.tokens``."""
+        """Return guesses of at most ``most`` tokens each behind ``request.tokens``."""
 
     def index(self, request: Request) -> int:
-        """Index tokens of a live request, `INDEX_CHUNK` at most; returns how many it indexed.
+        """Index tokens of a live request, `INDEX_CHUNK` at most; return how many.
 
-        Called now and then until it returns 0; runs while the model thread computes a step.
+        Called until it returns 0, while the model thread computes steps.
         """
 
     def leave(self, request: Request) -> None:
-        """The request ended: keep of its tokens what may serve others, drop the rest."""
+        """Keep what may serve others of a request that ended; drop everything else."""
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget what was seen in these namespaces, in all when none is named."""
+        """Forget the tokens of these namespaces, of all when none is named."""
 
 
 class GuardedSource:
-    """A source that may fail: a failure costs its guesses; after a few it is dropped."""
+    """Wraps a source: a failure costs its guesses, and after a few failures it is dropped."""
 
     def __init__(self, source: Source) -> None:
         self.name = source.name
@@ -87,7 +87,7 @@ class GuardedSource:
         self._breaker = CircuitBreaker(MAX_FAILURES, forgiven=0.0)
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """Its guesses; none where it failed."""
+        """Call the source; no guesses if it fails."""
         if self._inner is None:
             return ()
         try:
@@ -97,7 +97,7 @@ class GuardedSource:
             return ()
 
     def index(self, request: Request) -> int:
-        """Tokens that it indexed; 0 once it failed."""
+        """Call the source; 0 if it fails."""
         if self._inner is None:
             return 0
         try:
@@ -107,7 +107,7 @@ class GuardedSource:
             return 0
 
     def leave(self, request: Request) -> None:
-        """Passed on."""
+        """Call the source."""
         if self._inner is None:
             return
         try:
@@ -116,7 +116,7 @@ class GuardedSource:
             self._failed()
 
     def flush(self, *namespaces: str | None) -> None:
-        """Passed on. A source that cannot forget is dropped, with all that it knows."""
+        """Call the source; if it cannot forget, it is dropped with all that it holds."""
         if self._inner is None:
             return
         try:

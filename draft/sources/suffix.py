@@ -1,4 +1,4 @@
-"""The suffix index: what followed the last few tokens before, in this request or in others.
+"""SuffixSource: drafts what followed the last few tokens before, in this request or in others.
 
 Sources: suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) for drafting from earlier outputs,
 prompt look-up decoding (Saxena 2023) for the request's own tokens; the suffix tree is replaced by
@@ -111,7 +111,7 @@ class Segment:
 
 
 class Occurrence(NamedTuple):
-    """Where a request's last tokens stood before: ``tokens[at]`` followed them."""
+    """An earlier place of a request's last tokens: ``tokens[at]`` followed them."""
 
     segment: Segment
     at: int
@@ -119,7 +119,7 @@ class Occurrence(NamedTuple):
 
 
 class SuffixIndex:
-    """The last n tokens, for n in ORDERS, to where they stood: newest, oldest, in other requests.
+    """Maps the last n tokens, for n in ORDERS, to places: newest, oldest, in other requests.
 
     One direct-mapped table of ``num_slots`` (a power of two) 8-byte entries, and the last writer
     wins: memory is bounded and nothing is ever deleted. So every entry is checked against the
@@ -140,7 +140,7 @@ class SuffixIndex:
     def open(
         self, tokens: array[int], *, scope: Hashable, shared_salt: int | None, shared_from: int = 0
     ) -> Segment:
-        """A live segment over ``tokens``, which are lent and may grow.
+        """Open a live segment over ``tokens``, which are lent and may grow.
 
         Segments of one ``scope`` find each other where they have a ``shared_salt``, which must be
         equal then. Positions before ``shared_from`` are left to segments that have them already.
@@ -164,7 +164,7 @@ class SuffixIndex:
         return splitmix64(seed + order) & self._slot_mask
 
     def keep(self, segment: Segment) -> None:
-        """Replace what was lent by a copy of what was indexed for others."""
+        """Replace the lent tokens by a copy of those that were indexed for others."""
         start = max(0, segment.shared_from - MAX_ORDER)
         segment.tokens = segment.tokens[start:]
         segment.offset = start
@@ -177,7 +177,7 @@ class SuffixIndex:
     # -- looking up
 
     def find(self, segment: Segment) -> list[Occurrence]:
-        """Where the last tokens of a live segment stood before; no two are the same place.
+        """Find earlier places of a live segment's last tokens; no two are equal.
 
         Its newest place by the longest order that has one, then its oldest, then the newest in
         another segment by an order that is no shorter. O(1) each.
@@ -294,11 +294,11 @@ class SuffixIndex:
 
 
 class SuffixSource:
-    """Continues where the last tokens stood before, in this request or any of its namespace.
+    """Drafts what followed the last tokens before, in any request of the namespace.
 
-    Live requests lend their tokens. Of ended ones it keeps what they did not share with those
-    before them, ``max_tokens`` in all, the least recently used dropped first. ``own_only``: prompt
-    look-up, in the request's own tokens; nothing outlives a request.
+    Live requests lend their tokens. Of ended requests it keeps the tokens that they did not share
+    with earlier ones, ``max_tokens`` in all; the least recently used are dropped first.
+    ``own_only``: prompt look-up in the request's own tokens alone; none are kept.
     """
 
     priors = PRIORS
@@ -315,7 +315,7 @@ class SuffixSource:
         self._num_kept = 0  # tokens of ended segments
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
-        """What followed the longest runs of last tokens that were seen before."""
+        """Guess what followed the longest runs of last tokens that were seen before."""
         segment = self._segment(request)
         return list(self._guesses(segment, most))
 
@@ -328,11 +328,11 @@ class SuffixSource:
                 yield Guess(token_ids, self.name, place.kind)
 
     def index(self, request: Request) -> int:
-        """Prompt tokens whose KV was cached are for the request alone: others have them already."""
+        """Index new tokens; cached prompt tokens for this request alone, as others have them."""
         return self._index.index(self._segment(request), INDEX_CHUNK)
 
     def leave(self, request: Request) -> None:
-        """What no request had said before is kept."""
+        """Keep the tokens that no earlier request had."""
         if self._is_private(request):
             self._forget(request)
             return
@@ -356,7 +356,7 @@ class SuffixSource:
             self._index.drop(segment)
 
     def flush(self, *namespaces: str | None) -> None:
-        """Live requests stay, as their KV does."""
+        """Drop ended requests; live ones stay, as their KV does."""
         for segment in list(self._ended.values()):
             if not namespaces or segment.scope in namespaces:
                 self._drop(segment)
@@ -384,7 +384,7 @@ class SuffixSource:
 
 
 def _continuation(place: Occurrence, segment: Segment, most: int) -> array[int]:
-    """The tokens from a place on; where they run into the request's own end they go round."""
+    """The tokens from a place on; at the request's own end they repeat from the place."""
     found, at, _ = place
     token_ids = found.tokens[at : at + most]
     if found is segment and 0 < len(token_ids) < most:
@@ -393,5 +393,5 @@ def _continuation(place: Occurrence, segment: Segment, most: int) -> array[int]:
 
 
 def _salt_of(namespace: str | None) -> int:
-    """Tells namespaces apart in the table; the same in every process, as ``hash`` is not."""
+    """A salt for the namespace; unlike ``hash``, the same in every process."""
     return int.from_bytes(blake2b(repr(namespace).encode(), digest_size=8).digest(), "little")

@@ -324,8 +324,7 @@ class Drafter:
         self.lab.restart()
         proposer = LmProposer(self.lab.decoder, self.lab.pool, temperature_scale=scale)
         found = self._propose(proposer, depths)
-        # without graphs the fake of a slow device has segments of one row only
-        with self.lab.is_slow() if is_slow and self.lab.has_graphs else nullcontext():
+        with self.lab.is_slow() if is_slow else nullcontext():
             return found + self._propose(proposer, depths)
 
     def _propose(self, proposer: LmProposer, depths: dict[str, int]) -> list[list[int]]:
@@ -346,7 +345,7 @@ class Drafter:
 DEPTHS = {"drawn": 5, "greedy": 1, "cut": 3}
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(("lab", "scale"), [("graphs", 1.0), ("eager", 0.5)], indirect=["lab"])
 def test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, scale: float
 ) -> None:
@@ -358,6 +357,7 @@ def test_the_tokens_of_a_draft_model_are_read_when_all_its_passes_are_launched(
     assert drafter.log == ["pass"] * 5 + ["read"] * 5
 
 
+@only_graphs
 def test_a_bias_and_a_least_length_need_no_token_on_the_host(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +376,7 @@ def test_a_bias_and_a_least_length_need_no_token_on_the_host(
     assert drafter.log == ["pass"] * 5 + ["read"] * 5
 
 
+@only_graphs
 def test_a_penalty_needs_each_token_on_the_host_before_the_next(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +392,7 @@ def test_a_penalty_needs_each_token_on_the_host_before_the_next(
     assert drafter.log == ["pass", "read"] * 5
 
 
+@only_graphs
 def test_a_draft_ends_before_the_token_that_cannot_be_drawn(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
