@@ -126,7 +126,7 @@ def _value_or_error(part: Callable[[], object]) -> object:
     try:
         return part()
     except Exception as error:  # a broken engine is what this is for
-        return f"cannot be told: {type(error).__name__}"
+        return f"cannot be described: {type(error).__name__}"
 
 
 def _describe_failure(failure: BaseException) -> object:

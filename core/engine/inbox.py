@@ -141,8 +141,7 @@ class TokenStream:
     """Async iterator over the `Delta`s of one request.
 
     The engine never waits for a reader: deltas that are not read yet are merged, so a slow reader
-    costs one slot. The last delta has a finish reason; a failed
-    request raises its error instead.
+    costs one slot. The last delta has a finish reason; a failed request raises its error instead.
     """
 
     def __init__(self, request: Request) -> None:
@@ -183,6 +182,5 @@ class TokenStream:
             self._slot = Delta(error=delta.error)
             delta.error = None
             return delta
-        raise delta.error.with_traceback(
-            None
-        )  # streams may share the error: its traceback would grow with each
+        # streams may share the error: its traceback would grow with each
+        raise delta.error.with_traceback(None)

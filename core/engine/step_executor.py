@@ -109,9 +109,7 @@ class InFlightStep:
         self._on_kernels_started = on_kernels_started
         self._after = after
         self._splits = splits
-        self._claims = [
-            None
-        ]  # one item: the thread that pops it decides whether the step is computed
+        self._claims = [None]  # the thread that pops the item decides whether the step is computed
         self._job: Job[StepOutput] | None = None
         self._pending: Pending | None = None
         self._failure: BaseException = StepCancelled()  # why nothing is pending
@@ -178,8 +176,8 @@ class StepExecutor:
 
     ``on_events`` takes the events of what was committed; ``overlap_work`` works while the thread
     computes. ``overlap``: whether a step may be given to the thread before the one ahead of it is
-    committed. The rows of a step that raises are run again in parts: those that fail by themselves
-    end, the others never know.
+    committed. The rows of a step that raises are run again in parts: requests whose rows fail alone
+    end, the others are not affected.
     """
 
     def __init__(
@@ -289,10 +287,10 @@ class StepExecutor:
         self.log.begin(began)
         self._watchdog.watch(job)
         try:
-            try:  # at a step made ahead the thread is already
+            try:  # the thread may have begun a step made ahead: it notifies no more
                 self._overlap_work.begin(is_notified=not in_flight.is_ahead)
             finally:
-                # requests must not change under it
+                # requests must not change while the thread reads them
                 output = await self._outcome(job, in_flight.plan)
         except BaseException:
             self._overlap_work.cancel()

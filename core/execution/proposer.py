@@ -1,10 +1,10 @@
 """Proposer: the protocol of drafters with a model of their own.
 
-A proposer runs in the model thread: it proposes before the target's forward pass and observes
-the outcome of each step, also of those without its drafts. What it proposes can
-never change the output (see verify.py), only how many tokens a step yields, so it may fail,
-guess wrong or return nothing. A drafter that needs token ids alone is a source of the `Speculator`
-on the event loop's side (see speculation.py).
+A proposer runs in the model thread: it proposes before the target's forward pass and observes the
+outcome of every step, also of those without its drafts. Its drafts can never change the output (see
+core/sampling/verifier.py), only how many tokens a step yields: so it may fail, guess wrong or
+return nothing. A drafter that needs token ids alone is a `Source` on the event loop's side (see
+draft/sources/source.py).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Proposer(Protocol):
     def observe(
         self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
     ) -> None:
-        """Every step, plain ones and prefill included, behind verification.
+        """Observe a step, plain and prefill steps included, after its verification.
 
-        ``verified`` [num_rows of the plan]. All is lent for the call. Of a step behind which
-        another was launched already, ``output.hidden`` and ``output.logits`` are void.
+        ``verified`` [num_rows of the plan]. All arguments are lent for the call. If another step
+        was launched behind this one, ``output.hidden`` and ``output.logits`` are void.
         """
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:

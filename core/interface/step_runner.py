@@ -66,8 +66,8 @@ def launch_behind(
 ) -> Pending:
     """Launch a plan made ahead where the step before it is over.
 
-    A row that got no token there yields nothing. Raises `StepCancelled` where none got any: the
-    runner would not be told what the plan has to tell it.
+    A row that got no token there yields nothing. Raises `StepCancelled` if no row got one: then the
+    plan's released ids and new pages would not reach the runner.
     """
     chosen = {out.request_id: out.token_ids for out in before.rows}
     rows = [_known(row, tokens[-1]) for row in plan.rows if (tokens := chosen[row.request_id])]

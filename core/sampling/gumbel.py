@@ -2,7 +2,7 @@
 
 A counter-based generator keeps no state: the same place in the same request always draws the same
 noise, whatever rode beside it, was drafted before it or was computed twice. That is what makes
-`verify.py` exact and lets a drafter draw with the target's own noise. Every integer is a 64-bit
+verifier.py exact and lets a drafter draw with the target's own noise. Every integer is a 64-bit
 word that wraps around; the mixer is splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
 """
 

@@ -2,7 +2,7 @@
 
 Order within a row: logit_bias -> repetition, frequency, presence penalty -> allowed_token_ids ->
 bad words, constraint, min_tokens -> temperature -> top-k -> min-p -> top-p. What is left is drawn
-in verify.py. min_tokens gives way to a constraint: an answer that is complete may end.
+in verifier.py. min_tokens gives way to a constraint: an answer that is complete may end.
 
 A row's result depends on that row alone, bit for bit: masses are summed as integers, whose order
 does not matter, and all else is elementwise or a maximum. Ties go to the lowest token id, so

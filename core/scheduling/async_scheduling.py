@@ -21,7 +21,9 @@ from .scheduler import Scheduler
 def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:
     """Plan the step after ``plan``, which is in flight; None if that depends on its outcome.
 
-    The page tables are copies: requests may end while the step is computed.
+    The page tables are copies: requests may end while the step is computed. New pages may come from
+    evicted prefixes even if the plan is withdrawn: they stay in the leases, and the plan made
+    instead uses them.
     """
     continuing = _continuing(scheduler, plan) if plan.is_decode_only else []
     requests = [request for _, request in continuing]

@@ -27,9 +27,8 @@ class ChunkBudget:
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
         self._chunk_s = self._chunk_tokens = 0.0  # of recent chunks, both decayed
-        self._plain_s: dict[
-            int, float
-        ] = {}  # of a step without chunks, by bit_length of its requests
+        # of a step without chunks, by bit_length of its requests
+        self._plain_s: dict[int, float] = {}
         self._num_chunked: dict[int, int] = {}  # steps with chunks since one without, likewise
         self._room = math.inf  # prompt tokens of a step that fit into memory
 

@@ -47,7 +47,7 @@ def _param_to_blame(sampling: SamplingMetadata) -> str | None:
 
 
 def late_end(request: Request) -> Delta:
-    """The last delta of a request whose deadline passed: an error if it never ran."""
+    """Make the last delta of a request past its deadline: an error if it never ran."""
     if request.status is RequestStatus.WAITING and not request.num_output:
         return Delta(error=DeadlineExceeded("the deadline passed before the request could run"))
     return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")

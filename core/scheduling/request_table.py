@@ -83,9 +83,7 @@ class RequestTable:
         if not shares:
             return
         num_own = self.waiting.num_of(request.tenant) + pending.num_own
-        num_soon = self._limits.max_running - len(
-            self.running
-        )  # need not wait: there are free seats
+        num_soon = self._limits.max_running - len(self.running)  # need not wait
         if num_own - num_soon >= min(num_free, self._limits.max_queued):
             raise QueueFull(f"{num_own} requests of yours are waiting already")
 

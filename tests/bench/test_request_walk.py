@@ -34,4 +34,4 @@ def test_the_lines_of_a_function_are_all_of_its_own(tmp_path: Path) -> None:
     )
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text(code)
-    assert function_lengths("package", tmp_path) == [2, 3]
+    assert function_lengths("package", tmp_path) == [2, 4]

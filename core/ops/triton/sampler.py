@@ -2,8 +2,9 @@
 
 The host writes one packet and reads one word for each place; nothing waits in between, and `begin`
 leaves the reading for later. A plain batch takes two kernels, whatever its mix of greedy and
-sampled rows: greatest values by tiles, then the race. Rows under top-k or top-p take one more,
-edited rows two. Without edits they may be part of a pass's graph: see head.py.
+sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p take one
+more, rows with logits processors two. Rows without processors may be chosen in a pass's graph: see
+lm_head.py.
 
 core/sampling/verifier.py is the oracle: what this chooses differs from it only where two scores, or
 a token's mass and the edge of top-p, are as near as the last bits of a logarithm. A row's token
@@ -51,7 +52,7 @@ _ERRORS = {
 
 
 class TritonSampler:
-    """`DeviceSampler` by the kernels of choose.py, cuts.py and edits.py.
+    """`DeviceSampler` by the kernels of gumbel_argmax.py, top_k_top_p.py and logits_processors.py.
 
     ``tile``: tokens of the vocabulary that one program looks at, a power of two.
     """

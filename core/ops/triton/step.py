@@ -1,6 +1,6 @@
 """TritonStep: all layers of a decoder as one graph per number of rows.
 
-Where rows are few, the graph ends with a token for each: see head.py.
+Where rows are few, the graph ends with a token for each: see lm_head.py.
 """
 
 from __future__ import annotations

@@ -387,3 +387,22 @@ def test_a_plan_made_ahead_is_made_anew_of_those_who_still_run() -> None:
     assert (again.is_plain, again.newly_allocated_pages) == (True, ahead.newly_allocated_pages)
     scene.end(again)
     assert scene.served["b"] == answer(PROMPTS["b"], 3)
+
+
+def test_pages_of_a_withdrawn_plan_serve_the_plan_made_instead() -> None:
+    """What was evicted for them is not lost in vain."""
+    scene = Scene("a", max_tokens=40)
+    cache = scene.scheduler.cache
+    while True:
+        plan, num_free = scene.begin(), cache.num_free_pages
+        ahead = scene.ahead(plan)
+        assert ahead is not None
+        scene.scheduler.discard_plan(ahead)
+        scene.end(plan)
+        if cache.num_free_pages < num_free:
+            break
+    num_free = cache.num_free_pages
+    instead = scene.begin()
+    assert cache.num_free_pages == num_free
+    assert len(instead.newly_allocated_pages) == 1
+    assert instead.newly_allocated_pages == ahead.newly_allocated_pages

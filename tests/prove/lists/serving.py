@@ -117,7 +117,7 @@ MUTATIONS = (
         "StepExecutor._compute",
         (
             "            finally:\n"
-            "                # requests must not change under it\n"
+            "                # requests must not change while the thread reads them\n"
             "                output = await self._outcome(job, in_flight.plan)"
         ),
         "            except ValueError:\n                raise\n"
