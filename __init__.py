@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from ._version import __version__
-from .api.results import Choice, Completion, TextDelta, ToolCall
-from .api.sampling_params import SamplingParams
-from .api.sdk import AsyncLLM
-from .api.sync import LLM
+from .api.sdk.async_llm import AsyncLLM
+from .api.sdk.llm import LLM
+from .api.types.results import Choice, Completion, TextDelta, ToolCall
+from .api.types.sampling_params import SamplingParams
 from .core.errors import (
     DeadlineExceeded,
     EngineDead,

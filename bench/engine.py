@@ -20,9 +20,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from ..api.build import Built, build
-from ..api.models import BUILTIN
-from ..api.sampling_params import SamplingParams
+from ..api.build.engine_builder import Built, build
+from ..api.build.model_files import BUILTIN
+from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata

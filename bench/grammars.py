@@ -21,10 +21,10 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from ..api.grammar import compile_grammar
-from ..api.matcher import Grammar, GrammarMatcher, Vocabulary
-from ..api.models import BUILTIN
-from ..api.tokenizer import Tokenizer
+from ..api.build.model_files import BUILTIN
+from ..api.structured.compiler import compile_grammar
+from ..api.structured.matcher import Grammar, GrammarMatcher, Vocabulary
+from ..api.text.tokenizer import Tokenizer
 from .schemas import Schema
 
 EOS = 2  # of the built-in vocabulary

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..api.flags import Parser
+from ..api.cli.flags import Parser
 from .load import Load, Session, arrivals, warm_up
 from .load_figures import SLO_MEASURES, Record, parse_slo, summary
 from .load_report import progress, stall_note, stalls

@@ -29,7 +29,7 @@ _USAGE = re.compile(rb"^(\w+):kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.eE+-]+)", 
 @contextlib.contextmanager
 def own_server(args: Sequence[str]) -> Iterator[str]:
     """``foretoken serve`` on a free port of the loopback interface; its address."""
-    command = [sys.executable, "-m", "foretoken.api.cli", "serve", *args, "--port", "0"]
+    command = [sys.executable, "-m", "foretoken.api.cli.commands", "serve", *args, "--port", "0"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -23,9 +23,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..api.host import Host
-from ..api.server import Listen, uvicorn_config
-from ..api.tokenizer import Tokenizer
+from ..api.runtime.engine_client import Host
+from ..api.server.process import Listen, uvicorn_config
+from ..api.text.tokenizer import Tokenizer
 from ..core.engine.inbox import TokenStream
 from ..core.interface.request import Delta, FinishReason, Request
 from ..draft.training import __file__ as _training

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..api.build import build
-from ..api.sampling_params import SamplingParams
+from ..api.build.engine_builder import build
+from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.interface.request import Request
 from ..core.interface.step import SamplingMetadata

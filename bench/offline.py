@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
-from ..api.flags import Parser, add_engine_flags, engine_options
-from ..api.sampling_params import SamplingParams
+from ..api.cli.flags import Parser, add_engine_flags, engine_options
+from ..api.types.sampling_params import SamplingParams
 from ..core.errors import ForetokenError
 from .load import Content, Job, Load
 from .load_cli import parsed, run
@@ -31,7 +31,7 @@ from .workloads import Scene, positive
 from .workloads_text import TextCorpus, id_corpus
 
 if TYPE_CHECKING:
-    from ..api.sdk import AsyncLLM
+    from ..api.sdk.async_llm import AsyncLLM
     from ..core.execution.model_runner import ModelRunner
 
 SAMPLE_SECONDS = 0.1
@@ -239,7 +239,7 @@ def _own_flags(parser: Parser) -> None:
 
 
 async def _main(runs: Sequence[argparse.Namespace]) -> None:
-    from ..api.sdk import AsyncLLM
+    from ..api.sdk.async_llm import AsyncLLM
 
     async with AsyncLLM(runs[0].model, **engine_options(runs[0])) as llm:
         roofline = measured_roofline(llm.built.path, weight_bytes(llm))

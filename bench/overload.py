@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from ..api.flags import Parser
+from ..api.cli.flags import Parser
 from .load import Ask, Job, Load, Piece, Session, arrivals
 from .load_figures import Record, percentile, summary
 from .load_http import Failure, Http

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from ..api.build import Built, build
-from ..api.flags import Parser, add_engine_flags, engine_options
-from ..api.models import find_model
+from ..api.build.engine_builder import Built, build
+from ..api.build.model_files import find_model
+from ..api.cli.flags import Parser, add_engine_flags, engine_options
 from ..core.config import EngineConfig
 from ..core.errors import ForetokenError, InvalidRequest
 from ..core.execution.model_runner import ModelRunner

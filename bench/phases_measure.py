@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..api.build import Built
-from ..api.sampling_params import SamplingParams
+from ..api.build.engine_builder import Built
+from ..api.types.sampling_params import SamplingParams
 from ..core.errors import ForetokenError, InvalidRequest
 from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..api.sampling_params import SamplingParams
-from ..api.sdk import AsyncLLM
+from ..api.sdk.async_llm import AsyncLLM
+from ..api.types.sampling_params import SamplingParams
 from ..core.engine.engine import Engine
 from ..core.execution.model_runner import ModelRunner
 from .pairs import qwen3_06b, write_pair

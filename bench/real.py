@@ -27,9 +27,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ..api.build import Built, build
-from ..api.sampling_params import SamplingParams
-from ..api.tokenizer import Tokenizer
+from ..api.build.engine_builder import Built, build
+from ..api.text.tokenizer import Tokenizer
+from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage

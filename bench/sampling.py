@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..api.sampling_params import SamplingParams
+from ..api.types.sampling_params import SamplingParams
 from ..core.interface.step import SamplingMetadata
 from ..core.ops.native import NativeLibrary, native_library
 from ..core.ops.native.limits import read_bandwidth

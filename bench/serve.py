@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..api.flags import Parser
+from ..api.cli.flags import Parser
 from .load import Job, Load, Piece
 from .load_cli import parsed, run
 from .load_http import Failure, Http
@@ -178,7 +178,7 @@ def _roofline(args: argparse.Namespace, server_args: Sequence[str]) -> Roofline 
         return measured_roofline(Path(args.model)) if is_here else None
     if args.url is not None:
         return None
-    from ..api.models import find_model
+    from ..api.build.model_files import find_model
 
     return measured_roofline(find_model().path)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..api.flags import Parser
+from ..api.cli.flags import Parser
 from .load_figures import distribution
 from .load_report import heading
 from .report import table, write_json

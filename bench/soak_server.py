@@ -86,7 +86,7 @@ class Server:
             *[
                 sys.executable,
                 "-m",
-                "foretoken.api.cli",
+                "foretoken.api.cli.commands",
                 "serve",
                 "builtin",
                 *self._args,

@@ -21,9 +21,9 @@ from typing import Protocol
 
 import torch
 
-from ..api.build import Built, build
-from ..api.models import find_model
-from ..api.sampling_params import SamplingParams
+from ..api.build.engine_builder import Built, build
+from ..api.build.model_files import find_model
+from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.interface.request import Request
 from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan

@@ -16,8 +16,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..api.build import Built
-from ..api.sampling_params import SamplingParams
+from ..api.build.engine_builder import Built
+from ..api.types.sampling_params import SamplingParams
 from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata
 from .replay import ReplayRunner

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..api.results import Completion
-from ..api.sampling_params import SamplingParams
-from ..api.sdk import AsyncLLM
+from ..api.sdk.async_llm import AsyncLLM
+from ..api.types.results import Completion
+from ..api.types.sampling_params import SamplingParams
 from .grammars import Guidance, Library, Ours, Peer, is_valid, measure, vocabularies
 from .report import command, machine, table, write_json
 from .schemas import random_schema

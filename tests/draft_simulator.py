@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
 from foretoken.core.interface.step import (

@@ -12,7 +12,7 @@ from fixed_depth import FixedDepth
 
 from checkpoints import void_item
 from fake_model import Driver
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow, Proposer
 from foretoken.core.interface.request import Request

@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from foretoken import AsyncLLM
-from foretoken.api.app import create_app
-from foretoken.api.observing import Observing
-from foretoken.api.service import Settings
-from foretoken.api.telemetry import Telemetry
+from foretoken.api.server.app import create_app
+from foretoken.api.server.observability import Observing
+from foretoken.api.server.tracing import Telemetry
+from foretoken.api.serving.serving_context import Settings
 
 T = TypeVar("T")
 SECONDS = 60.0

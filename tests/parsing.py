@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from foretoken.api.output.events import (
+from foretoken.api.parsing.events import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -14,9 +14,9 @@ from foretoken.api.output.events import (
     Thought,
     Words,
 )
-from foretoken.api.output.source import merged
-from foretoken.api.output.syntax import Syntax
-from foretoken.api.talk import Tool
+from foretoken.api.parsing.input_buffer import merged
+from foretoken.api.parsing.output_format import Syntax
+from foretoken.api.types.results import Tool
 
 WEATHER = Tool(
     name="get_weather",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.constraint import Constraint, ConstraintFailed, Mask
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow

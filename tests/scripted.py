@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from foretoken.api import build as builder
-from foretoken.api.cli import main
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.build import engine_builder as builder
+from foretoken.api.cli.commands import main
+from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.execution.model_runner import ModelRunner, Work, num_logits
 from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata
 from foretoken.core.sampling.verifier import Verified

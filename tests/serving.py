@@ -33,7 +33,7 @@ def running(
     args: Sequence[str] = (), *, model: str = "builtin", command: Sequence[str] | None = None
 ) -> Iterator[Server]:
     """Start a server, wait until it says that it is ready, end it in any case."""
-    serve = [sys.executable, "-m", "foretoken.api.cli", "serve", model, "--port", "0"]
+    serve = [sys.executable, "-m", "foretoken.api.cli.commands", "serve", model, "--port", "0"]
     command = command or [*serve, *args]
     process = subprocess.Popen(
         command,

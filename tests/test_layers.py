@@ -133,3 +133,24 @@ def test_triton_is_imported_only_beside_its_kernels(path: Path) -> None:
 def test_interface_and_scheduling_are_free_of_torch(path: Path) -> None:
     names = {name.split(".")[0] for name in _imports(path, at_run_time=True)}
     assert not {"torch", "numpy", "asyncio"} & names
+
+
+API_ROOMS = (
+    "types",
+    "text",
+    "structured",
+    "parsing",
+    "build",
+    "runtime",
+    "serving",
+    "sdk",
+    "openai",
+)
+API_ROOMS += ("anthropic", "server", "client", "cli")
+
+
+def test_rooms_of_the_api_stand_in_one_line() -> None:
+    imports = graph_of("api").imports
+    assert set(imports) == set(API_ROOMS)
+    for index, room in enumerate(API_ROOMS):
+        assert imports[room] <= set(API_ROOMS[:index]), room

@@ -11,7 +11,7 @@ import torch
 from faults import BAD, NAMES, NUM_TOKENS, PROMPTS, Reader, live, no_act
 from fixed_depth import FixedDepth
 
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import ForetokenError
 from foretoken.core.execution.model_runner import ModelRunner

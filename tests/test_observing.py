@@ -18,15 +18,15 @@ from observed import KEY, MODEL, Observed
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
 from fake_model import make_request
-from foretoken.api import cli
-from foretoken.api.answer import Answer, Generation
-from foretoken.api.errors import ApiError
-from foretoken.api.logs import JsonFormatter, TextFormatter, announcement, log_visit
-from foretoken.api.observing import make_telemetry
-from foretoken.api.sampling_params import SamplingParams
-from foretoken.api.server_metrics import ServerMetrics
-from foretoken.api.telemetry import MAX_CHUNKS, Telemetry
-from foretoken.api.visits import VISIT, Visit
+from foretoken.api.cli import commands
+from foretoken.api.runtime.generation import Answer, Generation
+from foretoken.api.server.logs import JsonFormatter, TextFormatter, announcement, log_visit
+from foretoken.api.server.observability import make_telemetry
+from foretoken.api.server.tracing import MAX_CHUNKS, Telemetry
+from foretoken.api.serving.errors import ApiError
+from foretoken.api.serving.metrics import ServerMetrics
+from foretoken.api.types.request_context import VISIT, Visit
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Usage
 from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
@@ -476,11 +476,11 @@ def test_nothing_but_one_file_knows_opentelemetry() -> None:
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"^\s*(from|import) opentelemetry", path.read_text(), re.MULTILINE)
     ]
-    assert knowing == ["api/telemetry.py"]
+    assert knowing == ["api/server/tracing.py"]
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "foretoken.api.telemetry", raising=False)
+    monkeypatch.delitem(sys.modules, "foretoken.api.server.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(InvalidRequest, match=r"pip install 'foretoken\[otel\]'"):
         make_telemetry("http://127.0.0.1:1", step_rate=0)
@@ -501,7 +501,7 @@ def test_flags_that_make_no_sense_are_one_line(
 ) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     with pytest.raises(SystemExit) as exited:
-        cli.main(["serve", *args])
+        commands.main(["serve", *args])
     assert exited.value.code == 2
     error = capsys.readouterr().err
     assert words in error

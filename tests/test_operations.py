@@ -13,7 +13,7 @@ import pytest
 import yaml
 from observed import Observed
 
-from foretoken.api import cli
+from foretoken.api.cli import commands
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs/operations.md").read_text()
@@ -78,7 +78,7 @@ def test_every_name_in_the_text_is_a_metric(exposed: set[str]) -> None:
 
 
 def test_labels_that_rules_choose_by_have_those_values(exposed: set[str]) -> None:
-    server_side = (ROOT / "api/server_metrics.py").read_text()
+    server_side = (ROOT / "api/serving/metrics.py").read_text()
     chosen = {
         word
         for each in expressions()
@@ -142,7 +142,7 @@ def test_the_dashboard_can_be_imported() -> None:
 
 def flags(args: list[str]) -> Any:
     """What `foretoken` makes of them; exits where one is unknown."""
-    return cli._parser().parse_args(args)
+    return commands._parser().parse_args(args)
 
 
 def test_the_container_starts_a_server_that_hears_its_signals() -> None:
@@ -190,7 +190,7 @@ def test_the_proxy_waits_as_long_as_the_server() -> None:
     text = (FOLDER / "nginx.conf").read_text()
     found = dict(re.findall(r"^\s*(\w+) +(\S+);", text, re.MULTILINE))
     limits = flags(["serve"])
-    defaults = cli.server_settings(limits).limits
+    defaults = commands.server_settings(limits).limits
     assert found["proxy_buffering"] == "off"
     assert seconds(found["proxy_read_timeout"]) > defaults.max_request_seconds
     assert seconds(found["keepalive_timeout"]) < defaults.idle_seconds

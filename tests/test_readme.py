@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.models import SMOLLM2, smollm2_file
+from foretoken.api.build.model_files import SMOLLM2, smollm2_file
 from serving import Server, running
 
 ROOT = Path(__file__).resolve().parent.parent

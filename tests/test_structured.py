@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from foretoken import LLM, Completion, ForetokenError, InvalidRequest, SamplingParams
-from foretoken.api.grammar_text import json_rule
-from foretoken.api.models import BUILTIN
+from foretoken.api.build.model_files import BUILTIN
+from foretoken.api.structured.grammar_text import json_rule
 from foretoken.bench.schemas import random_schema
 from tiny_pair import write_pair
 

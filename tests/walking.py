@@ -10,12 +10,12 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from foretoken import SamplingParams
-from foretoken.api.grammar import Grammars
-from foretoken.api.matcher import Grammar
-from foretoken.api.models import BUILTIN
-from foretoken.api.output.families import FAMILIES
-from foretoken.api.output.syntax import Syntax
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.build.model_files import BUILTIN
+from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.output_format import Syntax
+from foretoken.api.structured.compiler import Grammars
+from foretoken.api.structured.matcher import Grammar
+from foretoken.api.text.tokenizer import Tokenizer
 
 MARKS = sorted({mark for family in FAMILIES.values() for mark in family.marks})
 MARKS += ["<think>", "</think>"]

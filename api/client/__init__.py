@@ -1,7 +1,7 @@
 """`Client` and `AsyncClient`: the HTTP API from Python, with what foretoken adds to it."""
 
-from ..results import CallDelta, ToolCall
-from ..wire import Model
+from ..openai.wire import Model
+from ..types.results import CallDelta, ToolCall
 from .answers import (
     Branch,
     BranchesAnswer,

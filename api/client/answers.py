@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.interface.request import Usage
-from ..results import CallDelta, ToolCall, message_of
+from ..types.results import CallDelta, ToolCall, message_of
 
 Raw = dict[str, Any]
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
-from ..wire import Detokenized, Flushed, Head, Model, ModelList, Tokens
+from ..openai.wire import Detokenized, Flushed, Head, Model, ModelList, Tokens
 from .answers import BranchesAnswer, ChatAnswer, ChatDelta, CompletionDelta, Raw, TextAnswer
 from .errors import ServerFailed
 from .options import (

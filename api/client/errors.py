@@ -28,7 +28,7 @@ from ...core.errors import (
     PromptTooLong,
     QueueFull,
 )
-from ..wire import ErrorBody, ErrorParts
+from ..openai.wire import ErrorBody, ErrorParts
 
 DEFAULT_WAIT = 1.0  # seconds, where a full queue names none
 _LENGTHS = re.compile(r"\b(\d{1,18}) tokens > (\d{1,18}) maximum")

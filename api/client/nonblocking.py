@@ -12,7 +12,7 @@ import httpx
 
 from ...core.errors import EngineDead
 from ...core.interface.request import Usage
-from ..wire import Model
+from ..openai.wire import Model
 from . import calls
 from .answers import BranchesAnswer, ChatAnswer, ChatDelta, CompletionDelta, Raw, TextAnswer
 from .calls import Call

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from ...core.interface.request import Usage
-from ..results import CallDelta, ToolCall
-from ..wire import (
+from ..openai.wire import (
     BranchBody,
     BranchesBody,
     CallBody,
@@ -21,6 +20,7 @@ from ..wire import (
     TextBody,
     UsageBody,
 )
+from ..types.results import CallDelta, ToolCall
 from .answers import (
     Branch,
     BranchesAnswer,

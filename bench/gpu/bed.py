@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ...api.sampling_params import SamplingParams
+from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.execution.model_runner import ModelRunner
 from ...core.interface.step import NO_DRAFT, Draft, PlanRow, SamplingMetadata, StepPlan

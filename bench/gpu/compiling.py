@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...api.models import BUILTIN
+from ...api.build.model_files import BUILTIN
 from ...core.execution.warm_up import warm_up
 from .bed import PAGE_SIZE, fill
 from .shapes import LLAMA, QWEN, SMALL

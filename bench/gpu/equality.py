@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.models import BUILTIN
+from ...api.build.model_files import BUILTIN
 from ...core.model import Decoder
 from ...core.ops.batch import Segment
 from ..phases_data import Depth

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from ...api.build import Built, build
+from ...api.build.engine_builder import Built, build
 from ...core.engine.engine import Engine
 from ...core.errors import ForetokenError
 from ...core.execution.model_runner import ModelRunner

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-PACKAGES = ("radix_cache", "core", "draft")
+PACKAGES = ("radix_cache", "core", "draft", "api")
 _MARK = re.compile(r"(<!-- drawing of (\w+) -->\n```text\n).*?(```\n)", re.DOTALL)
 
 

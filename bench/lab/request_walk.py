@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from ...api.drafts import make_speculator, parse_draft
+from ...api.build.drafts import make_speculator, parse_draft
 from ...core.config import EngineConfig
 from ...core.engine.engine import Engine
 from ...core.interface.request import Request

@@ -7,8 +7,8 @@ from array import array
 from itertools import count
 from typing import Literal
 
-from ...api.build import build
-from ...api.sampling_params import SamplingParams
+from ...api.build.engine_builder import build
+from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.engine.engine import Engine
 from ...core.interface.request import Request

@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from ...api.gguf_tokenizer import load_gguf_tokenizer
-from ...api.models import BUILTIN, checked_smollm2
+from ...api.build.model_files import BUILTIN, checked_smollm2
+from ...api.text.gguf_tokenizer import load_gguf_tokenizer
 from ..pairs import llama32_1b, qwen3_06b, qwen25_05b, write_pair
 from ..real_tasks import prompts
 

@@ -22,10 +22,10 @@ sys.path.append(str(Path(__file__).parent))  # for fake_engine
 from fake_engine import FakeEngine, make_built
 
 from foretoken import LLM, AsyncLLM
-from foretoken.api.limits import Limits
-from foretoken.api.server import Listen, uvicorn_config
-from foretoken.api.service import Settings
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.server.process import Listen, uvicorn_config
+from foretoken.api.serving.limits import Limits
+from foretoken.api.serving.serving_context import Settings
+from foretoken.api.text.tokenizer import Tokenizer
 
 TEXTS = [
     "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",

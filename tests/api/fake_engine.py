@@ -224,7 +224,7 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
 
 
 def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> SimpleNamespace:
-    """What `api.build.build` gives, without importing torch."""
+    """What `api.build.engine_builder.build` gives, without importing torch."""
     return SimpleNamespace(
         engine=engine,
         path=folder,

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer as Backend
 
 from fake_model import EOS, VOCAB_SIZE, FakeRunner, make_scheduler
 from foretoken import AsyncLLM
-from foretoken.api.limits import Limits
-from foretoken.api.server import Listen, run
-from foretoken.api.service import Settings
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.server.process import Listen, run
+from foretoken.api.serving.limits import Limits
+from foretoken.api.serving.serving_context import Settings
+from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.watchdog import Supervision
 

@@ -11,8 +11,8 @@ from fake_engine import FakeEngine, make_built
 from tokenizers import Tokenizer as Backend
 
 from foretoken import AsyncLLM
-from foretoken.api.server import Listen, run
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.server.process import Listen, run
+from foretoken.api.text.tokenizer import Tokenizer
 
 
 def load(folder: Path, *, max_model_len: int) -> Tokenizer:

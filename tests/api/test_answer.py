@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from foretoken.api.answer import merge
+from foretoken.api.runtime.generation import merge
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])

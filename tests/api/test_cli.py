@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 import foretoken
-from foretoken.api import cli, terminal
-from foretoken.api.flags import server_settings
-from foretoken.api.paint import wants_colour
+from foretoken.api.cli import commands, terminal
+from foretoken.api.cli.flags import server_settings
+from foretoken.api.cli.terminal import wants_colour
 from foretoken.core.config import EngineConfig
 
 
@@ -29,17 +29,17 @@ def here(monkeypatch, built):
         asked.append((model, config))
         return built
 
-    monkeypatch.setattr("foretoken.api.host._build", build)
+    monkeypatch.setattr("foretoken.api.runtime.engine_client._build", build)
     return asked
 
 
 def parse(*args):
-    return cli._parser().parse_args(args)
+    return commands._parser().parse_args(args)
 
 
 def test_version_and_help_are_instant_and_torch_free():
     code = (
-        "import sys\nfrom foretoken.api.cli import main\n"
+        "import sys\nfrom foretoken.api.cli.commands import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit as e: assert not e.code\n"
         "assert not {'torch', 'transformers', 'uvicorn'} & set(sys.modules)"
     )
@@ -72,7 +72,7 @@ def test_version_and_help_are_instant_and_torch_free():
 )  # fmt: skip
 def test_a_bad_flag_exits_2_with_one_line(args, capsys, here):
     try:
-        code = cli.main(args)
+        code = commands.main(args)
     except SystemExit as exited:
         code = exited.code
     assert code == 2
@@ -99,16 +99,17 @@ def test_every_engine_option_is_a_flag_of_every_command():
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
         parsed = parse(*command, *given)
         assert parsed.model == "m"
-        config = EngineConfig(**cli.engine_options(parsed))
+        config = EngineConfig(**commands.engine_options(parsed))
         assert (config.speculation, config.kv_tokens, config.max_queued) == (5, 64, 0)
         assert config.kv_cache_dtype == "int8"
     assert {name.replace("-", "_") for name in flags} | {"kv_memory"} == set(EngineConfig.names())
 
 
 def test_flags_that_are_not_given_leave_the_defaults_to_the_config():
-    assert cli.engine_options(parse("serve")) == {}
+    assert commands.engine_options(parse("serve")) == {}
     assert (
-        EngineConfig(**cli.engine_options(parse("serve", "--kv-memory", "2KiB"))).kv_memory == 2048
+        EngineConfig(**commands.engine_options(parse("serve", "--kv-memory", "2KiB"))).kv_memory
+        == 2048
     )
 
 
@@ -125,7 +126,9 @@ def test_keys_come_from_flags_or_else_from_the_environment(monkeypatch):
 
 def test_serve_listens_as_its_flags_say(monkeypatch, here):
     served = []
-    monkeypatch.setattr("foretoken.api.server.run", lambda llm, listen: served.append(listen) or 0)
+    monkeypatch.setattr(
+        "foretoken.api.server.process.run", lambda llm, listen: served.append(listen) or 0
+    )
     args = [
         "serve",
         "--port",
@@ -137,19 +140,21 @@ def test_serve_listens_as_its_flags_say(monkeypatch, here):
         "--served-model-name",
         "n",
     ]
-    assert cli.main([*args, "--drain-seconds", "2", "--log-level", "error"]) == 0
+    assert commands.main([*args, "--drain-seconds", "2", "--log-level", "error"]) == 0
     [listen] = served
     assert (listen.host, listen.port, listen.drain_seconds) == ("127.0.0.2", 0, 2.0)
     assert (listen.settings.api_keys, listen.settings.served_name) == (("k",), "n")
     served.clear()
-    cli.main(["serve"])
+    commands.main(["serve"])
     assert served[0].host == "127.0.0.1", "not to be reached from outside unless asked"
 
 
 def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
     say("hello world")
     engine.tokens_per_step = 2
-    assert cli.main(["run", "The quick", "folder", "--temperature", "0", "--stop", "world"]) == 0
+    assert (
+        commands.main(["run", "The quick", "folder", "--temperature", "0", "--stop", "world"]) == 0
+    )
     out, err = capsys.readouterr()
     assert out == "hello \n"
     assert here[0][0] == "folder"
@@ -166,7 +171,7 @@ def test_chat_remembers_what_was_said_and_ends_with_its_input(
 ):
     say("hello")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nagain"))
-    assert cli.main(["chat", "--system", "be brief"]) == 0
+    assert commands.main(["chat", "--system", "be brief"]) == 0
     out, _ = capsys.readouterr()
     assert out == "hello\nhello\n"
     first, second = (
@@ -183,9 +188,9 @@ def test_a_known_failure_is_one_line_and_exit_1(monkeypatch, capsys):
     def fail(model, config):
         raise foretoken.ModelLoadError("nowhere: no such folder")
 
-    monkeypatch.setattr("foretoken.api.host._build", fail)
-    assert cli.main(["run", "x", "nowhere"]) == 1
-    assert cli.main(["serve", "nowhere", "--port", "0"]) == 1
+    monkeypatch.setattr("foretoken.api.runtime.engine_client._build", fail)
+    assert commands.main(["run", "x", "nowhere"]) == 1
+    assert commands.main(["serve", "nowhere", "--port", "0"]) == 1
     assert capsys.readouterr().err == "foretoken: nowhere: no such folder\n" * 2
 
 
@@ -194,8 +199,8 @@ def test_bench_runs_the_named_module_with_the_rest_of_the_line(monkeypatch):
     module = SimpleNamespace(main=lambda argv: seen.append(argv))
     monkeypatch.setitem(sys.modules, "foretoken.bench.toy", module)
     entry = SimpleNamespace(name="toy")
-    monkeypatch.setattr(cli.pkgutil, "iter_modules", lambda path: [entry])
-    assert cli.main(["bench", "toy", "--deep", "5"]) == 0
+    monkeypatch.setattr(commands.pkgutil, "iter_modules", lambda path: [entry])
+    assert commands.main(["bench", "toy", "--deep", "5"]) == 0
     assert seen == [["--deep", "5"]]
 
 
@@ -259,10 +264,10 @@ def test_run_colours_drafts_by_source_and_ends_with_a_legend(
 ):
     say("hello world")
     engine.tokens_per_step, engine.sources = 3, ["ngram", "model"]
-    assert cli.main(["run", "The quick"]) == 0
+    assert commands.main(["run", "The quick"]) == 0
     plain, _ = capsys.readouterr()
     engine.draining = False  # a run ends with closing it
-    assert cli.main(["run", "The quick", "--show-drafts"]) == 0
+    assert commands.main(["run", "The quick", "--show-drafts"]) == 0
     out, err = capsys.readouterr()
     assert out == plain, "no escapes in a file"
     engine.draining = False
@@ -271,7 +276,7 @@ def test_run_colours_drafts_by_source_and_ends_with_a_legend(
     assert legend.startswith(f"[tokens by source: ngram: {counts['ngram']}, model: ")
     assert cost.startswith("[")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert cli.main(["run", "The quick", "--show-drafts"]) == 0
+    assert commands.main(["run", "The quick", "--show-drafts"]) == 0
     out, err = capsys.readouterr()
     assert "\x1b[32m" in out
     assert "\x1b[36m" in out
@@ -287,7 +292,7 @@ def test_chat_with_colours_remembers_the_text_without_them(
     engine.tokens_per_step = 2
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nagain\n"))
-    assert cli.main(["chat", "--show-drafts"]) == 0
+    assert commands.main(["chat", "--show-drafts"]) == 0
     out, err = capsys.readouterr()
     assert "\x1b[32m" in out
     assert err.count("fake = green") == 2
@@ -297,7 +302,7 @@ def test_chat_with_colours_remembers_the_text_without_them(
 
 def test_chat_without_a_stdin_ends_at_once(here, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert cli.main(["chat"]) == 0
+    assert commands.main(["chat"]) == 0
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -312,7 +317,7 @@ def test_ctrl_c_ends_a_chat_that_waits_for_a_line(here, monkeypatch):
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     try:
-        assert cli.main(["chat"]) == 130
+        assert commands.main(["chat"]) == 130
         [reader] = [t for t in threading.enumerate() if t.name == "foretoken-stdin"]
         assert reader.daemon
     finally:
@@ -325,7 +330,7 @@ def test_chat_says_in_one_line_that_a_message_is_refused_and_goes_on(
 ):
     say("hello")
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 100_000 + "\nhi\n"))
-    assert cli.main(["chat"]) == 0
+    assert commands.main(["chat"]) == 0
     out, err = capsys.readouterr()
     assert out == "hello\n"
     refusal, cost = err.splitlines()
@@ -340,6 +345,6 @@ def test_run_ends_quietly_when_the_reader_of_its_output_leaves(here, say, monkey
     os.close(reader)
     with open(writer, "w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        assert cli.main(["run", "The quick"]) == 141
+        assert commands.main(["run", "The quick"]) == 141
         print("what is left in the buffer does not raise at exit", file=out, flush=True)
     assert capfd.readouterr().err == ""

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from foretoken import SamplingParams
-from foretoken.api.grammar import Grammars
-from foretoken.api.intake import form_limit
-from foretoken.api.matcher import Grammar, GrammarMatcher
-from foretoken.api.models import BUILTIN
-from foretoken.api.output.syntax import Syntax
-from foretoken.api.talk import Tool, ToolChoice
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.build.model_files import BUILTIN
+from foretoken.api.parsing.output_format import Syntax
+from foretoken.api.runtime.preprocess import form_limit
+from foretoken.api.structured.compiler import Grammars
+from foretoken.api.structured.matcher import Grammar, GrammarMatcher
+from foretoken.api.text.tokenizer import Tokenizer
+from foretoken.api.types.results import Tool, ToolChoice
 
 TREE = {
     "$defs": {

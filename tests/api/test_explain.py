@@ -6,15 +6,15 @@ from array import array
 
 import pytest
 
-from foretoken.api.explain import (
+from foretoken.api.runtime.cache_diagnostics import (
     Explainer,
     Explanation,
     anthropic_diagnostics,
     first_difference,
     openai_diagnostics,
 )
-from foretoken.api.prompts import Part, PromptLog, PromptNote, conversation_parts
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.runtime.prompt_history import Part, PromptLog, PromptNote, conversation_parts
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import CacheOptions, Request
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.radix_cache import Eviction

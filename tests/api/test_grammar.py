@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import foretoken.api.grammar as grammar_module
-import foretoken.api.matcher as matcher_module
+import foretoken.api.structured.compiler as grammar_module
+import foretoken.api.structured.matcher as matcher_module
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.grammar import Grammars
-from foretoken.api.grammar_text import json_rule, lark_text
-from foretoken.api.matcher import Grammar, GrammarMatcher, Vocabulary
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.structured.compiler import Grammars
+from foretoken.api.structured.grammar_text import json_rule, lark_text
+from foretoken.api.structured.matcher import Grammar, GrammarMatcher, Vocabulary
+from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.errors import EngineDead, QueueFull
 from foretoken.core.interface.constraint import ConstraintFailed
 

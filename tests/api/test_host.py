@@ -17,7 +17,7 @@ from foretoken import (
     QueueFull,
     SamplingParams,
 )
-from foretoken.api.arrival import ARRIVAL, Arrival
+from foretoken.api.types.request_context import ARRIVAL, Arrival
 
 FOUR = SamplingParams(max_tokens=4, seed=0)
 TALK = [{"role": "user", "content": "hi"}]

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 import foretoken
-from foretoken.api.connection import Connection
-from foretoken.api.sse import EventStream
+from foretoken.api.server.connection import Connection
+from foretoken.api.serving.sse import EventStream
 
 SECONDS = 10
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

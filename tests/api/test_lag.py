@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from foretoken.api.lag import LoopLag
+from foretoken.api.serving.event_loop_lag import LoopLag
 
 
 def samples(lag: LoopLag) -> dict[str, float]:

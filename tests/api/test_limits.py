@@ -12,10 +12,10 @@ from test_cli import parse
 
 import foretoken
 from foretoken import InvalidRequest
-from foretoken.api import cli
-from foretoken.api.flags import server_settings
-from foretoken.api.json_depth import find_excess
-from foretoken.api.limits import Limits
+from foretoken.api.cli import commands
+from foretoken.api.cli.flags import server_settings
+from foretoken.api.serving.json_depth import find_excess
+from foretoken.api.serving.limits import Limits
 
 SECONDS = 20
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -76,7 +76,7 @@ def test_every_limit_stands_in_the_documentation_with_its_default():
 )  # fmt: skip
 def test_a_limit_beyond_what_the_core_or_sense_allows_ends_the_start_with_one_line(args, capsys):
     try:
-        code = cli.main(["serve", *args])
+        code = commands.main(["serve", *args])
     except SystemExit as exited:
         code = exited.code
     assert code == 2

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from foretoken import EngineDead, InvalidRequest, PromptTooLong, QueueFull
-from foretoken.api.legacy import echo_ids, echo_offsets
-from foretoken.api.shapes import LOWEST_LOGPROB, finite
+from foretoken.api.openai.completions import echo_ids, echo_offsets
+from foretoken.api.openai.shapes import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
 SPECULATION = {

@@ -9,12 +9,13 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from foretoken import Client
-from foretoken.api import app, wire
-from foretoken.api import wire_dialects as dialects
-from foretoken.api.flags import Parser, add_server_flags, server_settings
-from foretoken.api.openapi import JSON, OPERATIONS, describe, template
-from foretoken.api.schema import REFUSED
-from foretoken.api.service import Service, Settings
+from foretoken.api.cli.flags import Parser, add_server_flags, server_settings
+from foretoken.api.openai import wire
+from foretoken.api.openai import wire_dialects as dialects
+from foretoken.api.openai.schema import REFUSED
+from foretoken.api.server import app
+from foretoken.api.server.openapi import JSON, OPERATIONS, describe, template
+from foretoken.api.serving.serving_context import Service, Settings
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from foretoken.api.owners import FAIR_SHARE, Shares
-from foretoken.api.prompts import MAX_BYTES
+from foretoken.api.runtime.prompt_history import MAX_BYTES
+from foretoken.api.types.request_context import FAIR_SHARE, Shares
 
 ALICE, BOB = "alice", "bob"
 PUBLIC = "You are the support agent, polite to everyone. "
@@ -150,8 +150,8 @@ def test_names_and_metadata_are_short(server, say):
 
 
 def test_all_that_is_remembered_of_a_prompt_is_counted(run):
-    from foretoken.api.prompts import Part, PromptNote
-    from foretoken.api.sampling_params import SamplingParams
+    from foretoken.api.runtime.prompt_history import Part, PromptNote
+    from foretoken.api.types.sampling_params import SamplingParams
 
     async def body(llm) -> list[int]:
         notes = [

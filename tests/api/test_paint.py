@@ -8,9 +8,9 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.api.paint import COLOURS, Painter, Palette
-from foretoken.api.results import TextDelta
-from foretoken.api.text import AnswerText
+from foretoken.api.cli.terminal import COLOURS, Painter, Palette
+from foretoken.api.text.detokenizer import AnswerText
+from foretoken.api.types.results import TextDelta
 
 SOURCES = ["", "ngram", "model", "oracle:0.8"]
 

@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.prediction import count_standing
-from foretoken.api.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
-from foretoken.api.template import INLINE_CHARS
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.runtime.prediction import count_standing
+from foretoken.api.text.chat_template import INLINE_CHARS
+from foretoken.api.text.tokenizer import Tokenizer
+from foretoken.api.types.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.scheduling.admission import check_token_ids

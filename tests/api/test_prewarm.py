@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from foretoken import InvalidRequest
-from foretoken.api import cli
-from foretoken.api.prewarm import prewarm, read_prewarm
+from foretoken.api.cli import commands
+from foretoken.api.server.prewarm import prewarm, read_prewarm
 
 TALK = {"messages": [{"role": "system", "content": "Be brief."}], "ttl": 60}
 TEXT = {"prompt": "once", "cache_salt": "a"}
@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_place(tmp_path, text, sa
 
 def test_a_missing_file_ends_the_command_before_a_model_is_loaded(tmp_path, capsys):
     missing = str(tmp_path / "none")
-    assert cli.main(["serve", "--prewarm", missing]) == 2
+    assert commands.main(["serve", "--prewarm", missing]) == 2
     assert missing in capsys.readouterr().err
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.api.reference import reference
+from foretoken.api.cli.reference import reference
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
 
 def test_the_reference_is_up_to_date():
     written = (DOCS / "api.md").read_text("utf-8")
-    assert written == reference(), "run: python -m foretoken.api.reference docs/api.md"
+    assert written == reference(), "run: python -m foretoken.api.cli.reference docs/api.md"
 
 
 def test_what_the_reference_names_can_be_found_in_it():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig, parse_size
 from foretoken.core.errors import InvalidRequest
 

@@ -13,7 +13,7 @@ import pytest
 
 import foretoken
 from foretoken import LLM, AsyncLLM, EngineDead, InvalidRequest, QueueFull, SamplingParams, Usage
-from foretoken.api.results import total_usage
+from foretoken.api.types.results import total_usage
 
 FOUR = SamplingParams(max_tokens=4, seed=0)
 
@@ -215,7 +215,7 @@ def test_a_prompt_of_the_wrong_kind_is_an_invalid_request(llm, prompt):
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm, monkeypatch):
-    monkeypatch.setattr("foretoken.api.tokenizer.Tokenizer._encode", None)
+    monkeypatch.setattr("foretoken.api.text.tokenizer.Tokenizer._encode", None)
     with pytest.raises(foretoken.PromptTooLong, match="maximum context length is 255 tokens"):
         llm.generate("x" * 100_000, FOUR)
 
@@ -420,7 +420,7 @@ def test_a_model_that_does_not_load_raises_in_the_constructor_and_leaves_no_thre
     def fail(model, config):
         raise foretoken.ModelLoadError("nothing there")
 
-    monkeypatch.setattr("foretoken.api.host._build", fail)
+    monkeypatch.setattr("foretoken.api.runtime.engine_client._build", fail)
     with pytest.raises(foretoken.ModelLoadError, match="nothing there"):
         LLM("nowhere")
     assert not [t for t in threading.enumerate() if t.name == "foretoken-loop"]

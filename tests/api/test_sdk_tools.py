@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from foretoken import Choice, ForetokenError, InvalidRequest, SamplingParams, ToolCall
-from foretoken.api.ask import Asking
-from foretoken.api.output.events import CallArguments, CallBegin, CallEnd, Thought, Words
-from foretoken.api.talk import Ask
-from foretoken.api.turn import Turn, Turns
+from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd, Thought, Words
+from foretoken.api.runtime.chat import Turn, Turns
+from foretoken.api.runtime.chat_types import Ask
+from foretoken.api.sdk.async_llm import Asking
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from foretoken.api.answer import Answer
-from foretoken.api.host import Host
-from foretoken.api.prompts import PromptLog
-from foretoken.api.service import Service
+from foretoken.api.runtime.engine_client import Host
+from foretoken.api.runtime.generation import Answer
+from foretoken.api.runtime.prompt_history import PromptLog
+from foretoken.api.serving.serving_context import Service
 
 SECONDS = 20
 SECRET = "/srv/secret: password 1234"

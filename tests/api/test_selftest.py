@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from foretoken.api import cli, selftest
+from foretoken.api.cli import commands, selftest
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -24,7 +24,7 @@ def library(monkeypatch) -> NativeLibrary:
 
 
 def test_every_operation_agrees_with_torch(capsys):
-    assert cli.main(["selftest", "--threads", "1"]) == 0
+    assert commands.main(["selftest", "--threads", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("native kernels: ")
     assert len([line for line in lines if line.endswith(" ok")]) == 2 * 9 + 4 + 4
@@ -33,7 +33,7 @@ def test_every_operation_agrees_with_torch(capsys):
 def test_a_wrong_operation_is_named_and_fails_the_command(capsys, monkeypatch):
     right = TorchOps.silu_mul
     monkeypatch.setattr(TorchOps, "silu_mul", lambda self, x: right(self, x) * 1.1)
-    assert cli.main(["selftest"]) == 1
+    assert commands.main(["selftest"]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.endswith("WRONG")]
     assert [line.split()[0] for line in wrong] == ["silu_mul", "silu_mul"]
 
@@ -44,12 +44,12 @@ def test_a_nan_does_not_pass():
 
 def test_no_kernels_is_an_error_and_not_a_success(capsys, monkeypatch):
     monkeypatch.setattr(selftest, "native_library", lambda: None)
-    assert cli.main(["selftest"]) == 1
+    assert commands.main(["selftest"]) == 1
     assert "no native kernels" in capsys.readouterr().err
 
 
 def test_a_thread_count_below_one_is_refused(capsys):
-    assert cli.main(["selftest", "--threads", "0"]) == 2
+    assert commands.main(["selftest", "--threads", "0"]) == 2
     assert "threads must be at least 1" in capsys.readouterr().err
 
 

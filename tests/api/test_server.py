@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from foretoken import AsyncLLM, ModelLoadError
-from foretoken.api.server import Listen, run
+from foretoken.api.server.process import Listen, run
 
 SECONDS = 30
 SCRIPT = Path(__file__).with_name("serve_fake.py")

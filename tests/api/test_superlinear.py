@@ -12,14 +12,14 @@ from itertools import cycle, islice
 
 import pytest
 
-from foretoken.api import grammar_text
-from foretoken.api.errors import _param
-from foretoken.api.messages.normalize import steady
-from foretoken.api.output.families import FAMILIES
-from foretoken.api.output.source import ReaderParser
-from foretoken.api.output.thinking import THINK, ThinkingState, thinking_parser
-from foretoken.api.stops import StopStrings
-from foretoken.api.talk import Tool
+from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.input_buffer import ReaderParser
+from foretoken.api.parsing.reasoning import THINK, ThinkingState, thinking_parser
+from foretoken.api.runtime.normalize import steady
+from foretoken.api.serving.errors import _param
+from foretoken.api.structured import grammar_text
+from foretoken.api.text.detokenizer import StopStrings
+from foretoken.api.types.results import Tool
 
 LENGTH = 2**18
 SECONDS = 2.0

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.api.stops import StopStrings
-from foretoken.api.text import REPLACEMENT, AnswerText, ByteDetokenizer, WindowDetokenizer
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.text.detokenizer import (
+    REPLACEMENT,
+    AnswerText,
+    ByteDetokenizer,
+    StopStrings,
+    WindowDetokenizer,
+)
+from foretoken.api.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ import pytest
 from jinja2 import TemplateError, UndefinedError
 
 from foretoken import InvalidRequest, PromptTooLong
-from foretoken.api.sandbox import BoundedEnvironment, bounded
-from foretoken.api.template import INLINE_CHARS
-from foretoken.api.text import BYTE_OF_CHAR, ByteDetokenizer
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.text.chat_template import INLINE_CHARS
+from foretoken.api.text.detokenizer import BYTE_OF_CHAR, ByteDetokenizer
+from foretoken.api.text.template_sandbox import BoundedEnvironment, bounded
+from foretoken.api.text.tokenizer import Tokenizer
 
 TALK = [{"role": "user", "content": "hi"}]
 
@@ -170,7 +170,7 @@ NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}
 def test_a_template_that_never_ends_fails_its_request_and_stalls_nobody(
     own, monkeypatch, body, text
 ):
-    monkeypatch.setattr("foretoken.api.tokenizer.TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr("foretoken.api.text.tokenizer.TEMPLATE_SECONDS", 0.2)
     loop = NESTED.replace("BODY", body)
     own._template._hf.chat_template = "{% if messages[0].role == 'x' %}" + loop + "{% endif %}fine"
 

@@ -7,14 +7,14 @@ import json
 import openai
 import pytest
 
-from foretoken.api.answer import _Part
-from foretoken.api.output.events import CallArguments, CallBegin, CallEnd, Words
-from foretoken.api.plain import plain_messages
-from foretoken.api.reader import TurnReader
-from foretoken.api.results import TextDelta
-from foretoken.api.schema import Message
-from foretoken.api.talk import ToolChoice, TurnChoice, TurnDelta
-from foretoken.api.template import ChatTemplate
+from foretoken.api.openai.messages_in import plain_messages
+from foretoken.api.openai.schema import Message
+from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd, Words
+from foretoken.api.runtime.chat import TurnReader
+from foretoken.api.runtime.chat_types import TurnChoice, TurnDelta
+from foretoken.api.runtime.generation import _Part
+from foretoken.api.text.chat_template import ChatTemplate
+from foretoken.api.types.results import TextDelta, ToolChoice
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.step import TokenLogprob
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from foretoken.api import cli
-from foretoken.api.observing_flags import observing
+from foretoken.api.cli import commands
+from foretoken.api.cli.flags import observing
 from foretoken.draft.training.drafts import run as training
 from foretoken.draft.training.drafts.records import read_records
 
@@ -15,7 +15,7 @@ from foretoken.draft.training.drafts.records import read_records
 def failed(capsys, *args):
     """The exit code and what was said."""
     try:
-        code = cli.main(list(args))
+        code = commands.main(list(args))
     except SystemExit as exited:
         code = exited.code
     out, err = capsys.readouterr()
@@ -71,14 +71,14 @@ def test_a_folder_with_a_run_is_not_overwritten(capsys, tmp_path):
 
 def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "BATCH_TOKENS", 64)
-    monkeypatch.setattr("foretoken.api.train_draft.TIMED_TOKENS", 4)
+    monkeypatch.setattr("foretoken.api.cli.train_draft.TIMED_TOKENS", 4)
     data = tmp_path / "data.jsonl"
     chats = [{"messages": [{"role": "user", "content": f"hi {index}"}]} for index in range(6)]
     data.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
-    monkeypatch.setattr("foretoken.api.train_draft.ANSWER_TOKENS", 8)
+    monkeypatch.setattr("foretoken.api.cli.train_draft.ANSWER_TOKENS", 8)
     out = tmp_path / "head"
     args = ["--kind", "lm", "--data", str(data), "--out", str(out), "--tokens", "300"]
-    assert cli.main([*GIVEN, *args, "--threads", "1"]) == 0
+    assert commands.main([*GIVEN, *args, "--threads", "1"]) == 0
     shown = capsys.readouterr().out
     assert "share of drafted tokens accepted" in shown
     assert "tokens/s before" in shown
@@ -91,7 +91,7 @@ def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatc
 
 
 def parsed(*args):
-    return cli._parser().parse_args(["serve", *args])
+    return commands._parser().parse_args(["serve", *args])
 
 
 def test_traffic_is_not_recorded_unless_asked_for(tmp_path):
@@ -102,7 +102,7 @@ def test_traffic_is_not_recorded_unless_asked_for(tmp_path):
 
 
 def test_with_api_keys_only_those_named_are_recorded(tmp_path):
-    from foretoken.api.owners import caller_of
+    from foretoken.api.types.request_context import caller_of
 
     folder = ("--record-traffic", str(tmp_path / "t"))
     for args, expected in (

@@ -11,9 +11,9 @@ from contextlib import closing
 import httpx
 import pytest
 
-from foretoken.api.template import INLINE_CHARS
-from foretoken.api.tokenizer import APART_BYTES
-from foretoken.api.waiting import Waiting
+from foretoken.api.text.chat_template import INLINE_CHARS
+from foretoken.api.text.executor import Waiting
+from foretoken.api.text.tokenizer import APART_BYTES
 
 SECONDS = 10
 LONG = "x" * 2 * INLINE_CHARS

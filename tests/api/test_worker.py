@@ -12,8 +12,8 @@ from concurrent.futures import Future
 import pytest
 
 from foretoken import QueueFull
-from foretoken.api.waiting import Job, Origin, Waiting
-from foretoken.api.worker import Interrupted, Worker
+from foretoken.api.text.executor import Interrupted, Job, Waiting, Worker
+from foretoken.api.types.request_context import Origin
 
 STACK = 2**20
 
@@ -48,7 +48,7 @@ def test_what_waits_can_be_cancelled_and_is_when_it_closes() -> None:
 
 def test_the_interpreter_does_not_wait_for_a_job() -> None:
     code = (
-        "import threading\nfrom foretoken.api.worker import Worker\n"
+        "import threading\nfrom foretoken.api.text.executor import Worker\n"
         "begun = threading.Event()\n"
         "Worker('w', stack_bytes=2**20).submit(lambda: begun.set() or threading.Event().wait())\n"
         "begun.wait()\nprint('bye')\n"
@@ -153,7 +153,7 @@ def test_a_job_that_nobody_waits_for_any_more_is_ended() -> None:
 
 
 def test_an_interrupt_that_was_swallowed_comes_again(monkeypatch) -> None:
-    monkeypatch.setattr("foretoken.api.worker.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("foretoken.api.text.executor.AGAIN_SECONDS", 0.05)
 
     def stubborn() -> None:
         with contextlib.suppress(Interrupted):  # as the interpreter does in a `__del__`

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from foretoken import AsyncLLM
-from foretoken.api.app import create_app
-from foretoken.api.service import Settings
+from foretoken.api.server.app import create_app
+from foretoken.api.serving.serving_context import Settings
 
 HANG_SECONDS = 30.0
 SMALL: dict[str, Any] = {"max_model_len": 192, "kv_tokens": 3072, "threads": 1}

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
-from foretoken.api.openapi import EVENTS, OPERATIONS
-from foretoken.api.sampling_params import FORMS
+from foretoken.api.server.openapi import EVENTS, OPERATIONS
+from foretoken.api.types.sampling_params import FORMS
 
 CHECKS = [
     checks.status_code_conformance,

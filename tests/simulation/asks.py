@@ -6,7 +6,7 @@ import random
 from array import array
 from dataclasses import dataclass
 
-from foretoken.api.sampling_params import SamplingParams
+from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.interface.request import DEFAULT_CACHE, CacheOptions, OnToken, Pin, Request
 from foretoken.core.interface.step import SamplingMetadata
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from foretoken import AsyncLLM, SamplingParams
-from foretoken.api import models
-from foretoken.api.build import Built
-from foretoken.api.tokenizer import Tokenizer
+from foretoken.api.build import model_files
+from foretoken.api.build.engine_builder import Built
+from foretoken.api.text.tokenizer import Tokenizer
 
 from .asks import Ask
 from .loop import SimulatedLoop
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=5, seed=0, temperature=0, ignore_eos=True)
 @pytest.fixture(scope="module", autouse=True)
 def _one_tokenizer():
     """Loading one takes longer than a whole scenario."""
-    loaded = Tokenizer.load(Path(models.BUILTIN) / "target", max_model_len=32)
+    loaded = Tokenizer.load(Path(model_files.BUILTIN) / "target", max_model_len=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", lambda *args, **options: loaded)
         close = loaded.close

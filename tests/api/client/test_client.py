@@ -23,7 +23,7 @@ from foretoken.api.client import (
     message_from,
 )
 from foretoken.api.client.reading import read_chat, read_chunk
-from foretoken.api.schema import ChatRequest, CompletionRequest
+from foretoken.api.openai.schema import ChatRequest, CompletionRequest
 
 SECONDS = 10
 HI = [{"role": "user", "content": "hi"}]

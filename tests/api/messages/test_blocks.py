@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from foretoken.api.messages.blocks import INVALID, SIGNATURE, Blocks, read_arguments
-from foretoken.api.talk import Call, TurnDelta
+from foretoken.api.anthropic.blocks import INVALID, SIGNATURE, Blocks, read_arguments
+from foretoken.api.runtime.chat_types import Call, TurnDelta
 
 TALK = [
     TurnDelta(reasoning="I "),

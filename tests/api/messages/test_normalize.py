@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from foretoken.api.messages.normalize import RULES, normalized, steady
+from foretoken.api.runtime.normalize import RULES, normalized, steady
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"
 

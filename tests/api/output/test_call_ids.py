@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.api.output.call_ids import with_short_ids
+from foretoken.api.parsing.calls import with_short_ids
 
 CALL = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "f"}}
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import WEATHER, F, by_kind, parse, syntax
 
-from foretoken.api.output.families import FAMILIES
+from foretoken.api.parsing.families import FAMILIES
 
 CALLS = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": ["\\"}", {}]}}\n</tool_call>',

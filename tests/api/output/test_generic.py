@@ -8,8 +8,8 @@ import pytest
 from parsing import WEATHER, F, read, syntax
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.output.generic import as_text, describe, needs_text
-from foretoken.api.talk import Tool, ToolChoice
+from foretoken.api.parsing.generic import as_text, describe, needs_text
+from foretoken.api.types.results import Tool, ToolChoice
 
 HI = {"role": "user", "content": "hi"}
 SYSTEM = {"role": "system", "content": "Be brief."}

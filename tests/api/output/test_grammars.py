@@ -12,11 +12,11 @@ from parsing import WEATHER, F, read, syntax
 from walking import Model
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.grammar_text import json_rule
-from foretoken.api.output.families import FAMILIES
-from foretoken.api.output.lark import value
-from foretoken.api.output.qwen_coder import kinds
-from foretoken.api.talk import Tool, ToolChoice
+from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.lark import value
+from foretoken.api.parsing.qwen_coder import kinds
+from foretoken.api.structured.grammar_text import json_rule
+from foretoken.api.types.results import Tool, ToolChoice
 
 NODE = Tool(
     name="tree",

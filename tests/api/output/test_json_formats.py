@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from parsing import TOOLS, Read, parse, read, syntax
 
-from foretoken.api.output.events import CallArguments, CallBegin, CallEnd
+from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd
 
 PARIS = '{"city": "Paris"}'
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"

@@ -7,8 +7,8 @@ import json
 import pytest
 from parsing import TOOLS, Read, read, syntax
 
-from foretoken.api.output.events import CallArguments, CallBegin
-from foretoken.api.talk import Tool
+from foretoken.api.parsing.events import CallArguments, CallBegin
+from foretoken.api.types.results import Tool
 
 TYPED = Tool(
     name="f",

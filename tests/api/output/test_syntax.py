@@ -6,11 +6,11 @@ import pytest
 from parsing import WEATHER, F, parse, syntax
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.models import BUILTIN
-from foretoken.api.output.events import CallBegin, Words
-from foretoken.api.output.families import FAMILIES
-from foretoken.api.output.syntax import TOOL_PARSERS, Syntax, check_tools
-from foretoken.api.talk import Tool, ToolChoice
+from foretoken.api.build.model_files import BUILTIN
+from foretoken.api.parsing.events import CallBegin, Words
+from foretoken.api.parsing.families import FAMILIES
+from foretoken.api.parsing.output_format import TOOL_PARSERS, Syntax, check_tools
+from foretoken.api.types.results import Tool, ToolChoice
 
 QWEN = "{% if tools %}<tool_call>\n{{ x }}</tool_call>"
 

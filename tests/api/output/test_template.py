@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from parsing import TOOLS, read, syntax
 from transformers import AutoTokenizer
 
-from foretoken.api.models import BUILTIN
+from foretoken.api.build.model_files import BUILTIN
 
 CHATML = (
     "{% for message in messages %}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from foretoken.api.responses.events import error_body
-from foretoken.api.responses.output import Output
-from foretoken.api.talk import Call, TurnDelta
+from foretoken.api.openai.responses.events import error_body
+from foretoken.api.openai.responses.output import Output
+from foretoken.api.runtime.chat_types import Call, TurnDelta
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 
 

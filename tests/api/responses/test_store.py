@@ -5,9 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 
-from foretoken.api.errors import ApiError
-from foretoken.api.responses.schema import Item, Part
-from foretoken.api.responses.store import ResponseStore
+from foretoken.api.openai.responses.schema import Item, Part
+from foretoken.api.openai.responses.store import ResponseStore
+from foretoken.api.serving.errors import ApiError
 
 USER = Item(type="message", id="msg_1", role="user", content=[Part(type="input_text", text="hi")])
 

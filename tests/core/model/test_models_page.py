@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint
-from foretoken.api.cli import main
+from foretoken.api.cli.commands import main
 from foretoken.core.model.report import inspect_model
 from models_page import PAGE, page
 from tiny_models import save_tiny, tiny_config

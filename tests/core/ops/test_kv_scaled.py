@@ -10,8 +10,8 @@ import torch
 from house import NUM_TOKENS, REQUESTS, House, shuffled
 
 from checkpoints import VOCAB_SIZE, ModelDriver, make_checkpoint
-from foretoken.api.build import build
-from foretoken.api.pools import count_pages
+from foretoken.api.build.engine_builder import build
+from foretoken.api.build.kv_pools import count_pages
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model import Decoder, load_decoder
@@ -55,7 +55,7 @@ def decoder_of(tmp_path_factory: pytest.TempPathFactory):
 def test_the_same_memory_holds_nearly_twice_the_tokens(
     memory: str | None, small: KvDtype, decoder_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.api.pools.default_budget", lambda device: 3 * 2**20)
+    monkeypatch.setattr("foretoken.api.build.kv_pools.default_budget", lambda device: 3 * 2**20)
     decoder = decoder_of("bfloat16-torch")
     configs = [EngineConfig(kv_memory=memory, kv_cache_dtype=kind) for kind in ("auto", small)]
     pages = [count_pages(decoder, [decoder], config, config.sizes("cpu")) for config in configs]

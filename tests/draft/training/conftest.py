@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from taught import ASKING
 
-from foretoken.api.models import BUILTIN
+from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.model.loader import load_decoder
 from foretoken.draft.training.drafts.answers import AnswerBook, answer_prompts
 from foretoken.draft.training.drafts.conversations import Conversation

@@ -145,7 +145,7 @@ def test_a_written_head_is_read_to_the_bit(train, target, tmp_path, kind, type_,
 
 
 def test_a_written_language_model_is_served(train, target, tmp_path):
-    from foretoken.api.drafts import check_compatible
+    from foretoken.api.build.drafts import check_compatible
     from foretoken.core.model.loader import load_decoder
 
     train("lm", layers=1).run()

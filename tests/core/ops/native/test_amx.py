@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from turns import Turns
 
-from foretoken.api.selftest import compare
+from foretoken.api.cli.selftest import compare
 from foretoken.core.ops.backends import choose_ops
 from foretoken.core.ops.base import HeadLayout
 from foretoken.core.ops.batch import Segment, build_batch

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.api import build as building
+from foretoken.api.build import engine_builder as building
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.ops.backends import choose_ops

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.api import build as building
-from foretoken.api import pools
+from foretoken.api.build import engine_builder as building
+from foretoken.api.build import kv_pools
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.execution import model_runner as running
@@ -55,8 +55,8 @@ def device() -> torch.device:
 def test_the_pools_get_most_of_a_gpu_and_little_of_a_host(
     where: torch.device, free: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "free_memory", lambda device: free if device == where else 0)
-    assert pools.default_budget(where) == budget
+    monkeypatch.setattr(kv_pools, "free_memory", lambda device: free if device == where else 0)
+    assert kv_pools.default_budget(where) == budget
 
 
 def test_memory_that_torch_keeps_of_what_was_freed_counts_as_free(monkeypatch) -> None:
@@ -79,7 +79,7 @@ def test_memory_that_runs_out_while_loading_names_what_to_lower(monkeypatch) -> 
     monkeypatch.setattr(type(decoder), "make_pool", full)
     config = EngineConfig(kv_tokens=64)
     with pytest.raises(ModelLoadError, match="for 4 KV pages: lower kv_memory or kv_tokens"):
-        pools.make_pools(decoder, [], config, config.sizes("cpu"))
+        kv_pools.make_pools(decoder, [], config, config.sizes("cpu"))
 
 
 def test_random_weights_of_a_gpu_are_drawn_there_in_their_dtype(monkeypatch) -> None:

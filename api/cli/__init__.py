@@ -1,0 +1,5 @@
+"""The command ``foretoken``."""
+
+from .commands import main
+
+__all__ = ["main"]

@@ -1,0 +1,207 @@
+"""The command ``foretoken``. Heavy imports happen inside the commands: --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..._version import __version__
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest
+from .flags import (
+    Parser,
+    add_engine_flags,
+    add_model,
+    add_observing_flags,
+    add_sampling_flags,
+    add_server_flags,
+    add_show_drafts,
+    engine_options,
+    observing,
+    sampling_params,
+    server_settings,
+)
+from .train_draft import add_flags as add_train_draft_flags
+from .train_draft import train_draft
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    args = sys.argv[1:] if argv is None else list(argv)
+    if args[:1] == ["bench"]:
+        return _bench(args[1:])
+    parser = _parser()
+    parsed = parser.parse_args(args)
+    if parsed.command is None:
+        parser.error("a command is needed")
+    command: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return command(parsed)
+    except InvalidRequest as error:
+        print(f"{parsed.parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except ForetokenError as error:
+        print(f"foretoken: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        _drop_output()
+        return 141
+
+
+def _drop_output() -> None:
+    """What is still buffered would raise again at exit."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="foretoken", description="LLM inference with speculative decoding")
+    parser.add_argument("--version", action="version", version=f"foretoken {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    _add_serve(commands)
+    _add_run(commands)
+    _add_chat(commands)
+    _add_models(commands)
+    _add_train_draft(commands)
+    _add_selftest(commands)
+    commands.add_parser("bench", help="measure something; see bench/README.md", add_help=False)
+    return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
+    serve = commands.add_parser("serve", help="an OpenAI-compatible HTTP server")
+    serve.set_defaults(run=_serve, parser=serve)
+    add_model(serve)
+    add_engine_flags(serve)
+    add_server_flags(serve)
+    add_observing_flags(serve)
+
+
+def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
+    run = commands.add_parser("run", help="one completion, streamed to the terminal")
+    run.set_defaults(run=_run, parser=run)
+    run.add_argument("prompt", metavar="PROMPT")
+    add_model(run)
+    add_show_drafts(run)
+    add_sampling_flags(run)
+    add_engine_flags(run)
+
+
+def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
+    chat = commands.add_parser("chat", help="a conversation in the terminal")
+    chat.set_defaults(run=_chat, parser=chat)
+    add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    add_show_drafts(chat)
+    add_sampling_flags(chat)
+    add_engine_flags(chat)
+
+
+def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
+    models = commands.add_parser("models", help="list what can be served, and why something cannot")
+    models.set_defaults(run=_models, parser=models)
+    models.add_argument(
+        "action",
+        nargs="?",
+        choices=("check",),
+        help="check DIR: what a model is, what it needs, and what would compute it; nothing is"
+        " loaded",
+    )
+    models.add_argument("dir", nargs="?", metavar="DIR", help="a folder, or a GGUF file")
+
+
+def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
+    train = commands.add_parser("train-draft", help="train a draft for a model on your own data")
+    train.set_defaults(run=_train_draft, parser=train)
+    add_train_draft_flags(train)
+
+
+def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
+    selftest = commands.add_parser("selftest", help="are the native kernels right, and how fast")
+    selftest.set_defaults(run=_selftest, parser=selftest)
+    selftest.add_argument("--threads", type=int, default=1, metavar="N")
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    options = engine_options(parsed)
+    EngineConfig(**options)  # before the slow imports
+    from ..sdk.async_llm import AsyncLLM
+    from ..server.prewarm import read_prewarm
+    from ..server.process import Listen, run
+
+    listen = Listen(
+        host=parsed.host,
+        port=parsed.port,
+        uds=parsed.uds,
+        log_level=parsed.log_level,
+        log_format=parsed.log_format,
+        drain_seconds=parsed.drain_seconds,
+        prewarm=read_prewarm(parsed.prewarm) if parsed.prewarm else (),
+        settings=server_settings(parsed),
+        observing=observing(parsed),
+    )
+    return run(AsyncLLM(parsed.model, **options), listen)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from .terminal import run
+
+    params, options = sampling_params(parsed), engine_options(parsed)
+    return run(parsed.prompt, parsed.model, params, options, show_drafts=parsed.show_drafts)
+
+
+def _chat(parsed: argparse.Namespace) -> int:
+    from .terminal import chat
+
+    params, options = sampling_params(parsed), engine_options(parsed)
+    return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
+
+
+def _models(parsed: argparse.Namespace) -> int:
+    from ..build.model_files import check_model, list_models
+
+    if parsed.action is None:
+        return list_models()
+    if parsed.dir is None:
+        parsed.parser.error("check needs the folder or GGUF file of a model")
+    return check_model(Path(parsed.dir))
+
+
+def _train_draft(parsed: argparse.Namespace) -> int:
+    return train_draft(parsed)
+
+
+def _selftest(parsed: argparse.Namespace) -> int:
+    EngineConfig(threads=parsed.threads)
+    from .selftest import selftest
+
+    return selftest(threads=parsed.threads)
+
+
+def _bench(args: Sequence[str]) -> int:
+    """``foretoken bench NAME ...`` runs ``foretoken.bench.NAME``, which parses the rest itself."""
+    package = importlib.import_module("...bench", __package__)
+    names = sorted(
+        module.name for module in pkgutil.iter_modules(package.__path__) if module.name[0] != "_"
+    )
+    parser = Parser(prog="foretoken bench", description="measure something")
+    parser.add_argument("name", choices=names, help="what to measure; NAME --help tells more")
+    parsed = parser.parse_args(args[:1])
+    module = importlib.import_module(f"...bench.{parsed.name}", __package__)
+    if not hasattr(module, "main"):
+        parser.error(f"{parsed.name} is no benchmark")
+    code: int | None = module.main(list(args[1:]))
+    return code or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""The flags of the command ``foretoken``: what they are called, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...core.config import EngineConfig, parse_size
+from ...core.errors import InvalidRequest
+from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
+from ..serving.limits import Limits
+from ..types.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..serving.serving_context import Settings
+
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ...draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
+from ..server.observability import Observing, make_telemetry
+from ..server.tracing import Telemetry
+from ..types.request_context import caller_of
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+MAX_PORT = 65535
+SAMPLING_FLAGS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+    "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+LOG_FORMATS = ("text", "json")
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def add_observing_flags(parser: Parser) -> None:
+    """The options of `Observing`."""
+    add = parser.add_argument_group("observing").add_argument
+    add("--log-format", choices=LOG_FORMATS, default="text", help="json: an object a line")
+    add("--access-log", action="store_true", help="a line for each request, with what it cost")
+    add("--tracing", action="store_true", help=f"by OpenTelemetry, to {ENDPOINTS[1]}")
+    add("--otlp-endpoint", type=_url, metavar="URL", help="trace, to this collector (OTLP, HTTP)")
+    add(
+        "--trace-steps",
+        type=_share,
+        default=0.0,
+        metavar="RATE",
+        help="share of the engine's steps that are traced as well, 0 to 1",
+    )
+    add(
+        "--record-traffic",
+        metavar="DIR",
+        help="write the token ids of finished requests to this folder, for train-draft; off by "
+        "default: whoever reads the folder reads the conversations",
+    )
+    add(
+        "--record-key",
+        action="append",
+        metavar="KEY",
+        help="record requests with this API key; with --api-key no others are; repeatable",
+    )
+    add(
+        "--record-bytes",
+        type=size,
+        metavar="SIZE",
+        help="that all records may take, in all runs together (1GiB)",
+    )
+
+
+def observing(parsed: argparse.Namespace) -> Observing:
+    """What was asked for. Raises `InvalidRequest` where the extra for traces is missing."""
+    from ..server.observability import Observing
+
+    return Observing(
+        access_log=parsed.access_log or parsed.log_level == "debug",
+        telemetry=_telemetry(parsed),
+        recorder=_recorder(parsed),
+    )
+
+
+def _recorder(parsed: argparse.Namespace) -> TrafficRecorder | None:
+    """Callers with API keys opt in, each by its key."""
+    keys: Sequence[str] = parsed.record_key or ()
+    if parsed.record_traffic is None:
+        if keys or parsed.record_bytes is not None:
+            parsed.parser.error("--record-key and --record-bytes need --record-traffic")
+        return None
+    from ...draft.training.traffic import TrafficRecorder
+
+    has_keys = bool(keys or given_keys(parsed, "api_key"))
+    return TrafficRecorder(
+        Path(parsed.record_traffic),
+        max_bytes=parsed.record_bytes or DEFAULT_BYTES,
+        callers={caller_of(key) for key in keys} if has_keys else None,
+    )
+
+
+def _telemetry(parsed: argparse.Namespace) -> Telemetry | None:
+
+    if parsed.otlp_endpoint is None and not parsed.tracing:
+        if parsed.trace_steps:
+            parsed.parser.error("--trace-steps needs --tracing or --otlp-endpoint")
+        return None
+    if parsed.otlp_endpoint is None and not any(name in os.environ for name in ENDPOINTS):
+        parsed.parser.error(f"--tracing needs {ENDPOINTS[1]}, or else --otlp-endpoint")
+    return make_telemetry(parsed.otlp_endpoint, step_rate=parsed.trace_steps)
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a URL such as http://127.0.0.1:4318")
+    return text
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:  # also false for nan
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1")
+    return share
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line; flags are not guessed from their beginnings."""
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def add_model(parser: Parser) -> None:
+    """Which model."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder in Hugging Face layout, GGUF file, hub id, smollm2 or builtin; default: "
+        "smollm2 where it is installed, else builtin",
+    )
+
+
+def add_show_drafts(parser: Parser) -> None:
+    """Colours by source."""
+    parser.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="colour each token by the source that drafted it, the target's own plain, and end "
+        "with a legend; in colour on a terminal or with FORCE_COLOR, never with NO_COLOR",
+    )
+
+
+def add_engine_flags(parser: Parser) -> None:
+    """The options of `EngineConfig`."""
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add(
+        "--draft",
+        help="auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and the PATH of "
+        "one draft model or trained head",
+        metavar="SPEC",
+    )
+    add(
+        "--draft-temperature",
+        choices=("same", "tuned"),
+        help="of a draft model: the request's, or a multiple of it tuned by acceptances",
+    )
+    add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
+    add("--verify", choices=("coupled", "rejection"))
+    add("--exact", choices=("spec", "batch", "off"))
+    add(
+        "--backend",
+        choices=("auto", "native", "triton", "torch"),
+        help="auto: native kernels on the CPU, Triton's on cuda, else torch",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is one")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--quantize", choices=("none", "int8", "int4"), help="the weights; int4: on the CPU alone")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8"),
+        help="int8, or on a GPU fp8 (e4m3): twice the tokens in a KV pool",
+    )
+    pool = group.add_mutually_exclusive_group()
+    pool.add_argument("--kv-memory", type=size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
+    pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
+    add("--page-size", type=int, metavar="N", help="tokens of one KV page (16, on cuda 32)")
+    add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
+    add(
+        "--cache-quota",
+        type=float,
+        metavar="SHARE",
+        help="of the KV pool: beyond it, what one salt left there goes first; 1: never",
+    )
+    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step (256, on cuda 2048)")
+    add(
+        "--max-slowdown",
+        type=float,
+        metavar="X",
+        help="how many times longer a step may take for prompts beside running answers",
+    )
+    add(
+        "--overlap",
+        choices=("auto", "on", "off"),
+        help="begin a step before the one ahead of it is looked at; auto: on a GPU",
+    )
+    add("--max-running", type=int, metavar="N", help="requests in one step (64, on cuda 256)")
+    add("--max-queued", type=int, metavar="N", help="requests that may wait")
+    add(
+        "--aging-seconds",
+        type=float,
+        metavar="S",
+        help="waiting so long makes a request one priority more urgent",
+    )
+    add("--max-priority", type=int, metavar="N", help="of a request, and -N the least; 0: none")
+    add("--threads", type=int, metavar="N", help="of the model on the CPU")
+    add("--step-timeout", type=float, metavar="S", help="what hangs so long ends all; 0: never")
+    add("--ready-step-seconds", type=float, metavar="S", help="of a step: longer is not ready")
+    add("--dump-dir", metavar="DIR", help="for crash dumps; else among the temporary files")
+    add("--load-format", choices=("auto", "random"), help="random: seeded random weights")
+    add(
+        "--model-impl",
+        choices=("auto", "own", "transformers"),
+        help="what computes the layers: this engine's decoder, or transformers' modules on its"
+        " pages and kernels; auto: the first where there is one for the model",
+    )
+
+
+def add_server_flags(parser: Parser) -> None:
+    """The options of the HTTP side."""
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=_port, default=8000, help="0: any free one")
+    add("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    add("--api-key", action="append", metavar="KEY", help="or FORETOKEN_API_KEY; repeatable")
+    add(
+        "--admin-key",
+        action="append",
+        metavar="KEY",
+        help="for /debug, /cache and a flush of everything; or FORETOKEN_ADMIN_KEY; repeatable",
+    )
+    add("--served-model-name", metavar="NAME")
+    add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
+    add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
+    add(
+        "--strict",
+        action="store_true",
+        help="refuse temperatures that OpenAI (over 2) and Anthropic (over 1) refuse",
+    )
+    add("--normalize", action="store_true", help="drop what clients change in system texts")
+    add("--prewarm", metavar="FILE", help="JSON: prompts to compute before it listens")
+    add(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="of a web page that may call; * is any; repeatable",
+    )
+    add("--log-level", choices=LOG_LEVELS, default="info")
+    add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="after SIGTERM")
+    _add_limits(parser)
+
+
+def _add_limits(parser: Parser) -> None:
+    """One flag for each of `Limits`."""
+    group = parser.add_argument_group("limits")
+    for each in fields(Limits):
+        flag = f"--{each.name.replace('_', '-')}"
+        help = f"{each.metadata['help']} ({each.default:.12g})"
+        if each.name.endswith("_bytes"):
+            group.add_argument(flag, type=size, metavar="SIZE", help=help)
+        elif each.name.endswith("_seconds"):
+            group.add_argument(flag, type=_seconds, metavar="S", help=help)
+        else:
+            group.add_argument(flag, type=int, metavar="N", help=help)
+
+
+def add_sampling_flags(parser: Parser) -> None:
+    """The fields of `SamplingParams`."""
+    add = parser.add_argument_group("sampling").add_argument
+    add("--max-tokens", type=int, metavar="N")
+    add("--min-tokens", type=int, metavar="N")
+    add("--temperature", type=float, metavar="T", help="0: greedy")
+    add("--top-p", type=float, metavar="P")
+    add("--top-k", type=int, metavar="K")
+    add("--min-p", type=float, metavar="P")
+    add("--seed", type=int, metavar="N")
+    add("--stop", action="append", metavar="TEXT", help="repeatable")
+    add("--ignore-eos", action="store_true", default=None)
+    add("--presence-penalty", type=float, metavar="X")
+    add("--frequency-penalty", type=float, metavar="X")
+    add("--repetition-penalty", type=float, metavar="X")
+
+
+def _depth(text: str) -> str | int:
+    if text in ("auto", "off"):
+        return text
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' is not auto, off or a number")
+    return int(text)
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except InvalidRequest:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4GiB") from None
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a port from 0 to {MAX_PORT}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e6:  # also false for nan
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
+    return seconds
+
+
+def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that were given."""
+    given = {name: getattr(parsed, name) for name in EngineConfig.names()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
+    """The sampling flags that were given."""
+    given = {name: getattr(parsed, name) for name in SAMPLING_FLAGS}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def server_settings(parsed: argparse.Namespace) -> Settings:
+    """The options of the HTTP side."""
+    from ..serving.serving_context import Settings
+
+    return Settings(
+        api_keys=given_keys(parsed, "api_key"),
+        admin_keys=given_keys(parsed, "admin_key"),
+        served_name=parsed.served_model_name,
+        tool_parser=parsed.tool_parser,
+        reasoning_parser=parsed.reasoning_parser,
+        strict=parsed.strict,
+        normalize=parsed.normalize,
+        cors_origins=tuple(parsed.cors_origin or ()),
+        limits=_limits(parsed),
+    )
+
+
+def _limits(parsed: argparse.Namespace) -> Limits:
+    given = {each.name: getattr(parsed, each.name) for each in fields(Limits)}
+    return Limits(**{name: value for name, value in given.items() if value is not None})
+
+
+def given_keys(parsed: argparse.Namespace, name: str) -> tuple[str, ...]:
+    """Those of a flag, else the one of its environment variable."""
+    keys = list(getattr(parsed, name) or ())
+    variable = f"FORETOKEN_{name.upper()}"
+    if variable in os.environ and not keys:
+        keys = [os.environ[variable]]
+    # No header could bring any other: its value is cut at both ends.
+    if not all(key.isprintable() and key.strip() == key != "" for key in keys):
+        parsed.parser.error(f"{name} must not be empty, nor begin or end with a space")
+    return tuple(keys)

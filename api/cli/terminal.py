@@ -1,0 +1,219 @@
+"""``foretoken run`` and ``foretoken chat``: answers streamed to the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import Any, TextIO
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import Usage
+from ...core.telemetry.spec_decode_stats import by_source
+from ..runtime.generation import Answer
+from ..runtime.preprocess import Prompt
+from ..sdk.async_llm import AsyncLLM
+from ..types.results import TextDelta
+from ..types.sampling_params import SamplingParams
+
+COLOURS = {"green": 32, "cyan": 36, "magenta": 35, "yellow": 33, "blue": 34, "red": 31}
+RESET = "\x1b[0m"
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """NO_COLOR says no, then FORCE_COLOR says yes; else a terminal has colours and a file none."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class Palette:
+    """A colour for each source, in the order in which they are met; the target itself has none."""
+
+    def __init__(self, *, coloured: bool) -> None:
+        self.coloured = coloured
+        self._sources: list[str] = []
+
+    def name(self, source: str) -> str:
+        """The colour of a source."""
+        if not source:
+            return "plain"
+        if source not in self._sources:
+            self._sources.append(source)
+        return list(COLOURS)[self._sources.index(source) % len(COLOURS)]
+
+    def paint(self, text: str, source: str) -> str:
+        """The text in the colour of a source."""
+        name = self.name(source)
+        if not text or not source or not self.coloured:
+            return text
+        return f"\x1b[{COLOURS[name]}m{text}{RESET}"
+
+
+class Painter:
+    """Paints one answer. It only adds escapes to the text that it is given.
+
+    That text may lag behind the tokens. ``push`` says how many characters a token brings to the
+    whole text; those wait in a queue until they are shown.
+    """
+
+    def __init__(self, palette: Palette, push: Callable[[int], str]) -> None:
+        self._palette = palette
+        self._push = push
+        self._ahead: deque[tuple[int, str]] = deque()  # characters not shown yet, and their source
+        self._counts: Counter[str] = Counter()
+
+    def paint(self, delta: TextDelta) -> str:
+        """The text of the next delta."""
+        for token_id, source in zip(delta.token_ids, delta.sources, strict=True):
+            self._ahead.append((len(self._push(token_id)), source))
+            self._counts[source] += 1
+        parts, start = [], 0
+        while start < len(delta.text):
+            rest = len(delta.text) - start
+            size, source = self._ahead.popleft() if self._ahead else (rest, "")
+            if size > rest:
+                self._ahead.appendleft((size - rest, source))
+            parts.append(self._palette.paint(delta.text[start : start + size], source))
+            start += size
+        return "".join(parts)
+
+    def legend(self) -> str:
+        """One line: how many tokens each source brought, and its colour."""
+        parts = []
+        for source, count in self._counts.items():
+            colour = f" = {self._palette.name(source)}" if self._palette.coloured else ""
+            parts.append(f"{source or 'the target itself'}{colour}: {count}")
+        return f"[tokens by source: {', '.join(parts)}]"
+
+
+def run(
+    prompt: str,
+    model: str | None,
+    params: SamplingParams,
+    options: Mapping[str, Any],
+    *,
+    show_drafts: bool = False,
+) -> int:
+    """Complete one prompt; the text on stdout, the cost on stderr."""
+    palette = _palette(show_drafts=show_drafts)
+    return asyncio.run(_run(AsyncLLM(model, **options), prompt, params, palette))
+
+
+def chat(
+    model: str | None,
+    params: SamplingParams,
+    options: Mapping[str, Any],
+    system: str | None = None,
+    *,
+    show_drafts: bool = False,
+) -> int:
+    """Talk, one line of stdin a turn, until it ends."""
+    palette = _palette(show_drafts=show_drafts)
+    return asyncio.run(_chat(AsyncLLM(model, **options), params, system, palette))
+
+
+def _palette(*, show_drafts: bool) -> Palette | None:
+    return Palette(coloured=wants_colour(sys.stdout)) if show_drafts else None
+
+
+async def _run(llm: AsyncLLM, prompt: str, params: SamplingParams, palette: Palette | None) -> int:
+    async with llm:
+        await _show(llm, prompt, params, palette)
+    return 0
+
+
+async def _chat(
+    llm: AsyncLLM, params: SamplingParams, system: str | None, palette: Palette | None
+) -> int:
+    messages = [{"role": "system", "content": system}] if system else []
+    async with llm:
+        while (line := await _read_line()) is not None:
+            messages.append({"role": "user", "content": line})
+            try:
+                text = await _show(llm, await llm.render(messages), params, palette)
+            except InvalidRequest as error:  # too long, say
+                print(f"foretoken: {error}", file=sys.stderr)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": text})
+    return 0
+
+
+async def _read_line() -> str | None:
+    """The next line that says something; None at the end of stdin."""
+    while sys.stdin is not None:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = await _in_daemon(sys.stdin.readline)
+        if not line:
+            return None
+        if line.strip():
+            return line.rstrip("\n")
+    return None
+
+
+async def _in_daemon(read: Callable[[], str]) -> str:
+    """Wait for it in a thread that may be left behind; an executor's is waited for at exit."""
+    future: Future[str] = Future()
+    future.set_running_or_notify_cancel()  # or leaving the wait would make the answer an error
+
+    def work() -> None:
+        try:
+            future.set_result(read())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="foretoken-stdin", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+async def _show(
+    llm: AsyncLLM, prompt: Prompt, params: SamplingParams, palette: Palette | None
+) -> str:
+    """Print an answer as it comes, in the colours of its sources if there is a palette."""
+    answer = await llm.open(prompt, params)
+    painter = palette and Painter(palette, llm.tokenizer.detokenizer(answer.prompt_token_ids).push)
+    texts = []
+    try:
+        async with aclosing(answer.deltas()) as deltas:
+            async for delta in deltas:
+                texts.append(delta.text)
+                print(painter.paint(delta) if painter else delta.text, end="", flush=True)
+    finally:
+        llm.forget(answer)
+    print(flush=True)  # before the lines on stderr, wherever both go
+    if painter:
+        print(painter.legend(), file=sys.stderr)
+    print(cost_line(answer), file=sys.stderr)
+    return "".join(texts)
+
+
+def cost_line(answer: Answer) -> str:
+    """What the answer cost, in one line."""
+    usage = answer.usage
+    parts = [
+        f"{usage.completion_tokens} tokens in {usage.verify_steps} steps",
+        f"{usage.completion_tokens / max(1, usage.verify_steps):.2f} tokens/step",
+        _draft_cost(usage),
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached",
+        f"first token {usage.time_to_first_token * 1e3:.0f} ms",
+    ]
+    if usage.completion_tokens > 1:
+        between = (usage.total_time - usage.time_to_first_token) / (usage.completion_tokens - 1)
+        parts.append(f"ITL {between * 1e3:.1f} ms")
+    return f"[{', '.join(parts)}]"
+
+
+def _draft_cost(usage: Usage) -> str:
+    if not usage.proposed_tokens:
+        return "no drafts"
+    accepted = f"{usage.accepted_tokens} of {usage.proposed_tokens} draft tokens accepted"
+    return f"{accepted} ({by_source(usage.proposed_by_source, usage.accepted_by_source)})"

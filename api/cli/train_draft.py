@@ -1,0 +1,285 @@
+"""``foretoken train-draft``: data as the target's tokens, training, and what it is worth."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ForetokenError, InvalidRequest
+
+if TYPE_CHECKING:
+    from ...draft.training.drafts.conversations import Conversation, Messages
+    from ...draft.training.drafts.making import Target
+    from ...draft.training.drafts.measuring import Acceptance
+    from ...draft.training.drafts.run import TrainOptions
+    from ..text.tokenizer import Tokenizer
+
+DEFAULT_MINUTES = 10.0
+DEFAULT_INIT = {"block": None, "eagle3": "target", "lm": "target"}
+ANSWER_TOKENS = 384  # of an answer that is given anew, at most
+NUM_TIMED, TIMED_TOKENS = 8, 96  # prompts and tokens of each by which a draft is timed in service
+EXAMPLE = """\
+examples:
+  foretoken train-draft --target smollm2 --data chats.jsonl --kind block --out my-head --minutes 30
+  foretoken train-draft --target ./Qwen3-8B --data traffic/ --kind eagle3 --init ./published-head \\
+      --out tuned-head --tokens 10000000 --draft-vocab 32000
+  foretoken serve smollm2 --draft auto,my-head
+
+data: text files; .jsonl files with {"messages": [...]}, {"text": ...} or, a line each, traffic that
+`foretoken serve --record-traffic` wrote; folders of such files. OUT holds the draft; OUT/training
+the log (log.jsonl), the report, a plot if matplotlib is installed, and what --resume needs.
+"""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.epilog = EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--target", required=True, metavar="MODEL", help="the model that the draft is for")
+    add("--data", required=True, nargs="+", metavar="PATH", help="files and folders; see below")
+    add(
+        "--kind",
+        required=True,
+        choices=("block", "eagle3", "lm"),
+        help="block: a head that drafts several tokens in one pass; eagle3: a head that drafts one "
+        "token a pass; lm: a small language model",
+    )
+    add("--out", required=True, metavar="DIR", help="the folder that receives the draft")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--minutes",
+        type=_above_zero,
+        metavar="N",
+        help=f"training time, {DEFAULT_MINUTES:g} unless --tokens is given; answering prompts "
+        "anew may take as long again",
+    )
+    budget.add_argument(
+        "--tokens", type=_count, metavar="N", help="train on so many tokens, however long it takes"
+    )
+    add(
+        "--init",
+        metavar="target|DIR",
+        help="begin with the target's own layers (default for eagle3 and lm; those of a block head "
+        "begin at random), or with the draft in a folder",
+    )
+    add(
+        "--regenerate",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="let the target answer anew: auto does so for chats, on for traffic and texts as "
+        "well, off for none",
+    )
+    add("--layers", type=_count, default=2, metavar="N", help="of a block head or lm (2)")
+    add("--block", type=_count, default=7, metavar="N", help="tokens that a block drafts (7)")
+    add(
+        "--draft-vocab",
+        type=_count,
+        metavar="N",
+        help="a head drafts only the N most frequent tokens: smaller and faster (all)",
+    )
+    add("--resume", action="store_true", help="go on where the run in OUT was stopped")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the target's weights; auto: as they are served",
+    )
+    add("--threads", type=_count, metavar="N", help="of the CPU (all)")
+    add("--seed", type=int, default=0, metavar="N", help="same seed and data, same draft (0)")
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**40:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e6:  # also false for nan
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
+
+
+def train_draft(parsed: argparse.Namespace) -> int:
+    """Run the command; raises `InvalidRequest` for data and folders that do not fit."""
+    _check(parsed)
+    import torch
+
+    from ...draft.training.drafts.answers import Asking
+    from ...draft.training.drafts.conversations import read_data
+    from ...draft.training.drafts.gathering import Gathering, gather
+    from ...draft.training.drafts.run import MAX_LEN, Trainer, write_report
+
+    if parsed.threads is not None:
+        torch.set_num_threads(parsed.threads)
+    target = _load_target(parsed)
+    out = Path(parsed.out)
+    with _Encoder(target) as encoder:
+        found = read_data([Path(each) for each in parsed.data], encoder, text_len=MAX_LEN)
+    options = _options(parsed)
+    gathering = Gathering(
+        regenerate=parsed.regenerate,
+        minutes=options.minutes,
+        asking=Asking(max_tokens=ANSWER_TOKENS),
+    )
+    talks = gather(found, target, out, gathering)
+    trainer = Trainer(target, talks, options, out)
+    print(f"{trainer.num_train} conversations to learn from, {trainer.num_held} held out")
+    outcome = trainer.run()
+    _print_acceptance(outcome.acceptance)
+    if not outcome.was_stopped:
+        prompts = [talk for talk in talks if talk.is_held_out and talk.prompt_len] or talks
+        outcome.report["tokens_per_s"] = _print_rates(parsed, prompts)
+        write_report(out, outcome.report)
+    print(f"{out}: serve it with --draft auto,{out}")
+    return 130 if outcome.was_stopped else 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """What is wrong before anything is loaded."""
+    out = Path(parsed.out)
+    if out.exists() and not out.is_dir():
+        raise InvalidRequest(f"out: {out} is not a folder", param="out")
+    state = out / "training" / "state.pt"
+    if state.exists() and not parsed.resume:
+        message = f"out: {out} holds a run; go on with it by --resume, or name another folder"
+        raise InvalidRequest(message, param="out")
+    if parsed.resume and not state.exists():
+        raise InvalidRequest(f"resume: {out} holds no checkpoint", param="resume")
+    for each in parsed.data:
+        if not Path(each).exists():
+            raise InvalidRequest(f"data: {each} does not exist", param="data")
+    if parsed.init not in (None, "target") and not Path(parsed.init).is_dir():
+        raise InvalidRequest(f"init: {parsed.init} is not a folder", param="init")
+    if parsed.kind == "lm" and parsed.draft_vocab is not None:
+        raise InvalidRequest("draft-vocab is for heads: an lm has all tokens", param="draft_vocab")
+
+
+def _options(parsed: argparse.Namespace) -> TrainOptions:
+    from ...draft.training.drafts.run import TrainOptions
+
+    minutes = parsed.minutes
+    if minutes is None and parsed.tokens is None:
+        minutes = DEFAULT_MINUTES
+    return TrainOptions(
+        kind=parsed.kind,
+        minutes=minutes,
+        tokens=parsed.tokens,
+        init=parsed.init or DEFAULT_INIT[parsed.kind],
+        layers=parsed.layers,
+        block=parsed.block,
+        draft_vocab=parsed.draft_vocab,
+        resume=parsed.resume,
+        seed=parsed.seed,
+    )
+
+
+def _load_target(parsed: argparse.Namespace) -> Target:
+    from ...core.model.loader import load_decoder
+    from ...core.ops.device import choose_device
+    from ...draft.training.drafts.making import Target
+    from ..build.drafts import tokenizer_json
+    from ..build.model_files import find_model
+
+    path = find_model(parsed.target).path
+    device = choose_device(parsed.device)
+    decoder = load_decoder(path, dtype=parsed.dtype, device=device, backend="auto")
+    if parsed.threads is not None:
+        decoder.ops.set_threads(parsed.threads)
+    return Target(decoder, path, tokenizer_json(path))
+
+
+class _Encoder:
+    """The target's tokenizer, called from ordinary code."""
+
+    def __init__(self, target: Target) -> None:
+        from ..text.tokenizer import Tokenizer
+
+        self._runner = asyncio.Runner()
+        longest = target.config.max_model_len
+        self._tokenizer: Tokenizer = Tokenizer.load(target.path, max_model_len=longest)
+
+    def __enter__(self) -> _Encoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tokenizer.close()
+        self._runner.close()
+
+    def encode(self, text: str) -> list[int]:
+        return self._runner.run(self._tokenizer.encode_prediction(text))
+
+    def encode_chat(self, messages: Messages, *, asks: bool) -> list[int]:
+        options: dict[str, Any] = {"add_generation_prompt": asks}
+        return self._runner.run(self._tokenizer.encode_chat(messages, options))
+
+
+# -- what is shown --------------------------------------------------------------------------------
+
+
+def _print_acceptance(found: Sequence[Acceptance]) -> None:
+    print("\nheld-out answers: share of drafted tokens accepted, by position")
+    for each in found:
+        shown = " ".join(f"{share:.2f}" for share in each.by_position)
+        best = " ".join(f"{share:.2f}" for share in each.best_4)
+        print(
+            f"  T {each.temperature:<3g} chain {shown}  ({each.tokens_per_step:.2f} tokens a step)"
+        )
+        print(f"        best of 4 {best}")
+
+
+def _print_rates(
+    parsed: argparse.Namespace, talks: Sequence[Conversation]
+) -> dict[str, dict[str, float]]:
+    """Tokens a second of one request at a time, as served before and now."""
+    prompts = [list(talk.tokens[: talk.prompt_len or 32]) for talk in talks[:NUM_TIMED]]
+    found = {}
+    for name, draft in (("before", "auto"), ("with it", f"auto,{parsed.out}")):
+        try:
+            found[name] = _rates(parsed, prompts, draft)
+        except ForetokenError as error:
+            print(f"tokens a second could not be measured: {error}", file=sys.stderr)
+            return found
+    for temperature in ("0", "1"):
+        before, now = (found[name][temperature] for name in ("before", "with it"))
+        ratio = now / before
+        print(f"  T {temperature}: {before:.0f} tokens/s before, {now:.0f} with it ({ratio:.2f}x)")
+    return found
+
+
+def _rates(
+    parsed: argparse.Namespace, prompts: Sequence[list[int]], draft: str
+) -> dict[str, float]:
+    from ..sdk.llm import LLM
+    from ..types.sampling_params import SamplingParams
+
+    options = {"device": parsed.device, "dtype": parsed.dtype, "threads": parsed.threads}
+    found = {}
+    with LLM(parsed.target, draft=draft, **options) as llm:
+        for temperature in (0.0, 1.0):
+            count, seconds = 0, 0.0
+            for index, prompt in enumerate([prompts[0], *prompts]):
+                params = SamplingParams(
+                    temperature=temperature,
+                    max_tokens=TIMED_TOKENS,
+                    seed=index,
+                    cache_salt=f"{temperature}-{index}",  # nothing is learnt from what ran before
+                )
+                began = time.perf_counter()
+                num_tokens = len(llm.generate(prompt, params).token_ids)
+                if index:  # the first warms up
+                    seconds += time.perf_counter() - began
+                    count += num_tokens
+            found[f"{temperature:g}"] = count / seconds
+    return found

@@ -1,0 +1,214 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import Usage
+from ...core.interface.step import TokenLogprob
+from ..runtime.chat import Turn
+from ..runtime.chat_types import Ask, Call, TurnChoice, TurnDelta
+from ..runtime.tools import read_cache, read_choice, read_tools
+from ..serving.errors import JsonResponse
+from ..serving.serving_context import OPENAI_TEMPERATURE, Service
+from ..serving.sse import HEADERS, EventStream, unless_gone
+from ..types.results import Body
+from ..types.sampling_params import SamplingParams
+from .messages_in import plain_messages
+from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
+from .shapes import Head, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
+
+decode = decoder(ChatRequest)
+OPENING: Body = {"delta": {"role": "assistant", "content": ""}}
+
+
+class ChatRoute:
+    """Conversations in OpenAI's shape."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer one conversation, whole or as a stream."""
+        body = await self.service.read(request, decode)
+        self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
+        head = Head(prefix="chatcmpl", model=self.service.model)
+        try:
+            reading = self.service.apart(request, partial(read_ask, body))
+            ask = await self.service.wanted(request, reading, body.deadline_ms)
+            self.service.check_room(1, ask.params.n)
+            if is_prewarm(body):
+                work = prewarm(self.service, ask, request_id=head.id)
+                usage = await self.service.wanted(request, work, body.deadline_ms)
+                return self._prewarmed(ChatWriter(self.service, head, body), body, usage)
+            opening = self.service.turns.open(ask, request_id=head.id)
+            turn = await self.service.wanted(request, opening, body.deadline_ms)
+        except InvalidRequest as error:
+            if error.param == "json_schema" and body.response_format is not None:
+                error.param = "response_format"  # as this body calls it
+            raise
+        writer = ChatWriter(self.service, head, body)
+        if body.stream:
+            return EventStream(
+                writer.events(turn),
+                close=turn.close,
+                ping_seconds=self.service.settings.limits.ping_seconds,
+            )
+        choices = await unless_gone(request.receive, turn.collect())
+        return JsonResponse(writer.whole(turn, choices))
+
+    def _prewarmed(self, writer: ChatWriter, body: ChatRequest, usage: Usage) -> Response:
+        if body.stream:
+            return Response(b"".join(writer.prewarmed_events(usage)), headers=HEADERS)
+        return JsonResponse(writer.prewarmed(usage))
+
+
+def read_ask(body: ChatRequest) -> Ask:
+    """What the body asks for; raises `InvalidRequest`."""
+    refuse_unsupported_chat(body)
+    tools = read_tools(body.tools)
+    parallel = body.parallel_tool_calls is not False
+    return Ask(
+        messages=plain_messages(body.messages),
+        params=chat_params(body),
+        tools=tools,
+        tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
+        template=template_options(body),
+        cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
+        cache_key=body.prompt_cache_key,
+    )
+
+
+def chat_params(body: ChatRequest) -> SamplingParams:
+    """Sampling parameters of a conversation."""
+    asked = body.max_completion_tokens
+    return sampling_params(
+        body,
+        max_tokens=body.max_tokens if asked is None else asked,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def template_options(body: ChatRequest) -> dict[str, object]:
+    """What of the body goes to the chat template."""
+    options: dict[str, object] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message is not None:
+        options["continue_final_message"] = body.continue_final_message
+    return options
+
+
+class ChatWriter(Writer):
+    """Writes one answer."""
+
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Body:
+        """The answer in one body."""
+        return self.answer([self.choice(each) for each in choices], turn.usage)
+
+    def prewarmed(self, usage: Usage) -> Body:
+        """The answer that says nothing."""
+        nothing = TurnChoice(index=0, finish_reason="length")
+        return self.answer([self.choice(nothing)], usage)
+
+    def choice(self, choice: TurnChoice) -> Body:
+        """One of the n answers."""
+        self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        message: Body = {"role": "assistant", "content": choice.words, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["content"] = choice.words or None
+            message["tool_calls"] = [_whole_call(call) for call in choice.calls]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": reason_body(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Body | None:
+        return None if logprobs is None else chat_logprobs(self._service.llm.tokenizer, logprobs)
+
+    # -- streamed -------------------------------------------------------------------------------
+
+    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
+        """The answer as events."""
+        opened = False
+        async with aclosing(turn.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason is not None:
+                    self.refuse_aborted(delta.finish_reason, turn.num_tokens(delta.index))
+                if not opened:
+                    # Clients number the choices by the order in which they first see them.
+                    opened = True
+                    for index in range(turn.num_choices):
+                        yield self.chunk(index, OPENING)
+                for chunk in self._chunks(delta):
+                    yield chunk
+        for last in self.end(turn.usage):
+            yield last
+
+    def prewarmed_events(self, usage: Usage) -> Iterator[bytes]:
+        """The answer that says nothing as events."""
+        yield self.chunk(0, OPENING)
+        yield from self._chunks(TurnDelta(finish_reason="length"))
+        yield from self.end(usage)
+
+    def _chunks(self, delta: TurnDelta) -> list[bytes]:
+        """What a step adds, all of it in one chunk, and the end in one of its own."""
+        chunks = []
+        content = _delta_body(delta)
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+        if content or logprobs:
+            content = content or {"content": ""}
+            chunks.append(self.chunk(delta.index, {"delta": content}, logprobs=logprobs))
+        if delta.finish_reason is not None:
+            reason = reason_body(delta.finish_reason)
+            chunks.append(
+                self.chunk(
+                    delta.index,
+                    {"delta": {}},
+                    finish_reason=reason,
+                    stop_reason=delta.stop_reason,
+                )
+            )
+        return chunks
+
+
+def _whole_call(call: Call) -> Body:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _delta_body(delta: TurnDelta) -> Body:
+    body: Body = {}
+    if delta.reasoning:
+        body["reasoning_content"] = delta.reasoning
+    if delta.words:
+        body["content"] = delta.words
+    if delta.calls:  # never an empty list: clients count on it
+        body["tool_calls"] = [_call_delta(call) for call in delta.calls]
+    return body
+
+
+def _call_delta(call: Call) -> Body:
+    """Clients concatenate what comes, so id, type and name stand in the first delta alone."""
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_whole_call(call)}

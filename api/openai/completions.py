@@ -1,0 +1,363 @@
+"""POST /v1/completions, the legacy shape: lists of prompts, token ids, echo."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import Usage
+from ...core.interface.step import TokenLogprob
+from ..runtime.generation import Answer, merge
+from ..runtime.preprocess import Prompt, warm_params
+from ..runtime.prompt_history import PromptNote, text_parts
+from ..runtime.tools import read_cache
+from ..serving.errors import JsonResponse
+from ..serving.serving_context import OPENAI_TEMPERATURE, Service
+from ..serving.sse import HEADERS, EventStream, unless_gone
+from ..text.tokenizer import Tokenizer
+from ..types.results import Body, Choice, Completion, TextDelta, batch_usage
+from ..types.sampling_params import SamplingParams
+from .schema import (
+    COMPLETION_TOKENS,
+    CompletionRequest,
+    decoder,
+    refuse_unsupported,
+    sampling_params,
+)
+from .shapes import Head, Writer, finite, is_prewarm, reason_body, token_name, warm_usage
+
+decode = decoder(CompletionRequest)
+
+
+def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
+    """The text that a prompt of token ids stands for; what encoding adds by itself is no text."""
+    count = len(added_ids)
+    start = count if list(token_ids[:count]) == list(added_ids) else 0
+    return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
+
+
+def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) -> Iterator[int]:
+    """Where each prompt token begins in the echoed text.
+
+    A special token takes room where its name was written, and none where encoding added it.
+    """
+    detokenizer = tokenizer.detokenizer()
+    offset = 0
+    for token_id in token_ids:
+        yield min(offset, len(echoed))
+        piece = detokenizer.push(token_id)
+        if token_id in tokenizer.special_ids:
+            name = token_name(tokenizer, token_id)
+            piece += name if echoed.startswith(name, offset + len(piece)) else ""
+        elif not echoed.startswith(piece, offset):
+            piece = piece.lstrip()  # SentencePiece gives a text a space that was not there
+        offset += len(piece)
+
+
+class LegacyLogprobs:
+    """Four parallel lists; offsets are characters into the text of the choice.
+
+    With ``echoed`` that text begins with the prompt, whose tokens then are the first ones.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echoed: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(prompt_ids)
+        self._first_id = prompt_ids[0]
+        echoed_ids = () if echoed is None else prompt_ids
+        self._prompt_offsets = echo_offsets(tokenizer, echoed_ids, echoed or "")
+        self._offset = len(echoed or "")
+
+    def body(self, entries: Sequence[TokenLogprob | None]) -> Body:
+        """The lists for the next tokens; an entry without a value is the prompt's first token."""
+        ids = [self._first_id if each is None else each.token_id for each in entries]
+        return {
+            "tokens": [token_name(self._tokenizer, token_id) for token_id in ids],
+            "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
+            "top_logprobs": [None if each is None else self._top(each) for each in entries],
+            "text_offset": [self._step(token_id) for token_id in ids],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        pairs = [*entry.top, (entry.token_id, entry.logprob)]
+        return {token_name(self._tokenizer, token_id): finite(value) for token_id, value in pairs}
+
+    def _step(self, token_id: int) -> int:
+        in_prompt = next(self._prompt_offsets, None)
+        if in_prompt is not None:
+            return in_prompt
+        offset = self._offset
+        self._offset += len(self._detokenizer.push(token_id))
+        return offset
+
+
+class CompletionWriter(Writer):
+    """Writes the answers to all prompts of one body; ``echoed`` are their texts, if asked for."""
+
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, service: Service, head: Head, body: CompletionRequest, echoed: list[str] | None
+    ) -> None:
+        super().__init__(service, head, body)
+        self._echoed = echoed
+        self._n = body.n or 1
+        self._wants_logprobs = body.logprobs is not None
+
+    def _lead(self, prompt_index: int) -> str | None:
+        return None if self._echoed is None else self._echoed[prompt_index]
+
+    def legacy_logprobs(self, prompt_ids: Sequence[int], echoed: str | None) -> LegacyLogprobs:
+        """For one choice."""
+        return LegacyLogprobs(self._service.llm.tokenizer, prompt_ids, echoed)
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def whole(self, completions: list[Completion]) -> Body:
+        """All answers in one body."""
+        choices = [
+            self._choice(prompt_index, completion, choice)
+            for prompt_index, completion in enumerate(completions)
+            for choice in completion.choices
+        ]
+        return self.answer(choices, batch_usage([each.usage for each in completions]))
+
+    def prewarmed(self, usages: list[Usage]) -> Body:
+        """The answer that says nothing, once for each prompt."""
+        nothing = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choices: list[Body] = [{"index": index, **nothing} for index in range(len(usages))]
+        return self.answer(choices, batch_usage(usages))
+
+    def prewarmed_events(self, usages: list[Usage]) -> Iterator[bytes]:
+        """The same as events."""
+        for index in range(len(usages)):
+            yield self.chunk(index, {"text": ""}, finish_reason="length")
+        yield from self.end(batch_usage(usages))
+
+    def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> Body:
+        self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
+        echoed = self._lead(prompt_index)
+        return {
+            "index": prompt_index * self._n + choice.index,
+            "text": (echoed or "") + choice.text,
+            "logprobs": self._whole_logprobs(completion, choice, echoed),
+            "finish_reason": reason_body(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _whole_logprobs(
+        self, completion: Completion, choice: Choice, echoed: str | None
+    ) -> Body | None:
+        if choice.logprobs is None:
+            return None
+        entries = [*(completion.prompt_logprobs or ()), *choice.logprobs]
+        return self.legacy_logprobs(completion.prompt_token_ids, echoed).body(entries)
+
+    # -- streamed -------------------------------------------------------------------------------
+
+    async def events(self, answers: list[Answer]) -> AsyncGenerator[bytes]:
+        """All answers as events."""
+        states = [
+            _ChoiceWriter(self, answer, self._lead(prompt_index) if self._wants_logprobs else None)
+            for prompt_index, answer in enumerate(answers)
+            for _ in range(self._n)
+        ]
+        opened = False
+        sources = [_shifted(answer, self._n * i) for i, answer in enumerate(answers)]
+        async with aclosing(merge(sources)) as deltas:
+            async for delta in deltas:
+                if not opened:
+                    opened = True
+                    for chunk in self._opening(len(states)):
+                        yield chunk
+                for chunk in states[delta.index].chunks(delta):
+                    yield chunk
+        for last in self.end(batch_usage([answer.usage for answer in answers])):
+            yield last
+
+    def _opening(self, count: int) -> Iterator[bytes]:
+        """First chunks in order of the choices, where there are several or a prompt to echo."""
+        if count == 1 and self._echoed is None:
+            return
+        for index in range(count):
+            text = None if self._wants_logprobs else self._lead(index // self._n)
+            yield self.chunk(index, {"text": text or ""})
+
+
+class _ChoiceWriter:
+    """One streamed choice; with ``echo`` the prompt's log-probabilities lead its first ones."""
+
+    def __init__(self, writer: CompletionWriter, answer: Answer, echoed: str | None) -> None:
+        self._writer = writer
+        self._legacy = writer.legacy_logprobs(answer.prompt_token_ids, echoed)
+        self._lead: list[TokenLogprob | None] = [] if echoed is None else [None]
+        self._echoed = echoed or ""
+        self._num_tokens = 0
+
+    def chunks(self, delta: TextDelta) -> Iterator[bytes]:
+        """The chunk of a delta, if it has anything to show."""
+        self._num_tokens += len(delta.token_ids)
+        if self._lead:
+            self._lead += delta.prompt_logprobs
+        if not delta.token_ids and delta.finish_reason is None:
+            return
+        logprobs = self._logprobs(delta)
+        text, self._echoed = self._echoed + delta.text, ""
+        reason = delta.finish_reason
+        if reason is not None:
+            self._writer.refuse_aborted(reason, self._num_tokens)
+        if text or logprobs or reason is not None:
+            yield self._writer.chunk(
+                delta.index,
+                {"text": text},
+                logprobs=logprobs,
+                finish_reason=None if reason is None else reason_body(reason),
+                stop_reason=delta.stop_reason,
+            )
+
+    def _logprobs(self, delta: TextDelta) -> Body | None:
+        entries = [*self._lead, *(delta.logprobs or ())]
+        self._lead = []
+        return self._legacy.body(entries) if entries else None
+
+
+async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta]:
+    """An answer's deltas with the indices that its choices have in the body."""
+    async with aclosing(answer.deltas()) as deltas:
+        async for delta in deltas:
+            yield replace(delta, index=first_index + delta.index)
+
+
+class CompletionsRoute:
+    """Continues texts."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer one prompt or a list of them, whole or as a stream."""
+        body = await self.service.read(request, decode)
+        self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
+        refuse(body)
+        params = completion_params(body)
+        prompts = read_prompts(body.prompt)
+        self.service.check_room(len(prompts), params.n)
+        head = Head(prefix="cmpl", model=self.service.model)
+        wanted = partial(self.service.wanted, request, deadline_ms=body.deadline_ms)
+        echoed = await wanted(self._echoed(prompts)) if body.echo else None
+        writer = CompletionWriter(self.service, head, body, echoed)
+        writer.prompt_ids = prompt_ids(head, len(prompts))
+        if is_prewarm(body):
+            work = self._prewarm(head, prompts, params, body)
+            return _prewarmed(writer, body, await wanted(work))
+        answers = await wanted(self._open(head, prompts, params, body))
+        if body.stream:
+            return EventStream(
+                writer.events(answers),
+                close=lambda: self._forget(answers),
+                ping_seconds=self.service.settings.limits.ping_seconds,
+            )
+        completions = await unless_gone(request.receive, self._finish(answers))
+        return JsonResponse(writer.whole(completions))
+
+    async def _echoed(self, prompts: list[Prompt]) -> list[str]:
+        tokenizer = self.service.llm.tokenizer
+        added_ids = await tokenizer.encode("")
+        texts: list[str] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                tokenizer.check_ids(prompt, self.service.llm.built.vocab_size)
+                prompt = echo_ids(tokenizer, prompt, added_ids)
+            texts.append(prompt)
+        return texts
+
+    async def _open(
+        self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
+    ) -> list[Answer]:
+        answers: list[Answer] = []
+        llm = self.service.llm
+        special = body.add_special_tokens is not False
+        cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+        try:
+            for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
+                note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
+                if isinstance(prompt, str):
+                    prompt = await llm.tokenizer.encode(prompt, add_special_tokens=special)
+                answers.append(
+                    await llm.open(prompt, params, request_id=name, cache=cache, note=note)
+                )
+        except BaseException:
+            self._forget(answers)
+            raise
+        return answers
+
+    async def _prewarm(
+        self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
+    ) -> list[Usage]:
+        answers = await self._open(head, prompts, warm_params(params), body)
+        return [warm_usage(self.service, each) for each in await self._finish(answers)]
+
+    async def _finish(self, answers: list[Answer]) -> list[Completion]:
+        try:
+            return [await self.service.llm.finish(answer) for answer in answers]
+        finally:
+            self._forget(answers)
+
+    def _forget(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self.service.llm.forget(answer)
+
+
+def prompt_ids(head: Head, count: int) -> list[str]:
+    """Under which each prompt of a body is known."""
+    return [head.id] if count == 1 else [f"{head.id}-p{index}" for index in range(count)]
+
+
+def _prewarmed(writer: CompletionWriter, body: CompletionRequest, usages: list[Usage]) -> Response:
+    if body.stream:
+        return Response(b"".join(writer.prewarmed_events(usages)), headers=HEADERS)
+    return JsonResponse(writer.prewarmed(usages))
+
+
+def refuse(body: CompletionRequest) -> None:
+    """Raise `InvalidRequest` for what cannot be honoured."""
+    refuse_unsupported(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+    if body.prediction is not None and len(read_prompts(body.prompt)) > 1:
+        raise InvalidRequest("prediction needs a single prompt", param="prediction")
+    if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
+        raise InvalidRequest("echo with logprobs and n > 1 cannot be streamed", param="echo")
+
+
+def completion_params(body: CompletionRequest) -> SamplingParams:
+    """Sampling parameters of the body."""
+    return sampling_params(
+        body,
+        max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+def read_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """A text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {*map(type, prompt)}  # a loop over a million ids would hold the event loop
+    if len(kinds) != 1:
+        message = "prompt must be a text, a list of texts, token ids, or a list of token ids lists"
+        raise InvalidRequest(message, param="prompt")
+    if kinds == {int}:
+        return [cast("list[int]", prompt)]
+    return cast("list[Prompt]", prompt)

@@ -1,0 +1,130 @@
+"""The response object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import time
+from typing import NamedTuple, cast
+from uuid import uuid4
+
+import msgspec
+
+from ....core.interface.request import Usage
+from ...types.results import Body
+from ...types.sampling_params import SamplingParams
+from ..shapes import FINGERPRINT, usage_body
+from .ask import served_tools
+from .schema import ResponsesRequest
+
+PLAIN_TEXT: Body = {"type": "text"}
+
+
+class CacheTold(NamedTuple):
+    """What is told of the cache: ``prompt_cache_diagnostics`` and ``usage.cache_explanation``."""
+
+    diagnostics: Body | None = None
+    explanation: Body | None = None
+
+
+NOTHING_TOLD = CacheTold()
+
+
+class ResponseHead:
+    """What stays the same from the first event to the last: who asks, for what, and how."""
+
+    def __init__(self, body: ResponsesRequest, params: SamplingParams, model: str) -> None:
+        self.id = f"resp_{uuid4().hex}"
+        options = body.prompt_cache_options
+        self.compare_with = None if options is None else options.comparison_response_id
+        self.explains_cache = bool(body.explain_cache)
+        self._fields: Body = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time()),
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+            "background": False,
+            **_wishes(body),
+            **_settings(body, params),
+        }
+
+    def response(
+        self,
+        status: str,
+        output: list[Body],
+        *,
+        usage: Usage | None = None,
+        num_reasoning_tokens: int = 0,
+        stop_reason: int | str | None = None,
+        error: Body | None = None,
+        cache: CacheTold = NOTHING_TOLD,
+    ) -> Body:
+        """The response as it stands."""
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        response: Body = {
+            **self._fields,
+            "status": status,
+            "completed_at": int(time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": cut,
+            "output": output,
+            "usage": None,
+        }
+        if usage is not None:
+            spent = usage_body(usage)
+            told = {} if cache.explanation is None else {"cache_explanation": cache.explanation}
+            response["usage"] = _usage(spent, num_reasoning_tokens) | told
+        if stop_reason is not None:
+            response["stop_reason"] = stop_reason
+        if cache.diagnostics is not None:
+            response["prompt_cache_diagnostics"] = cache.diagnostics
+        return response
+
+
+def _wishes(body: ResponsesRequest) -> Body:
+    """What is told back as it was asked for."""
+    choice = body.tool_choice
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "store": body.store is not False,
+        "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),
+        "user": body.user,
+    }
+
+
+def _settings(body: ResponsesRequest, params: SamplingParams) -> Body:
+    """What is in force, which may be less than was asked for."""
+    format = body.text.format if body.text else None
+    return {
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "service_tier": "default",
+        "temperature": params.temperature,
+        "text": {"format": msgspec.to_builtins(format) if format else PLAIN_TEXT},
+        "tools": msgspec.to_builtins(served_tools(body)),
+        "top_logprobs": params.logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",  # "auto" would drop what does not fit: here that is an error
+    }
+
+
+def _usage(spent: Body, num_reasoning_tokens: int) -> Body:
+    """``usage`` in the words of this API, with all that the other one tells."""
+    inputs = cast("Mapping[str, object]", spent["prompt_tokens_details"])
+    outputs = cast("Mapping[str, object]", spent["completion_tokens_details"])
+    return {
+        "input_tokens": spent["prompt_tokens"],
+        "input_tokens_details": {"cache_write_tokens": 0, **inputs},
+        "output_tokens": spent["completion_tokens"],
+        "output_tokens_details": {**outputs, "reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": spent["total_tokens"],
+        "closed_early": spent["closed_early"],
+        "speculation": spent["speculation"],
+    }

@@ -1,0 +1,157 @@
+"""Input items as messages of a conversation, and as the items that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from ....core.errors import InvalidRequest
+from ..schema import Message
+from .schema import Item, Part
+
+Lookup = Callable[[str], Item | None]
+"""Finds a kept item by its id."""
+
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+def read_items(given: str | Sequence[Item] | None, lookup: Lookup) -> list[Item]:
+    """The items of an ``input``, references resolved; raises `InvalidRequest`."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [Item(type="message", role="user", content=given)]
+    return [_resolved(item, f"input[{index}]", lookup) for index, item in enumerate(given)]
+
+
+def _resolved(item: Item, path: str, lookup: Lookup) -> Item:
+    kind = item.type or ("item_reference" if item.role is None else "message")
+    if kind != "item_reference":
+        return msgspec.structs.replace(item, type=kind)
+    found = None if item.id is None else lookup(item.id)
+    if found is None:
+        message = f"{path}: there is no item with id {item.id!r}; only stored ones can be named"
+        raise InvalidRequest(message, param=path)
+    return found
+
+
+def kept_items(items: Sequence[Item]) -> list[Item]:
+    """The items in the form in which they are listed: with an id, a status, and parts."""
+    return [_kept(item) for item in items]
+
+
+def _kept(item: Item) -> Item:
+    prefix = PREFIXES.get(item.type or "", "item")
+    content = item.content
+    if item.type == "message" and isinstance(content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        content = [Part(type=kind, text=content)]
+    return msgspec.structs.replace(
+        item,
+        id=item.id or f"{prefix}_{uuid4().hex}",
+        status=item.status or "completed",
+        content=content,
+    )
+
+
+def to_messages(items: Sequence[Item], *, first_path: int = 0) -> list[Message]:
+    """The messages that the items amount to; raises `InvalidRequest` with the path of a bad one.
+
+    What a model wrote at one go is one message again: its thought, its words, and its calls. So
+    the conversation is rendered as the model saw it, and its beginning is found in the cache.
+    ``first_path``: index of the first item of the body; those before it are from earlier turns.
+    """
+    thread = _Thread()
+    for index, item in enumerate(items):
+        thread.add(item, f"input[{index - first_path}]")
+    return thread.messages
+
+
+class _Thread:
+    """Messages as they grow."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._thoughts: list[str] = []  # wait for what they led to
+        self._open: Message | None = None  # the assistant's, that calls may still join
+
+    def add(self, item: Item, path: str) -> None:
+        """Append an item."""
+        match item.type:
+            case "message":
+                self._add_message(item, path)
+            case "reasoning":
+                thought = _thought(item, path)
+                self._thoughts += [thought] if thought or self._thoughts else []
+                self._open = None
+            case "function_call":
+                self._add_call(item, item.arguments, path)
+            case "custom_tool_call":  # as a call of a function with one argument
+                written = msgspec.json.encode({"input": item.input or ""}).decode()
+                self._add_call(item, written, path)
+            case "function_call_output" | "custom_tool_call_output":
+                text = _text(_needed(item, "output", path), f"{path}.output")
+                self._close(Message(role="tool", tool_call_id=item.call_id, content=text))
+            case _:
+                message = f"{path}: items of type {item.type} are not supported"
+                raise InvalidRequest(message, param=path)
+
+    def _add_message(self, item: Item, path: str) -> None:
+        role = _needed(item, "role", path)
+        text = _text(_needed(item, "content", path), f"{path}.content")
+        if role == "assistant":
+            self._begin(text)
+        else:
+            self._close(Message(role=role, content=text))
+
+    def _add_call(self, item: Item, arguments: str | None, path: str) -> None:
+        call_id, name = _needed(item, "call_id", path), _needed(item, "name", path)
+        if arguments is None:
+            raise InvalidRequest(f"{path} needs arguments", param=f"{path}.arguments")
+        function = {"name": name, "arguments": arguments}
+        message = self._open or self._begin(None)
+        message.tool_calls = message.tool_calls or []
+        message.tool_calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _begin(self, content: str | None) -> Message:
+        """A message of the assistant's."""
+        thought = "\n".join(self._thoughts)
+        message = Message(role="assistant", content=content, reasoning_content=thought or None)
+        self._close(message)
+        self._open = message
+        return message
+
+    def _close(self, message: Message) -> None:
+        self._thoughts, self._open = [], None
+        self.messages.append(message)
+
+
+def _needed(item: Item, name: str, path: str) -> Any:  # noqa: ANN401 - whichever it is
+    value = getattr(item, name)
+    if value is None:
+        raise InvalidRequest(f"{path} needs {name}", param=f"{path}.{name}")
+    return value
+
+
+def _thought(item: Item, path: str) -> str:
+    """What the model thought, or else the summary of it."""
+    content = item.content or item.summary or []
+    return _text(content, f"{path}.content")
+
+
+def _text(content: str | Sequence[Part], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Part, path: str) -> str:
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type not in TEXT_PARTS or part.text is None:
+        raise InvalidRequest(f"{path}: {part.type} is not supported yet", param=path)
+    return part.text

@@ -1,0 +1,164 @@
+"""The items of an answer as they grow, each with the events that tell of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+from uuid import uuid4
+
+from ...runtime.chat_types import Call
+from ...types.results import Body
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """One item of the output. The events of a piece lie between its `opening` and `closing`."""
+
+    index: int  # in the output
+    id: str
+    text: str = ""
+    status: str = "in_progress"
+
+    def body(self) -> Body:
+        """The item as it is now."""
+        raise NotImplementedError
+
+    def opening(self) -> list[Body]:
+        """The events that announce it."""
+        return [self._item_event("response.output_item.added")]
+
+    def closing(self, status: str) -> list[Body]:
+        """The events that end it."""
+        self.status = status
+        return [self._item_event("response.output_item.done")]
+
+    def _item_event(self, kind: str) -> Body:
+        return {"type": kind, "output_index": self.index, "item": self.body()}
+
+    def _event(self, kind: str, **fields: object) -> Body:
+        return {"type": kind, "item_id": self.id, "output_index": self.index, **fields}
+
+
+@dataclass(slots=True, kw_only=True)
+class TextPiece(Piece):
+    """An item with one part of text."""
+
+    kind: ClassVar[str]  # of its events
+
+    def part(self, text: str) -> Body:
+        """The part, were this its text."""
+        raise NotImplementedError
+
+    def opening(self) -> list[Body]:
+        """The item is empty at first, then it has an empty part."""
+        added = "response.content_part.added"
+        return [
+            self._item_event("response.output_item.added"),
+            self._event(added, content_index=0, part=self.part("")),
+        ]
+
+    def add(self, text: str) -> Body:
+        """Append what a step brings."""
+        self.text += text
+        return self._event(f"{self.kind}.delta", content_index=0, delta=text)
+
+    def closing(self, status: str) -> list[Body]:
+        """The text is told once more as a whole, then its part, then the item."""
+        self.status = status
+        return [
+            self._event(f"{self.kind}.done", content_index=0, text=self.text),
+            self._event("response.content_part.done", content_index=0, part=self.part(self.text)),
+            self._item_event("response.output_item.done"),
+        ]
+
+    def _parts(self) -> list[Body]:
+        return [] if self.status == "in_progress" else [self.part(self.text)]
+
+
+@dataclass(slots=True, kw_only=True)
+class ReasoningPiece(TextPiece):
+    """What the model thinks: its own text and no summary of it."""
+
+    kind: ClassVar[str] = "response.reasoning_text"
+    id: str = field(default_factory=lambda: f"rs_{uuid4().hex}")
+
+    def part(self, text: str) -> Body:
+        """A part of thinking."""
+        return {"type": "reasoning_text", "text": text}
+
+    def body(self) -> Body:
+        """The item as it is now."""
+        return {
+            "id": self.id,
+            "type": "reasoning",
+            "summary": [],
+            "content": self._parts(),
+            "status": self.status,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class MessagePiece(TextPiece):
+    """What the model says."""
+
+    kind: ClassVar[str] = "response.output_text"
+    id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
+    logprobs: list[Body] = field(default_factory=list)
+
+    def part(self, text: str) -> Body:
+        """A part of words."""
+        logprobs = list(self.logprobs)  # as they are now: an event is encoded later
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def say(self, text: str, logprobs: list[Body]) -> Body:
+        """Append what a step brings."""
+        self.logprobs += logprobs
+        return {**self.add(text), "logprobs": logprobs}
+
+    def closing(self, status: str) -> list[Body]:
+        """As of any text, and with the logprobs of all of it."""
+        done, *rest = super(MessagePiece, self).closing(status)
+        return [{**done, "logprobs": self.logprobs}, *rest]
+
+    def body(self) -> Body:
+        """The item as it is now."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "status": self.status,
+            "content": self._parts(),
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class CallPiece(Piece):
+    """A call of a function; its text are the arguments."""
+
+    call: Call  # the first delta of it
+    id: str = field(default_factory=lambda: f"fc_{uuid4().hex}")
+
+    def add(self, text: str) -> Body:
+        """Append what a step brings."""
+        self.text += text
+        return self._event("response.function_call_arguments.delta", delta=text)
+
+    def closing(self, status: str) -> list[Body]:
+        """The arguments are told once more as a whole, then the item."""
+        self.status = status
+        kind = "response.function_call_arguments.done"
+        return [
+            self._event(kind, arguments=self.text, name=self.call.name),
+            self._item_event("response.output_item.done"),
+        ]
+
+    def body(self) -> Body:
+        """The item as it is now."""
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "call_id": self.call.id,
+            "name": self.call.name,
+            "arguments": self.text,
+            "status": self.status,
+        }

@@ -1,0 +1,116 @@
+"""Bodies of /v1/responses. As in `api.openai.schema`, decoding is validation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from ..schema import NumTop, Positive, Prediction, Sampling
+
+MAX_METADATA = 16
+LOGPROBS = "message.output_text.logprobs"  # of ``include``
+
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)]
+
+
+class Part(Struct, kw_only=True, omit_defaults=True):
+    """A part of a message, of a tool's output, or of a thought; only text is served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Struct, kw_only=True, omit_defaults=True):
+    """One input item. ``type`` says which of the other fields belong to it."""
+
+    type: str | None = None  # none: a message, or with an id alone a reference
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    input: str | None = None  # of a custom tool's call, as models elsewhere make them
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+
+class FlatTool(Struct, kw_only=True):
+    """One of ``tools``; those that are no functions are passed over."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolName(Struct, kw_only=True):
+    """One of the tools that a ``tool_choice`` allows."""
+
+    type: str = "function"
+    name: str | None = None
+
+
+class Choice(Struct, kw_only=True, omit_defaults=True):
+    """``tool_choice`` that names a function, or lists those that may be called."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolName] | None = None
+
+
+class TextFormat(Struct, kw_only=True, omit_defaults=True):
+    """``text.format``: what `ResponseFormat` is in chat completions, in one level."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, kw_only=True):
+    """``text``; its verbosity is passed over."""
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Struct, kw_only=True):
+    """``reasoning``: how long the model may think, which its chat template knows how to ask."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(Sampling, kw_only=True):
+    """Body of /v1/responses, and of /v1/responses/input_tokens."""
+
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # as a missing one: true
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Positive | None = None
+    top_logprobs: NumTop | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    # extensions
+    prediction: Prediction | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # known and refused
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None

@@ -1,0 +1,221 @@
+"""Parts of OpenAI's bodies that several routes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from time import time
+from typing import ClassVar
+from uuid import uuid4
+
+from ..._version import __version__
+from ...core.interface.request import Usage
+from ...core.interface.step import TokenLogprob
+from ..runtime.chat_types import Ask
+from ..serving.errors import deadline_exceeded, unavailable
+from ..serving.serving_context import SHUTTING_DOWN, Service
+from ..serving.sse import DONE, event
+from ..text.tokenizer import Tokenizer
+from ..types.results import Body, Completion
+from .schema import AnyRequest, Sampling
+
+FINGERPRINT = f"foretoken-{__version__}"
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What all chunks of one answer have in common."""
+
+    prefix: str
+    model: str
+    created: int = field(default_factory=lambda: int(time()))
+    key: str = field(default_factory=lambda: uuid4().hex)
+
+    @property
+    def id(self) -> str:
+        """Id of the answer, and of the request inside the engine."""
+        return f"{self.prefix}-{self.key}"
+
+    def body(self, kind: str, choices: Sequence[Body]) -> Body:
+        """An answer, or a chunk of it."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def usage_body(usage: Usage) -> Body:
+    """``usage``, with what the cache, a prediction and speculation saved."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
+        },
+        "closed_early": usage.closed_early,
+        "speculation": speculation_body(usage),
+    }
+
+
+def speculation_body(usage: Usage) -> Body:
+    """What was drafted, by whom, and how much of it was right."""
+    steps = sorted(usage.steps_by_accepted.items())
+    return {
+        "proposed_tokens": usage.proposed_tokens,
+        "accepted_tokens": usage.accepted_tokens,
+        "verify_steps": usage.verify_steps,
+        "accepted_by_source": usage.accepted_by_source,
+        "proposed_by_source": usage.proposed_by_source,
+        "steps_by_accepted": {str(accepted): count for accepted, count in steps},
+    }
+
+
+def reason_body(reason: str) -> str:
+    """OpenAI knows no "abort": an answer that its deadline cut short is one of limited length.
+
+    Its ``stop_reason`` says "deadline". Clients check ``finish_reason`` against a closed list.
+    """
+    return "length" if reason == "abort" else reason
+
+
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Body:
+    """``logprobs`` of a chat choice: one entry per token, with its bytes."""
+    content = [
+        {
+            **_entry(tokenizer, each.token_id, each.logprob),
+            "top_logprobs": [_entry(tokenizer, *top) for top in each.top],
+        }
+        for each in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Body:
+    data = tokenizer.token_bytes(token_id)
+    return {
+        "token": data.decode("utf-8", "replace"),
+        "logprob": finite(logprob),
+        "bytes": list(data),
+    }
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token as a JSON key: pieces of a character are written as bytes, so that keys differ."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data)
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can carry."""
+    # Not max(): it gives a NaN back.
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+class Writer:
+    """Writes the answer to one body; a subclass knows what stands in a choice."""
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
+        self._service = service
+        self._head = head
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._explains = bool(body.explain_cache)
+        self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
+
+    def refuse_aborted(self, reason: str, num_tokens: int) -> None:
+        """An answer that was given up before it began, or because of a shutdown, is an error."""
+        refuse_aborted(self._service, reason, num_tokens)
+
+    def answer(self, choices: list[Body], usage: Usage) -> Body:
+        """All choices in one body."""
+        return {**self._head.body(self.whole_kind, choices), "usage": self._usage(usage)}
+
+    def chunk(
+        self,
+        index: int,
+        content: Body,
+        *,
+        logprobs: Body | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        """One chunk of one choice."""
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if stop_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return self._event([choice], None)
+
+    def end(self, usage: Usage) -> Iterator[bytes]:
+        """What follows the last choice."""
+        if self._include_usage:
+            yield self._event([], self._usage(usage))
+        yield DONE
+
+    def _usage(self, usage: Usage) -> Body:
+        """What was spent, and why the cache was missed; of several prompts a list of reasons."""
+        spent = usage_body(usage)
+        if len(self.prompt_ids) == 1:
+            return spent | self.explanation(self.prompt_ids[0])
+        told = [self.explanation(each).get("cache_explanation") for each in self.prompt_ids]
+        return {**spent, "cache_explanations": told} if self._explains else spent
+
+    def explanation(self, prompt_id: str) -> Body:
+        """Why a prompt missed the cache, where that was asked for and is known."""
+        found = self._service.llm.explain(prompt_id) if self._explains else None
+        return {} if found is None else {"cache_explanation": found.body()}
+
+    def _event(self, choices: list[Body], usage: Body | None) -> bytes:
+        chunk = self._head.body(self.chunk_kind, choices)
+        if self._include_usage:
+            chunk["usage"] = usage
+        return event(chunk)
+
+
+def is_prewarm(body: Sampling) -> bool:
+    """Whether the prompt is only to be put into the cache."""
+    return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
+
+
+async def prewarm(
+    service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
+) -> Usage:
+    """Put a conversation into the cache and say nothing; raises as an answer would."""
+    done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
+    return warm_usage(service, done)
+
+
+def warm_usage(service: Service, done: Completion) -> Usage:
+    """What a prompt took that was put into the cache; raises `ApiError` for one given up."""
+    refuse_aborted(service, done.choices[0].finish_reason, 0)
+    return replace(done.usage, completion_tokens=0)
+
+
+def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
+    """Raise `ApiError` for an answer given up before it began, or because of a shutdown."""
+    if reason != "abort":
+        return
+    if service.draining:
+        raise unavailable(SHUTTING_DOWN)
+    if num_tokens == 0:
+        raise deadline_exceeded("the request's deadline passed before its first token")

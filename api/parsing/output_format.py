@@ -1,0 +1,189 @@
+"""Syntax: how one model writes thoughts and calls, and what reads and forces that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...core.errors import InvalidRequest
+from .events import OutputParser, PlainParser
+from .families import FAMILIES, family_of
+from .input_buffer import ReaderParser
+from .lark import Lark
+from .reasoning import MISTRAL_THINK, THINK, Thinking, ThinkingState, thinking_parser
+
+if TYPE_CHECKING:
+    from ..types.results import Tool, ToolChoice
+    from ..types.sampling_params import SamplingParams
+
+MAX_TOOLS = 1024
+THINKING = {"think": THINK, "mistral": MISTRAL_THINK}
+TOOL_PARSERS = ("auto", "none", *FAMILIES)
+REASONING_PARSERS = ("auto", "none", *THINKING)
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """The marks of one model; made once, when the model is loaded."""
+
+    tool_parser: str  # one of `FAMILIES`, or "none"
+    thinking: Thinking | None
+    template: str = field(repr=False)
+    vocab: Mapping[str, int] = field(repr=False)
+    special_ids: frozenset[int] = field(repr=False)
+
+    @classmethod
+    def choose(
+        cls,
+        template: str,
+        vocab: Mapping[str, int],
+        special_ids: frozenset[int] = frozenset(),
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ) -> Syntax:
+        """By the model's chat template (its text; "" without one), or by name.
+
+        ``vocab``: token to id, added tokens included (`Tokenizer.vocab`); ``special_ids``: the
+        tokens that ordinary text does not show. Raises `ValueError` for an unknown name.
+        """
+        if tool_parser not in TOOL_PARSERS or reasoning_parser not in REASONING_PARSERS:
+            raise ValueError(f"no parser is called {tool_parser} or {reasoning_parser}")
+        if tool_parser == "auto":
+            tool_parser = family_of(template)
+        if reasoning_parser == "auto":
+            reasoning_parser = _reasoning_parser(template, vocab)
+        return cls(tool_parser, THINKING.get(reasoning_parser), template, vocab, special_ids)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model has a way to call tools; without one, calls can not be asked for."""
+        return self.tool_parser != "none"
+
+    def parser(self, *, tools: Sequence[Tool] = (), prompt_tail: str = "") -> OutputParser:
+        """A fresh reader of one answer.
+
+        ``tools``: those that may be called, none of them when the choice is "none".
+        ``prompt_tail``: the end of the rendered prompt with its special tokens (about 64
+        characters), which may have opened the thinking.
+        """
+        parser: OutputParser = PlainParser()
+        if tools and self.has_tools:
+            parser = ReaderParser(FAMILIES[self.tool_parser].reader(tools))
+        if self.thinking is None:
+            return parser
+        return thinking_parser(self.thinking, self.thinking.state(prompt_tail), parser)
+
+    def shown_ids(self, *, tools: bool) -> frozenset[int]:
+        """Special tokens that are marks, which the text must show to be read.
+
+        ``tools``: whether any may be called.
+        """
+        marks = FAMILIES[self.tool_parser].marks if tools and self.has_tools else ()
+        if self.thinking is not None:
+            marks = (*marks, self.thinking.begin, self.thinking.end)
+        return self.special_ids & {self.vocab[mark] for mark in marks if mark in self.vocab}
+
+    def constrain(
+        self,
+        params: SamplingParams,
+        *,
+        tools: Sequence[Tool] = (),
+        choice: ToolChoice | None = None,
+        prompt_tail: str = "",
+    ) -> str | None:
+        """A grammar (Lark text in llguidance's flavour) for the whole answer.
+
+        It covers thoughts, calls, and the form of the words that ``params`` ask for. None: what
+        ``params`` say is enough (which may be nothing at all). Otherwise it stands in the place
+        of ``params``' json_schema, regex, grammar and choice:
+        ``replace(params, grammar=text, json_schema=None, regex=None, choice=None)``.
+        Raises `InvalidRequest` as `check_tools` does; schemas are checked when it is compiled.
+        """
+        lark = Lark(self.vocab)
+        form = body = lark.form(params)
+        if tools and choice is not None and choice.mode != "none":
+            check_tools(tools, choice)
+            body = self._answer(lark, form, tools, choice)
+        state = self._state(prompt_tail)
+        if body is None or (body == form and state is ThinkingState.CLOSED):
+            return None
+        if self.thinking is None or state is ThinkingState.CLOSED:
+            return lark.text(body)
+        special = self.shown_ids(tools=True)  # marks of tools inside a thought are thought
+        return lark.text(_with_thought(lark, self.thinking, body, state, special))
+
+    def _state(self, prompt_tail: str) -> ThinkingState:
+        return self.thinking.state(prompt_tail) if self.thinking else ThinkingState.CLOSED
+
+    def _answer(
+        self, lark: Lark, form: str | None, tools: Sequence[Tool], choice: ToolChoice
+    ) -> str | None:
+        """The rule for what comes behind the thought; None for whatever the model likes."""
+        if not self.has_tools:
+            raise InvalidRequest("this model has no known format for tools", param="tools")
+        grammar = FAMILIES[self.tool_parser].grammar(self.template, self.vocab)
+        tools = [tool for tool in tools if _may_be_called(tool, choice)]
+        if choice.mode == "required":
+            return grammar.calls(lark, tools, parallel=not choice.is_single)
+        if form is not None:
+            return f"{form} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
+        if any(tool.strict for tool in tools):
+            return grammar.mixed(lark, tools, parallel=not choice.is_single)
+        return None
+
+
+def _may_be_called(tool: Tool, choice: ToolChoice) -> bool:
+    is_allowed = choice.allowed is None or tool.name in choice.allowed
+    return is_allowed and (choice.mode != "required" or choice.name in (None, tool.name))
+
+
+def _with_thought(
+    lark: Lark, marks: Thinking, body: str, state: ThinkingState, special: frozenset[int]
+) -> str:
+    """The thought comes first, if there is one."""
+    answer = lark.rule("answer", body)
+    thought = lark.up_to(marks.end, "thought", through=special)
+    behind = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
+    if state is ThinkingState.OPEN:
+        return behind
+    return f"{answer} | {lark.lazily(marks.begin, 'open')} {behind}"
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """Raise `InvalidRequest` naming ``tools`` or ``tool_choice`` for what can not be."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools takes at most {MAX_TOOLS}", param="tools")
+    for tool in tools:
+        _check_tool(tool)
+    names = {tool.name for tool in tools}
+    if len(names) < len(tools):
+        raise InvalidRequest("tools must not share a name", param="tools")
+    if choice.mode == "required" and not tools:
+        raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+    for name in {choice.name} - {None} | (choice.allowed or set()):
+        if name not in names:
+            raise InvalidRequest(f"tool_choice: there is no tool {name}", param="tool_choice")
+    if choice.allowed is not None and not choice.allowed:
+        raise InvalidRequest("tool_choice allows no tool at all", param="tool_choice")
+
+
+def _check_tool(tool: Tool) -> None:
+    if not _TOOL_NAME.fullmatch(tool.name):
+        message = "tools: a name takes 1 to 128 letters, digits, _ and -"
+        raise InvalidRequest(message, param="tools")
+    schema = tool.parameters or {}
+    properties = schema.get("properties", {})
+    if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
+        message = f"tools: the parameters of {tool.name} must be a schema of an object"
+        raise InvalidRequest(message, param="tools")
+
+
+def _reasoning_parser(template: str, vocab: Mapping[str, int]) -> str:
+    for name, marks in THINKING.items():
+        if marks.end in template or (marks.begin in vocab and marks.end in vocab):
+            return name
+    return "none"

@@ -1,0 +1,76 @@
+"""Telling what a model thinks from what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+
+from .events import Event, OutputParser, Thought
+from .input_buffer import ReaderParser, Reading, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The marks around a thought. Line breaks right behind a mark belong to it."""
+
+    begin: str
+    end: str
+
+    def state(self, prompt_tail: str) -> ThinkingState:
+        """Where the prompt leaves the model."""
+        tail = prompt_tail.rstrip()
+        if tail.endswith(self.begin):
+            return ThinkingState.OPEN
+        return ThinkingState.CLOSED if tail.endswith(self.end) else ThinkingState.FREE
+
+
+class ThinkingState(Enum):
+    """Whether an answer begins in a thought, may open one, or comes behind one."""
+
+    OPEN = auto()
+    FREE = auto()
+    CLOSED = auto()
+
+
+THINK = Thinking("<think>", "</think>")
+MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
+
+
+def thinking_parser(marks: Thinking, state: ThinkingState, inner: OutputParser) -> OutputParser:
+    """Thoughts are told apart here, what is not thought by ``inner``."""
+    if state is ThinkingState.CLOSED:
+        return inner
+    is_open = state is ThinkingState.OPEN
+    return ReaderParser(partial(_read, marks=marks, is_open=is_open, inner=inner))
+
+
+def _read(source: Source, *, marks: Thinking, is_open: bool, inner: OutputParser) -> Reading[None]:
+    space = "" if is_open else (yield from source.white())
+    if is_open or (yield from source.literal(marks.begin)):
+        yield from _line_breaks(source)
+        if (yield from source.until(marks.end, Thought)):
+            yield from source.literal(marks.end)
+            yield from _line_breaks(source)
+        space = ""
+    yield from inner.feed(space)
+    yield from _rest(source, inner)
+
+
+def _line_breaks(source: Source) -> Reading[None]:
+    while (yield from source.literal("\n")):
+        pass
+
+
+def _rest(source: Source, inner: OutputParser) -> Reading[None]:
+    while True:
+        yield from _fed(inner, source.take_all())
+        if source.is_ended:
+            yield from inner.end()
+            return
+        yield None
+
+
+def _fed(inner: OutputParser, text: str) -> Sequence[Event]:
+    return inner.feed(text) if text else ()

@@ -1,0 +1,1 @@
+"""One request in no dialect: from a conversation to the engine and back."""

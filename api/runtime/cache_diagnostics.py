@@ -1,0 +1,243 @@
+"""Why a prompt missed the cache.
+
+A prompt is compared with the most similar one that is remembered from before, of the same API key
+and cache salt alone: nobody learns of another tenant's prompts. One may also name the response to
+compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..types.results import Body
+from .prompt_history import Kind, Part, PromptLog, Remembered, common_len
+
+AROUND = 30  # characters that are shown on each side of a difference
+AROUND_TOKENS = 8
+Cause = Literal[
+    "hit",  # all there was to read was read; the rest is new
+    "changed",  # it differs from the prompt that it is compared with
+    "evicted",  # it was cached, and had to make room
+    "flushed",  # it was cached, and someone emptied the cache
+    "not_written",  # the other prompt was not cached: not yet, or it asked not to be
+    "not_read",  # this one asked not to read, or for log-probabilities of the prompt
+    "other_salt",  # the response that was named, of the same key, has another cache salt
+    "too_short",  # no whole page before the last token
+    "first_seen",  # nothing like it is remembered
+]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first part in which two prompts differ, with the text around; None: it is not there."""
+
+    path: str
+    kind: Kind
+    before: str | None
+    now: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What a prompt found in the cache, and why not more."""
+
+    cause: Cause
+    prompt_tokens: int
+    cached_tokens: int
+    compared_with: str | None = None  # id of a response
+    compared_tokens: int = 0  # of its prompt
+    reusable_tokens: int = 0  # at the beginning of both prompts
+    first_difference: Difference | None = None
+    seconds_ago: float | None = None  # when it was evicted or flushed, if that is known
+    model_changed: bool = False
+    cache_key_changed: bool = False
+
+    def body(self) -> Body:
+        """As ``usage.cache_explanation`` and ``GET /cache/explain`` tell it."""
+        change = self.first_difference
+        shown = change and {"path": change.path, "before": change.before, "now": change.now}
+        return {
+            "cause": self.cause,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "compared_with": self.compared_with,
+            "reusable_tokens": self.reusable_tokens,
+            "first_difference": shown,
+            "seconds_ago": None if self.seconds_ago is None else round(self.seconds_ago, 3),
+            "model_changed": self.model_changed,
+            "prompt_cache_key_changed": self.cache_key_changed,
+        }
+
+
+class Explainer:
+    """Explains what prompts found, from a log of them. Pages have ``page_size`` tokens."""
+
+    def __init__(self, log: PromptLog, page_size: int, decode: Decode) -> None:
+        self._log = log
+        self._page_size = page_size
+        self._decode = decode
+
+    def explain(self, prompt: Remembered, previous: Remembered | None = None) -> Explanation:
+        """What a prompt that was let in found, compared with ``previous`` or the most similar."""
+        found = Explanation(
+            cause="first_seen",
+            prompt_tokens=prompt.num_tokens,
+            cached_tokens=prompt.usage.cached_tokens,
+        )
+        if previous is not None and previous.namespace != prompt.namespace:
+            return replace(found, cause="other_salt", compared_with=previous.response_id)
+        other = previous or self._log.most_similar(prompt, self._page_size)
+        if other is not None:
+            found = self._compare(found, prompt, other)
+        cause, loss = self._cause(found, prompt, other), prompt.usage.cache_loss
+        ago = prompt.time - loss.time if loss is not None and cause == loss.cause else None
+        return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
+
+    def find(self, response_id: str, previous_id: str | None = None) -> Explanation | None:
+        """`explain` by ids; None: one is not known, or is of another caller."""
+        prompt = self._log.find(response_id)
+        previous = None if previous_id is None else self._log.find(previous_id)
+        if prompt is None or (previous is None and previous_id is not None):
+            return None
+        if previous is not None and previous.caller != prompt.caller:
+            return None
+        return self.explain(prompt, previous)
+
+    def _compare(self, found: Explanation, prompt: Remembered, other: Remembered) -> Explanation:
+        reusable = prompt.common_len(other)
+        return replace(
+            found,
+            compared_with=other.response_id,
+            compared_tokens=other.num_tokens,
+            reusable_tokens=reusable,
+            first_difference=self._difference(prompt, other, reusable),
+            model_changed=prompt.note.model != other.note.model,
+            cache_key_changed=prompt.note.cache_key != other.note.cache_key,
+        )
+
+    def _cause(self, found: Explanation, prompt: Remembered, other: Remembered | None) -> Cause:
+        readable = self._whole(prompt.num_tokens - 1)
+        if not readable:
+            return "too_short"
+        if found.cached_tokens >= readable:
+            return "hit"
+        if not prompt.reads:
+            return "not_read"
+        if prompt.usage.cache_loss is not None:
+            return prompt.usage.cache_loss.cause
+        if other is None:
+            return "first_seen"
+        common = self._whole(min(found.reusable_tokens, readable))
+        if found.cached_tokens < common:
+            return "evicted" if _was_written(other, prompt) else "not_written"
+        return "hit" if _grew(prompt, other, found.reusable_tokens) else "changed"
+
+    def _whole(self, num_tokens: int) -> int:
+        return num_tokens // self._page_size * self._page_size
+
+    def _difference(self, now: Remembered, before: Remembered, at: int) -> Difference | None:
+        """Of the parts, or of the tokens where parts do not tell."""
+        found = first_difference(before.note.parts, now.note.parts)
+        if found is not None or at == now.num_tokens == before.num_tokens:
+            return found
+        first, last = at - AROUND_TOKENS, at + AROUND_TOKENS
+        texts = [self._decode(each.ids(first, last))[: 2 * AROUND] for each in (before, now)]
+        return Difference("prompt", "prompt", *texts)
+
+
+def _was_written(other: Remembered, prompt: Remembered) -> bool:
+    """Whether ``other`` was published when ``prompt`` came: its prompt was computed by then."""
+    wait = other.usage.time_to_first_token
+    return other.writes and 0 < wait <= prompt.time - other.time
+
+
+def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
+    """Whether the one is the other with something added, as conversations go."""
+    parts = before.note.parts
+    return reusable == before.num_tokens or (
+        bool(parts) and list(now.note.parts[: len(parts)]) == list(parts)
+    )
+
+
+def first_difference(before: Sequence[Part], now: Sequence[Part]) -> Difference | None:
+    """The first part that the two do not share; None when they are equal."""
+    for old, new in zip(before, now, strict=False):
+        if old.path != new.path:
+            return Difference(new.path, new.kind, _begin(old), _begin(new))
+        if old.text != new.text:
+            at = common_len(old.text, new.text)
+            return Difference(new.path, new.kind, _around(old.text, at), _around(new.text, at))
+    if len(now) > len(before):
+        added = now[len(before)]
+        return Difference(added.path, added.kind, None, _begin(added))
+    if len(now) < len(before):
+        gone = before[len(now)]
+        return Difference(gone.path, gone.kind, _begin(gone), None)
+    return None
+
+
+def _begin(part: Part) -> str:
+    return part.text[: 2 * AROUND]
+
+
+def _around(text: str, at: int) -> str:
+    return text[max(0, at - AROUND) : at + AROUND]
+
+
+# -- the fields of the clients' own APIs --------------------------------------------------------
+
+
+def openai_diagnostics(found: Explanation | None) -> Body:
+    """``prompt_cache_diagnostics`` of a Responses body; None: the response named is not known.
+
+    What its words cannot say (evicted, flushed) is "unavailable". All is told in ``explanation``.
+    """
+    if found is None:
+        return {"type": "comparison_response_not_found"}
+    if found.cause == "hit":
+        return {"type": "cache_hit", "explanation": found.body()}
+    reason = _openai_reason(found)
+    if reason is None:
+        return {"type": "unavailable", "explanation": found.body()}
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": found.prompt_tokens - found.reusable_tokens,
+        "comparison_reusable_tokens": found.reusable_tokens,
+        "explanation": found.body(),
+    }
+
+
+def _openai_reason(found: Explanation) -> str | None:
+    if found.model_changed:
+        return "model_changed"
+    if found.cause != "changed":
+        return None
+    kind = found.first_difference.kind if found.first_difference is not None else "prompt"
+    return {"tools": "tools_changed", "format": "text_format_changed"}.get(kind, "input_changed")
+
+
+def anthropic_diagnostics(found: Explanation | None) -> Body | None:
+    """``diagnostics`` of a message; None for ``found``: the message named is not known.
+
+    Null says that nothing diverged. What Anthropic's words cannot say is "unavailable".
+    """
+    if found is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if found.cause == "hit":
+        return None
+    if found.cause != "changed" and not found.model_changed:
+        return {"cache_miss_reason": {"type": "unavailable"}}
+    missed = max(0, min(found.compared_tokens, found.prompt_tokens) - found.cached_tokens)
+    reason = {"type": _anthropic_type(found), "cache_missed_input_tokens": missed}
+    return {"cache_miss_reason": reason}
+
+
+def _anthropic_type(found: Explanation) -> str:
+    if found.model_changed:
+        return "model_changed"
+    kind = found.first_difference.kind if found.first_difference is not None else "messages"
+    return {"tools": "tools_changed", "system": "system_changed"}.get(kind, "messages_changed")

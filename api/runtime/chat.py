@@ -1,0 +1,324 @@
+"""Turn: the next message of a conversation, whatever the dialect it was asked for in.
+
+A route reads its body into an `Ask`; `Turns` renders it, constrains what must have a form, and
+gives a `Turn`, whose text is told apart into thinking, words and calls as it comes. What the
+dialects differ in is only how they write that down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+from uuid import uuid4
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import Usage
+from ..parsing.calls import with_short_ids
+from ..parsing.events import CallArguments, CallBegin, CallEnd, Event, OutputParser, Thought, Words
+from ..parsing.generic import GENERIC, as_text, needs_text
+from ..parsing.output_format import Syntax, check_tools
+from ..structured.grammar_text import num_chars
+from ..text.chat_template import check_messages
+from ..types.results import Completion, TextDelta, ToolChoice
+from ..types.sampling_params import SamplingParams
+from .chat_types import Ask, Call, TurnChoice, TurnDelta
+from .engine_client import Host
+from .generation import Answer
+from .preprocess import has_form, warm_params
+from .prompt_history import PromptNote
+
+MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
+PROBE = "foretoken"  # a system text whose place in the prompt is looked for
+TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have been opened
+
+
+class TurnReader:
+    """Turns the text of one choice into parts."""
+
+    def __init__(self, index: int, parser: OutputParser, choice: ToolChoice) -> None:
+        self.is_done = False
+        self._index = index
+        self._parser = parser
+        self._is_single = choice.is_single  # the choice ends with its first call
+        self._has_words = choice.mode != "required"  # else it is what a cut left of a call's mark
+        self._num_calls = 0
+        self._is_called = False  # whether the last call is whole
+
+    def read(self, delta: TextDelta) -> list[TurnDelta]:
+        """What a step adds: one delta, more where words or thoughts follow a call in it.
+
+        Nothing once the choice has ended, though the engine may not know of that yet.
+        """
+        if self.is_done:
+            return []
+        events = list(self._parser.feed(delta.text))
+        reason = delta.finish_reason
+        if reason is not None:
+            events += self._parser.end()
+        turned = TurnDelta(
+            index=self._index,
+            token_ids=delta.token_ids,
+            sources=delta.sources,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
+        parts = [turned]
+        for event in events:
+            if isinstance(event, Words | Thought) and not _keeps_order(event, parts[-1]):
+                parts.append(TurnDelta(index=self._index))
+            if self._take(event, parts[-1]):
+                self.is_done = True
+                break
+        self._end(parts[-1], delta)
+        return parts
+
+    def _end(self, last: TurnDelta, delta: TextDelta) -> None:
+        """Say how the choice ended, if it did: with its only call, or with its text."""
+        reason, last.stop_reason = delta.finish_reason, delta.stop_reason
+        if self.is_done:
+            last.finish_reason = "tool_calls"
+        elif reason is not None:
+            self.is_done = True
+            last.finish_reason = "tool_calls" if self._ends_called(delta) else reason
+
+    def _ends_called(self, delta: TextDelta) -> bool:
+        """Whether the caller shall run the calls: not one that its own stop string has cut."""
+        was_cut = isinstance(delta.stop_reason, str) and not self._is_called
+        return delta.finish_reason == "stop" and self._num_calls > 0 and not was_cut
+
+    def _take(self, event: Event, turned: TurnDelta) -> bool:
+        """Whether the choice ends with this."""
+        match event:
+            case Thought(text):
+                turned.reasoning += text
+            case Words(text):
+                turned.words += text if self._has_words else ""
+            case CallBegin(name):
+                call_id = f"call_{uuid4().hex[:24]}"
+                turned.calls.append(Call(index=self._num_calls, id=call_id, name=name))
+                self._num_calls += 1
+                self._is_called = False
+            case CallArguments(text):
+                self._call(turned).arguments += text
+            case CallEnd():
+                self._call(turned).is_done = self._is_called = True
+                return self._is_single
+        return False
+
+    def _call(self, turned: TurnDelta) -> Call:
+        """The delta of the call under way."""
+        index = self._num_calls - 1
+        if not turned.calls or turned.calls[-1].index != index:
+            turned.calls.append(Call(index=index))
+        return turned.calls[-1]
+
+
+def _keeps_order(event: Words | Thought, turned: TurnDelta) -> bool:
+    """Whether it may join a delta, which is read as a thought, then words, then calls."""
+    if turned.calls:
+        return False
+    return isinstance(event, Words) or not turned.words
+
+
+class Turn:
+    """An answer on its way. Whoever opens one must `close` it in a ``finally``."""
+
+    def __init__(
+        self, llm: Host, answer: Answer, ask: Ask, parsers: Sequence[OutputParser]
+    ) -> None:
+        self.answer = answer
+        self._llm = llm
+        self._ask = ask
+        self._readers = [
+            TurnReader(index, parser, ask.tool_choice) for index, parser in enumerate(parsers)
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        """What it cost so far."""
+        return self.answer.usage
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers there are."""
+        return len(self._readers)
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of one choice so far."""
+        return self.answer.generations[index].usage.completion_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the rendered conversation."""
+        return len(self.answer.prompt_token_ids)
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+        self._llm.forget(self.answer)
+
+    async def deltas(self) -> AsyncGenerator[TurnDelta]:
+        """One delta per step and choice; those of several choices come mixed."""
+        try:
+            async with aclosing(self.answer.deltas()) as deltas:
+                async for delta in deltas:
+                    for turned in self._readers[delta.index].read(delta):
+                        yield turned
+                        if turned.finish_reason is not None:
+                            self.answer.generations[delta.index].close()
+        except InvalidRequest as error:
+            _name_field(error, self._ask)
+            raise
+
+    async def collect(self) -> list[TurnChoice]:
+        """Read all of it and close it."""
+        choices = [TurnChoice(index=index) for index in range(len(self._readers))]
+        try:
+            async with aclosing(self.deltas()) as deltas:
+                async for delta in deltas:
+                    choices[delta.index].add(delta)
+        finally:
+            self.close()
+        return choices
+
+
+class Turns:
+    """Opens turns on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`."""
+
+    def __init__(
+        self, llm: Host, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
+        self._llm = llm
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._has_system_role: bool | None = None  # of the template; None until a request asks
+
+    @cached_property
+    def syntax(self) -> Syntax:
+        """How the model writes thoughts and calls; only once it is loaded."""
+        tokenizer = self._llm.tokenizer
+        return Syntax.choose(
+            tokenizer.chat_template,
+            tokenizer.vocab,
+            tokenizer.special_ids,
+            tool_parser=self._tool_parser,
+            reasoning_parser=self._reasoning_parser,
+        )
+
+    async def open(
+        self,
+        ask: Ask,
+        *,
+        request_id: str | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> Turn:
+        """Render, unless that is done, and submit.
+
+        Raises `InvalidRequest`, `QueueFull` and `EngineDead`.
+        """
+        self._check_tools(ask)
+        if prompt_ids is None:
+            prompt_ids = await self.render(ask)
+        tools, tail = ask.callable_tools, self._tail(prompt_ids)
+        try:
+            answer = await self._llm.open(
+                prompt_ids,
+                self._constrained(ask, tail),
+                request_id=request_id,
+                shown_ids=self.syntax.shown_ids(tools=bool(tools)),
+                cache=ask.cache,
+                note=await self._note(ask),
+                is_form=bool(tools) or has_form(ask.params),
+            )
+        except InvalidRequest as error:
+            _name_field(error, ask)
+            raise
+        parsers = [self.syntax.parser(tools=tools, prompt_tail=tail) for _ in range(ask.params.n)]
+        return Turn(self._llm, answer, ask, parsers)
+
+    async def render(self, ask: Ask) -> list[int]:
+        """Token ids of the conversation, tools included, up to where the answer begins."""
+        messages, tools = ask.messages, [tool.body for tool in ask.tools]
+        if self.syntax.tool_parser == "mistral":
+            messages = with_short_ids(messages)
+        elif self.syntax.tool_parser == GENERIC:
+            check_messages(messages)
+            if needs_text(messages, ask.tools):
+                messages, tools = await self._as_text(ask), []
+        try:
+            return await self._llm.render(messages, ask.template, tools=tools)
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = "messages"
+            raise
+
+    async def _as_text(self, ask: Ask) -> Sequence[Mapping[str, Any]]:
+        """The conversation for a template that knows nothing of tools."""
+        if self._has_system_role is None:
+            self._has_system_role = await self._takes_system_messages()
+        work = partial(as_text, ask.messages, ask.tools, has_system_role=self._has_system_role)
+        size = num_chars([ask.messages, [tool.body for tool in ask.tools]])
+        return await self._llm.tokenizer.apart(size, work)
+
+    async def _takes_system_messages(self) -> bool:
+        """Whether the template writes what a system message says."""
+        probe = [{"role": "system", "content": PROBE}, {"role": "user", "content": "hi"}]
+        try:
+            token_ids = await self._llm.render(probe)
+        except InvalidRequest:
+            return False
+        return PROBE in self._llm.tokenizer.decode(token_ids)
+
+    async def _note(self, ask: Ask) -> PromptNote:
+        """Of a long conversation it takes its time."""
+        size = MESSAGE_BYTES * len(ask.messages)
+        return await self._llm.tokenizer.apart(size, lambda: ask.note)
+
+    def _check_tools(self, ask: Ask) -> None:
+        check_tools(ask.tools, ask.tool_choice)
+        if ask.callable_tools and not self.syntax.has_tools:
+            message = "tools are turned off (--tool-parser none), or there is no chat template"
+            raise InvalidRequest(message, param="tools")
+
+    def _constrained(self, ask: Ask, tail: str) -> SamplingParams:
+        """The parameters, with one grammar for thoughts, calls and words where one is needed."""
+        grammar = self.syntax.constrain(
+            ask.params, tools=ask.callable_tools, choice=ask.tool_choice, prompt_tail=tail
+        )
+        if grammar is None:
+            return ask.params
+        return replace(ask.params, grammar=grammar, json_schema=None, regex=None, choice=None)
+
+    def _tail(self, prompt_ids: Sequence[int]) -> str:
+        """The end of the prompt, which may have opened a thought."""
+        return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
+
+    async def prewarm(
+        self,
+        ask: Ask,
+        *,
+        request_id: str | None = None,
+        prompt_ids: Sequence[int] | None = None,
+    ) -> Completion:
+        """Put a conversation into the cache; rendered, unless that is done. Raises as `open`.
+
+        What comes of it tells whether it was given up; its one token is not to be told.
+        """
+        self._check_tools(ask)
+        answer = await self._llm.open(
+            await self.render(ask) if prompt_ids is None else prompt_ids,
+            warm_params(ask.params),
+            request_id=request_id,
+            cache=ask.cache,
+            note=await self._note(ask),
+        )
+        return await self._llm.finish(answer)
+
+
+def _name_field(error: InvalidRequest, ask: Ask) -> None:
+    """Name the field as the bodies do."""
+    if error.param == "prompt":
+        error.param = "messages"
+    elif error.param == "grammar" and ask.params.grammar is None:  # what others became
+        error.param = "tools" if ask.callable_tools else ask.params.form or "tools"

@@ -1,0 +1,323 @@
+"""Host: a model, its tokenizer and its engine, and the way of a prompt into it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from ...core.config import EngineConfig
+from ...core.errors import EngineDead, InvalidRequest
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Usage
+from ...core.ops.host_memory import keep_freed_memory
+from ..structured.compiler import Grammars
+from ..text.detokenizer import AnswerText
+from ..text.tokenizer import Tokenizer
+from ..types.request_context import Arrival, arrival, note_answer, seconds_left
+from ..types.results import Completion
+from ..types.sampling_params import SamplingParams
+from .cache_diagnostics import Explainer, Explanation
+from .generation import Answer, Generation
+from .preprocess import (
+    Conversation,
+    Prompt,
+    bad_words_ids,
+    children,
+    ended_stream,
+    form_limit,
+    make_config,
+    make_request,
+    prediction_ids,
+    submit,
+    warm_params,
+)
+from .prompt_history import NO_NOTE, PromptLog, PromptNote
+
+if TYPE_CHECKING:
+    from ...core.engine.engine import Engine
+    from ..build.engine_builder import Built
+
+
+class Host:
+    """What AsyncLLM and the HTTP routes stand on.
+
+    ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
+    is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
+        self.config: EngineConfig = make_config(options)
+        self._model = model
+        self._built: Built | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._grammars: Grammars | None = None  # there when the tokenizer is
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the one of the first `start`
+        self.max_request_seconds: float | None = None  # a deadline for those without an earlier one
+        self.prompts = PromptLog()  # of late, to tell why later ones miss the cache
+        self._answers: dict[str, Answer] = {}  # until the caller is done with them
+        self._room = asyncio.Event()  # set when an answer ends
+
+    @classmethod
+    def from_built(cls, built: Built) -> Self:
+        """Over an engine that is there already; `start` starts it."""
+        llm = cls()
+        llm._built = built
+        return llm
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model, off the event loop, and start the engine; may be called twice."""
+        self._check_open()
+        self._loop = asyncio.get_running_loop()
+        async with self._starting:
+            self._check_open()
+            if self._tokenizer is not None:
+                return
+            if self._built is None:
+                keep_freed_memory()  # from here: in a thread it would come too late for others
+                self._built = await asyncio.to_thread(_build, self._model, self.config)
+            tokenizer = await asyncio.to_thread(
+                Tokenizer.load, self._built.path, max_model_len=self._built.max_model_len
+            )
+            await self._built.engine.start()
+            built = self._built
+            self._grammars = Grammars(tokenizer, built.vocab_size, built.eos_token_ids)
+            self._tokenizer = tokenizer
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for a while, end the rest; idempotent."""
+        self._closed = True
+        async with self._starting:
+            if self._built is not None:
+                await self._built.engine.close(drain_seconds=drain_seconds)
+            if self._tokenizer is not None:
+                self._tokenizer.close()
+            if self._grammars is not None:
+                self._grammars.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed")
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise EngineDead("this LLM belongs to another event loop")
+
+    @property
+    def built(self) -> Built:
+        """The engine and its model; only after `start`."""
+        if self._built is None:
+            raise EngineDead("this LLM is not started")
+        return self._built
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; only after `start`."""
+        return self.built.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; only after `start`."""
+        if self._tokenizer is None:
+            raise EngineDead("this LLM is not started")
+        return self._tokenizer
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the prefix cache; only after `start`."""
+        return self.engine.scheduler.cache.page_size
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was told to close."""
+        return self._closed
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken."""
+        return not self._closed and self._tokenizer is not None and self.engine.alive
+
+    # -- the way in -----------------------------------------------------------------------------
+
+    async def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        shown_ids: frozenset[int] = frozenset(),
+        cache: CacheOptions = DEFAULT_CACHE,
+        note: PromptNote = NO_NOTE,
+        is_form: bool = False,
+    ) -> Answer:
+        """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
+
+        ``shown_ids``: special tokens that its text shows. ``is_form``: its grammar is to be
+        completed within its tokens, as a JSON schema is. Raises `InvalidRequest`, `QueueFull`,
+        `DeadlineExceeded` and `EngineDead`.
+        """
+        since = arrival()
+        answer = self._register(params, request_id)
+        answer.shown_ids, answer.cache = shown_ids, cache
+        answer.is_form |= is_form
+        try:
+            await self._prepare(answer, prompt)
+            self._submit_choices(answer, since)
+            first = answer.generations[0].request
+            self.prompts.record(answer.request_id, first, note, self.engine.now)
+        except BaseException:
+            self.forget(answer)
+            raise
+        return answer
+
+    def abort(self, request_id: str) -> None:
+        """End a request and all its choices; unknown ids are ignored."""
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            answer.aborted = True
+            answer.close()
+            self._room.set()  # it may wait for room
+
+    async def render(
+        self,
+        messages: Conversation,
+        options: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format; ``options`` are its template's.
+
+        ``tools`` are functions in OpenAI's shape, which is what templates take.
+        """
+        if not messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
+        settings = {"add_generation_prompt": add_generation_prompt, **(options or {})}
+        return await self.tokenizer.encode_chat(messages, settings, tools=tools)
+
+    async def finish(self, answer: Answer) -> Completion:
+        """Read all of an answer."""
+        try:
+            return await answer.collect()
+        finally:
+            self.forget(answer)
+
+    async def prewarm(
+        self,
+        prompt: Prompt,
+        *,
+        cache: CacheOptions = DEFAULT_CACHE,
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+        note: PromptNote = NO_NOTE,
+    ) -> Usage:
+        """Compute a prompt and leave it in the cache. The token that comes of it is not told."""
+        params = warm_params(SamplingParams(cache_salt=cache_salt))
+        answer = await self.open(prompt, params, request_id=request_id, cache=cache, note=note)
+        completion = await self.finish(answer)
+        return replace(completion.usage, completion_tokens=0)
+
+    def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
+        """Why a prompt missed the cache, or why more so than another; None: one is not known.
+
+        One of another caller is not known either.
+        """
+        explainer = Explainer(self.prompts, self.page_size, self.tokenizer.decode)
+        return explainer.find(response_id, previous_id)
+
+    def forget(self, answer: Answer) -> None:
+        """Abort what still runs of an answer and free its id; may be called twice."""
+        answer.close()
+        if self._answers.get(answer.request_id) is answer:
+            del self._answers[answer.request_id]
+        self._room.set()
+
+    def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
+        """Take the id before anything is awaited, so that `abort` finds it from the start."""
+        self._check_open()
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        known = self._answers.get(request_id)
+        if known is not None and not known.ended:
+            raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
+        answer = self._answers[request_id] = Answer(request_id, params)
+        note_answer(answer)
+        return answer
+
+    async def _prepare(self, answer: Answer, prompt: Prompt) -> None:
+        """Tokenise."""
+        if isinstance(prompt, str):
+            answer.prompt_token_ids = await self.tokenizer.encode(prompt)
+        else:
+            self.tokenizer.check_ids(prompt, self.built.vocab_size)
+            answer.prompt_token_ids = prompt
+        answer.bad_words_ids = await bad_words_ids(self.tokenizer, answer.params)
+        answer.prediction = await prediction_ids(self.tokenizer, answer.params)
+        if self._grammars is not None:
+            answer.grammar = await self._grammars.compile(answer.params)
+
+    def _submit_choices(self, answer: Answer, since: Arrival | None = None) -> None:
+        """Give all of them to the engine or none. Their time counts since then, else from now."""
+        self._check_open()
+        try:
+            limits = (answer.params.deadline, self.max_request_seconds)
+            left = seconds_left(since or arrival(), *limits)
+            for params, seed in children(answer.params):
+                self._add_choice(answer, params, seed, left)
+        except BaseException:
+            answer.close()
+            answer.generations.clear()
+            raise
+
+    def _add_choice(
+        self, answer: Answer, params: SamplingParams, seed: int, deadline: float | None
+    ) -> None:
+        index = len(answer.generations)
+        text = AnswerText(
+            self.tokenizer.detokenizer(answer.prompt_token_ids, answer.shown_ids),
+            stops=tuple(params.stop),
+            min_tokens=params.min_tokens,
+        )
+        request = make_request(
+            answer.request_id if answer.params.n == 1 else f"{answer.request_id}-{index}",
+            answer.prompt_token_ids,
+            params,
+            seed=seed,
+            eos_token_ids=self.built.eos_token_ids,
+            bad_words_ids=answer.bad_words_ids,
+            prediction=answer.prediction,
+            grammar=answer.grammar,
+            limit=form_limit(
+                params,
+                len(answer.prompt_token_ids),
+                self.built.max_model_len,
+                is_form=answer.is_form,
+            ),
+            on_token=text.push if text.watches else None,
+            cache=answer.cache,
+        )
+        request.deadline = deadline
+        stream = ended_stream(request) if answer.aborted else submit(self.engine, request)
+        answer.generations.append(Generation(request, text, stream, self.engine.abort, index=index))
+
+
+def _build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
+    from ..build.engine_builder import build  # imports torch
+
+    return build(model, config)

@@ -1,0 +1,243 @@
+"""One prompt on its way through the engine: its n generations, their text, their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from ...core.engine.inbox import TokenStream
+from ...core.errors import ForetokenError
+from ...core.interface.request import DEFAULT_CACHE, Delta, FinishReason, Request, Usage
+from ...core.interface.step import TokenLogprob
+from ..structured.matcher import Grammar, GrammarMatcher
+from ..text.detokenizer import AnswerText
+from ..types.results import Choice, Completion, TextDelta, total_usage
+from ..types.sampling_params import SamplingParams
+from .prediction import count_standing
+from .preprocess import has_form
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """One request of the engine together with its text."""
+
+    def __init__(
+        self,
+        request: Request,
+        text: AnswerText,
+        stream: TokenStream,
+        abort: Callable[[str], None],
+        *,
+        index: int = 0,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.finish_reason: str | None = None  # once it was read to its end
+        self._text = text
+        self._stream = stream
+        self._abort = abort
+        self._served: list[int] = []  # where a prediction is compared with it
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine is done with it, read or not."""
+        return self._stream.ended
+
+    @property
+    def usage(self) -> Usage:
+        """What it cost so far."""
+        usage, constraint = self.request.usage, self.request.sampling.constraint
+        if (prediction := self.request.prediction) is not None:
+            accepted = count_standing(prediction, self._served)
+            usage.accepted_prediction_tokens = accepted
+            usage.rejected_prediction_tokens = len(prediction) - accepted
+        if isinstance(constraint, GrammarMatcher):
+            usage.closed_early = constraint.closed_early(usage.completion_tokens)
+        return usage
+
+    def close(self) -> None:
+        """Abort it unless it has ended; may be called twice."""
+        if not self.ended:
+            self._abort(self.request.request_id)
+
+    async def deltas(self) -> AsyncGenerator[TextDelta]:
+        """Everything it yields."""
+        async for delta in self._stream:
+            yield self._dress(delta)
+
+    def _dress(self, delta: Delta) -> TextDelta:
+        if not self._text.watches:
+            self._read(delta)
+        if self.request.prediction is not None:
+            self._served += delta.token_ids
+        wanted = self.request.sampling.params.logprobs is not None
+        reason = delta.finish_reason
+        self.finish_reason = None if reason is None else reason.value
+        return TextDelta(
+            text=self._text.take(final=delta.terminal),
+            token_ids=delta.token_ids,
+            sources=delta.token_sources,
+            index=self.index,
+            finish_reason=self.finish_reason,
+            stop_reason=delta.stop_reason,
+            logprobs=delta.logprobs if wanted else None,
+            prompt_logprobs=delta.prompt_logprobs,
+        )
+
+    def _read(self, delta: Delta) -> None:
+        """Tokens to text; one that stops the answer has none."""
+        token_ids = delta.token_ids
+        if delta.finish_reason is FinishReason.STOP:
+            token_ids = token_ids[:-1]
+        try:
+            for token_id in token_ids:
+                self._text.push(token_id)
+        except Exception as error:
+            logger.exception(
+                "request %s failed while its tokens were read", self.request.request_id
+            )
+            raise ForetokenError("the answer could not be decoded") from error
+
+
+class Answer:
+    """The n generations of one prompt. Close it in a ``finally``: that aborts what still runs."""
+
+    def __init__(
+        self,
+        request_id: str,
+        params: SamplingParams,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.prompt_token_ids: Sequence[int] = ()  # until it is tokenised
+        self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
+        self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
+        self.grammar: Grammar | None = None  # compiled once; each choice has its own matcher
+        self.is_form = has_form(params)
+        self.generations: list[Generation] = []  # until the engine has room
+        self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
+        self.cache = DEFAULT_CACHE
+        self.aborted = False  # maybe before there is anything to abort
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine was given them and is done with all."""
+        return bool(self.generations) and all(each.ended for each in self.generations)
+
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """Of each generation; None: it has not ended."""
+        return [each.finish_reason for each in self.generations]
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt counted once, the rest summed."""
+        return total_usage([generation.usage for generation in self.generations])
+
+    def close(self) -> None:
+        """Abort what has not ended; may be called twice."""
+        for generation in self.generations:
+            generation.close()
+
+    def deltas(self) -> AsyncGenerator[TextDelta]:
+        """The deltas of all choices as they come, told apart by their index."""
+        return merge([generation.deltas() for generation in self.generations])
+
+    async def collect(self) -> Completion:
+        """Read all of it."""
+        parts = [_Part() for _ in self.generations]
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                parts[delta.index].add(delta)
+        return Completion(
+            request_id=self.request_id,
+            prompt_token_ids=list(self.prompt_token_ids),
+            choices=[part.choice(index) for index, part in enumerate(parts)],
+            usage=self.usage,
+            prompt_logprobs=self._prompt_logprobs(parts[0].prompt_logprobs),
+        )
+
+    def _prompt_logprobs(self, found: list[TokenLogprob]) -> list[TokenLogprob | None] | None:
+        return None if self.params.prompt_logprobs is None else [None, *found]
+
+
+class _Part:
+    """A choice being put together."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self._last: TextDelta | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Append a delta."""
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
+        self._last = delta
+
+    def choice(self, index: int) -> Choice:
+        """The whole; every stream ends with a reason or raises."""
+        last = self._last
+        if last is None or last.finish_reason is None:
+            raise RuntimeError("a stream ended without a terminal event")
+        return Choice(
+            index=index,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=self._logprobs,
+        )
+
+
+async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """Several sources as one, each item as soon as it is there; closes them all."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for delta in only:
+                yield delta
+        return
+    waits: dict[asyncio.Task[T], AsyncGenerator[T]] = {}
+    try:
+        for source in sources:
+            waits[_next(source)] = source
+        while waits:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in waits if task in done]:
+                source = waits.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                waits[_next(source)] = source
+                yield delta
+    finally:
+        await _cancel(waits)
+        for source in sources:
+            await source.aclose()
+
+
+def _next(source: AsyncGenerator[T]) -> asyncio.Task[T]:
+    async def read() -> T:
+        return await anext(source)
+
+    return asyncio.create_task(read())
+
+
+async def _cancel(tasks: dict[asyncio.Task[T], AsyncGenerator[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,232 @@
+"""From what a caller says to the requests that the engine takes."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ...core.config import EngineConfig
+from ...core.engine.inbox import TokenStream
+from ...core.errors import InvalidRequest
+from ...core.interface.request import (
+    DEFAULT_CACHE,
+    CacheOptions,
+    Delta,
+    FinishReason,
+    OnToken,
+    Request,
+)
+from ...core.interface.step import SamplingMetadata
+from ..structured.matcher import Grammar
+from ..text.tokenizer import Tokenizer
+from ..types.request_context import tenant_of
+from ..types.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ...core.engine.engine import Engine
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+SEED_BITS = 64
+
+
+def make_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Check engine options; a name that does not exist is an `InvalidRequest`."""
+    known = EngineConfig.names()
+    for name in options:
+        if name not in known:
+            message = f"{name} is not an option; there are {', '.join(known)}"
+            raise InvalidRequest(message, param=name)
+    return EngineConfig(**options)
+
+
+def is_one_prompt(prompt: object) -> TypeGuard[Prompt]:
+    """Whether this is a text or a list of token ids, not a list of prompts."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise InvalidRequest("prompt must be a text or a list of token ids", param="prompt")
+    return len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+def is_one_conversation(messages: object) -> TypeGuard[Conversation]:
+    """Whether this is a list of messages, not a list of conversations."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidRequest("messages must be a list of objects", param="messages")
+    return len(messages) == 0 or isinstance(messages[0], Mapping)
+
+
+def one_params(params: object) -> SamplingParams:
+    """The parameters of a single prompt."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest("params must be a SamplingParams", param="params")
+    return params
+
+
+def warm_params(params: SamplingParams) -> SamplingParams:
+    """Those that compute the prompt as these would, and one token that nobody is told."""
+    return SamplingParams(
+        max_tokens=1,
+        speculation="off",
+        cache_salt=params.cache_salt,
+        deadline=params.deadline,
+        priority=params.priority,
+    )
+
+
+def many_params(params: object, count: int) -> list[SamplingParams]:
+    """One set of parameters per prompt, from one for all or a list."""
+    if params is None or isinstance(params, SamplingParams):
+        return [one_params(params)] * count
+    if not isinstance(params, Sequence) or len(params) != count:
+        raise InvalidRequest(f"params must be one or {count}, as the prompts are", param="params")
+    return [one_params(each) for each in params]
+
+
+def one_id(request_id: object) -> str | None:
+    """The id of a single request."""
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise InvalidRequest("request_id must be a text", param="request_id")
+    return request_id
+
+
+def many_ids(request_id: object, count: int) -> list[str | None]:
+    """One id per prompt, or none at all."""
+    if request_id is None:
+        return [None] * count
+    if isinstance(request_id, str) or not isinstance(request_id, Sequence):
+        raise InvalidRequest("request_id must be a list, as the prompts are", param="request_id")
+    if len(request_id) != count:
+        raise InvalidRequest(f"request_id must hold {count} ids", param="request_id")
+    return [one_id(each) for each in request_id]
+
+
+def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
+    """Parameters and seed of each of the n choices; choice 0 has the seed of n = 1."""
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed % 2**SEED_BITS
+    if params.n == 1:
+        yield params, seed
+        return
+    from ...core.sampling.gumbel import sibling_seed
+
+    first = replace(params, n=1)
+    others = replace(first, prompt_logprobs=None)
+    for index in range(params.n):
+        yield others if index else first, sibling_seed(seed, index)
+
+
+async def bad_words_ids(
+    tokenizer: Tokenizer, params: SamplingParams
+) -> tuple[tuple[int, ...], ...]:
+    """Each bad word as it stands at the beginning of a text and behind a space."""
+    if not params.bad_words:
+        return ()
+    forms = (form for word in params.bad_words for form in (word, f" {word.lstrip()}"))
+    ids = await tokenizer.encode_words(tuple(forms))
+    return tuple(dict.fromkeys(each for each in ids if each))
+
+
+async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[int] | None:
+    """The caller's guess at the answer; None for an empty one, too."""
+    guess = params.prediction or ()
+    if isinstance(guess, str):
+        guess = await tokenizer.encode_prediction(guess)
+    return array("q", guess) if guess else None
+
+
+def has_form(params: SamplingParams) -> bool:
+    """Whether the answer is of a form that is of use only when it is complete."""
+    return params.json_schema is not None or params.choice is not None
+
+
+def form_limit(
+    params: SamplingParams, num_prompt: int, max_model_len: int, *, is_form: bool
+) -> int | None:
+    """Output tokens by which the form of an answer is to be complete; None: it may be cut.
+
+    What else bans tokens could ban the ones that complete it. A regex or a grammar of the caller's
+    own is followed to the letter and cut where the tokens end.
+    """
+    bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
+    if not params.close_early or bans or not is_form:
+        return None
+    room = max_model_len - num_prompt
+    return room if params.max_tokens is None else min(room, params.max_tokens)
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    eos_token_ids: frozenset[int],
+    bad_words_ids: tuple[tuple[int, ...], ...],
+    prediction: array[int] | None,
+    grammar: Grammar | None = None,
+    limit: int | None = None,
+    on_token: OnToken | None,
+    cache: CacheOptions = DEFAULT_CACHE,
+) -> Request:
+    """A request as the scheduler wants it, on behalf of the caller that is being served.
+
+    ``limit``: tokens by which its form is to be complete; None: whether or not it is.
+
+    Raises `InvalidRequest` where nothing could end an answer that its grammar completes.
+    """
+    # An answer that is complete must end: behind it, nothing is allowed.
+    ends = not params.ignore_eos or grammar is not None
+    stop_ids = (eos_token_ids if ends else frozenset()) | frozenset(params.stop_token_ids)
+    if grammar is not None and not stop_ids:
+        message = "a form of the answer needs stop_token_ids: the model has no end of its own"
+        raise InvalidRequest(message, param="stop_token_ids")
+    sampling = SamplingMetadata(
+        params=params,
+        seed=seed,
+        prompt_len=len(prompt_ids),
+        stop_ids=stop_ids,
+        bad_words_ids=bad_words_ids,
+        constraint=None if grammar is None else grammar.matcher(stop_ids, limit),
+        constraint_param=params.form,
+    )
+    return Request(
+        request_id=request_id,
+        tokens=array("q", prompt_ids),
+        sampling=sampling,
+        stop_ids=stop_ids,
+        depth=0 if params.speculation == "off" else params.speculation,
+        prediction=prediction,
+        namespace=params.cache_salt,
+        tenant=tenant_of(params.cache_salt),
+        cache=cache,
+        priority=params.priority,
+        deadline=params.deadline,
+        on_token=on_token,
+    )
+
+
+def submit(engine: Engine, request: Request) -> TokenStream:
+    """Give a request to the engine; raises as that does."""
+    try:
+        return engine.submit(request)
+    except InvalidRequest as error:
+        if error.param != "request_id":
+            raise
+    # Our own ids are checked already: an aborted namesake is still on its way out.
+    request.request_id = f"{request.request_id}~{uuid.uuid4().hex[:8]}"
+    return engine.submit(request)
+
+
+def ended_stream(request: Request) -> TokenStream:
+    """What the engine gives for a request that is aborted before its first token."""
+    request.usage.prompt_tokens = request.prompt_len
+    stream = TokenStream(request)
+    stream.push(Delta(finish_reason=FinishReason.ABORT))
+    return stream

@@ -1,0 +1,247 @@
+"""A bounded memory of recent prompts, to tell why a later one missed the cache."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ...core.interface.request import Request, Usage
+from ..types.request_context import CALLER, Owner, Shares, owner_of
+
+MAX_BYTES = 32 * 2**20
+TOKEN_BYTES = 4
+MAX_ALIKE = 32  # prompts whose texts are compared, the latest
+OVERHEAD = 2048  # bytes, about, of a remembered prompt with its usage, beside tokens and texts
+Kind = Literal["tools", "system", "messages", "format", "prompt"]
+_json = msgspec.json.Encoder(order="deterministic")
+
+
+class Part(NamedTuple):
+    """A piece of a body that went into the prompt."""
+
+    path: str  # as the body calls it, such as messages[3].content
+    text: str
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptNote:
+    """What is remembered of a prompt besides its tokens.
+
+    ``parts`` in the order of the prompt; without them differences are shown in the decoded tokens.
+    ``cache_key`` is ``prompt_cache_key``: it is compared, but isolates nothing.
+    """
+
+    parts: Sequence[Part] = ()
+    model: str = ""
+    cache_key: str | None = None
+    num_bytes: int = field(init=False, repr=False, compare=False)  # about
+
+    def __post_init__(self) -> None:
+        """Count: a conversation of many messages is noted in a thread."""
+        texts = sum(_num_bytes(part) for part in self.parts)
+        names = sys.getsizeof(self.model) + sys.getsizeof(self.cache_key)
+        object.__setattr__(self, "num_bytes", texts + names)
+
+
+def _num_bytes(part: Part) -> int:
+    return sys.getsizeof(part) + sys.getsizeof(part.path) + sys.getsizeof(part.text)
+
+
+NO_NOTE = PromptNote()
+
+
+def conversation_parts(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[object] = (),
+    *,
+    num_system: int = 0,
+    format: object = None,
+) -> list[Part]:
+    """The parts of a conversation; objects are told as JSON.
+
+    The first ``num_system`` messages are those that the body has as its ``system`` or
+    ``instructions``, and not among its messages.
+    """
+    parts = [Part("tools", _text(tools), "tools")] if tools else []
+    if format is not None:
+        parts.append(Part("format", _text(format), "format"))
+    for index, message in enumerate(messages):
+        path = "system" if index < num_system else f"messages[{index - num_system}]"
+        kind: Kind = "system" if message.get("role") in ("system", "developer") else "messages"
+        for name, value in message.items():
+            if value not in (None, "", []):
+                parts.append(Part(f"{path}.{name}", _text(value), kind))
+    return parts
+
+
+def text_parts(prompt: str | Sequence[int]) -> list[Part]:
+    """The parts of a prompt that is one text; none for token ids."""
+    return [Part("prompt", prompt, "prompt")] if isinstance(prompt, str) else []
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else _json.encode(value).decode()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Remembered:
+    """A prompt that was served, or is being served: its usage is still written then."""
+
+    response_id: str
+    caller: bytes  # hash of an API key
+    owner: Owner  # of the key and the salt
+    namespace: str | None  # cache salt
+    tokens: bytes  # int32
+    note: PromptNote
+    time: float  # seconds, on the engine's clock
+    reads: bool
+    writes: bool
+    serial: int  # order of arrival
+    usage: Usage = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes to remember it."""
+        names = sys.getsizeof(self.response_id) + sys.getsizeof(self.namespace)
+        return OVERHEAD + len(self.tokens) + self.note.num_bytes + names
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Token ids of a span."""
+        piece = self.tokens[max(0, start) * TOKEN_BYTES : stop * TOKEN_BYTES]
+        ids: list[int] = np.frombuffer(piece, np.int32).tolist()
+        return ids
+
+    def common_len(self, other: Remembered) -> int:
+        """Leading tokens that two prompts share. O(tokens), at numpy's speed."""
+        length = min(len(self.tokens), len(other.tokens))
+        mine = np.frombuffer(self.tokens[:length], np.int32)
+        unequal = mine != np.frombuffer(other.tokens[:length], np.int32)
+        return int(unequal.argmax()) if unequal.any() else length // TOKEN_BYTES
+
+    def is_like(self, other: Remembered) -> bool:
+        """Whether at least half of the text is the other's, from either end of each part.
+
+        So a line that is new in every request does not hide what it spoilt. O(text).
+        """
+        theirs = {part.path: part.text for part in other.note.parts}
+        total = sum(len(part.text) for part in self.note.parts)
+        shared = sum(_shared(part.text, theirs.get(part.path, "")) for part in self.note.parts)
+        return total > 0 and shared * 2 >= total
+
+
+def _shared(first: str, second: str) -> int:
+    """Characters that two texts have in common at the beginning and at the end."""
+    front = common_len(first, second)
+    bound = min(len(first), len(second)) - front
+    return front + common_len(first[::-1][:bound], second[::-1][:bound])
+
+
+def common_len(first: str, second: str) -> int:
+    """Leading characters that two texts share, by bisection. O(len)."""
+    same, bound = 0, min(len(first), len(second))
+    while same < bound:
+        middle = (same + bound + 1) // 2
+        if first[same:middle] == second[same:middle]:
+            same = middle
+        else:
+            bound = middle - 1
+    return same
+
+
+class PromptLog:
+    """The last prompts of each owner, ``max_bytes`` in all; which are forgotten: see `Shares`."""
+
+    def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
+        self._shares: Shares[str] = Shares(max_bytes)
+        self._prompts: dict[str, Remembered] = {}  # by response id, oldest first
+        self._by_owner: dict[Owner, dict[str, Remembered]] = {}  # those that were to be written
+        self._num_recorded = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def record(self, response_id: str, request: Request, note: PromptNote, now: float) -> None:
+        """Remember a prompt that is submitted. O(prompt).
+
+        One that is not to be written is told to who names its response, and to nobody else.
+        """
+        self._forget(response_id)
+        self._num_recorded += 1
+        prompt = Remembered(
+            response_id=response_id,
+            caller=CALLER.get(),
+            owner=owner_of(request.namespace),
+            namespace=request.namespace,
+            tokens=_int32(request.tokens[: request.prompt_len]),
+            note=note,
+            time=now,
+            reads=request.cache.read and request.sampling.params.prompt_logprobs is None,
+            writes=request.cache.write,
+            serial=self._num_recorded,
+            usage=request.usage,
+        )
+        self._prompts[response_id] = prompt
+        if prompt.writes:
+            self._by_owner.setdefault(prompt.owner, {})[response_id] = prompt
+        self._shares.add(prompt.owner, response_id, prompt.num_bytes)
+        while (excess := self._shares.excess()) is not None:
+            self._forget(excess)
+
+    def find(self, response_id: str) -> Remembered | None:
+        """The prompt of a response, unless it is forgotten. Whoever tells of it asks its owner."""
+        return self._prompts.get(response_id)
+
+    def most_similar(self, prompt: Remembered, at_least: int) -> Remembered | None:
+        """Of the same owner and earlier: which begins with most of its tokens, the latest of these.
+
+        When none has the first ``at_least`` tokens, the latest whose texts are mostly the same.
+        O(prompts), for most differ at once, and O(prompt) for each that is nearer than the last.
+        """
+        siblings = reversed(self._by_owner.get(prompt.owner, {}).values())
+        earlier = [other for other in siblings if other.serial < prompt.serial]
+        best, probe = None, prompt.tokens[: at_least * TOKEN_BYTES]
+        for other in earlier:
+            if other.tokens.startswith(probe):
+                best, length = other, prompt.common_len(other)
+                probe = prompt.tokens[: (length + 1) * TOKEN_BYTES]
+                if length == prompt.num_tokens:
+                    break
+        return best or next((o for o in earlier[:MAX_ALIKE] if prompt.is_like(o)), None)
+
+    def flush(self, *namespaces: str | None) -> None:
+        """Forget the prompts of these cache salts, of all when none is named. O(prompts)."""
+        for prompt in list(self._prompts.values()):
+            if not namespaces or prompt.namespace in namespaces:
+                self._forget(prompt.response_id)
+
+    def flush_prefix(self, tokens: array[int], namespace: str | None) -> None:
+        """Forget the prompts of a cache salt that begin with these tokens. O(prompts)."""
+        front = _int32(tokens)
+        for prompt in list(self._prompts.values()):
+            if prompt.namespace == namespace and prompt.tokens.startswith(front):
+                self._forget(prompt.response_id)
+
+    def _forget(self, response_id: str) -> None:
+        prompt = self._prompts.pop(response_id, None)
+        if prompt is None:
+            return
+        self._shares.remove(response_id)
+        siblings = self._by_owner.get(prompt.owner, {})
+        if siblings.pop(response_id, None) is not None and not siblings:
+            del self._by_owner[prompt.owner]
+
+
+def _int32(tokens: array[int]) -> bytes:
+    return np.frombuffer(tokens.tobytes(), np.int64).astype(np.int32).tobytes()

@@ -1,0 +1,1 @@
+"""The Python interface: AsyncLLM and LLM."""

@@ -1,0 +1,308 @@
+"""LLM: the same as AsyncLLM for programs without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+from ...core.errors import EngineDead, ForetokenError
+from ..runtime.preprocess import Conversation, Prompt
+from ..types.results import Completion, TextDelta
+from ..types.sampling_params import SamplingParams
+from .async_llm import AsyncLLM, GivenChoice, GivenTools, Params, RequestIds
+
+if TYPE_CHECKING:
+    from ..build.engine_builder import Built
+
+T = TypeVar("T")
+OURS = "foretoken-"  # how the names of our threads begin, whatever they do
+
+
+class _LoopThread:
+    """An event loop in a thread; what is handed to it before `end` is done or fails, never lost."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._pid = os.getpid()  # the thread does not follow into a fork
+        self._closed = False
+        # Guards _closed: nothing is handed over after it is set. The garbage collector may close
+        # a stream in the middle of a hand-over, on the same thread.
+        self._lock = threading.RLock()
+        self._left: set[Future[Any]] = set()  # nobody waits for these
+        self._thread = threading.Thread(target=self._serve, name=f"{OURS}loop", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it on the loop and wait; leaving the wait, by Ctrl-C say, cancels it."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise ForetokenError("an LLM cannot be called on its own event loop; use AsyncLLM")
+        future = self._hand_over(work)
+        try:
+            return future.result()
+        except CancelledError:
+            raise EngineDead("this LLM was closed") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it on the loop, if there still is one; wait for it unless this thread must not."""
+        with suppress(EngineDead):
+            if _may_wait():
+                self.run(work)
+            else:
+                self._left.add(future := self._hand_over(work))
+                future.add_done_callback(self._left.discard)
+
+    def soon(self, call: Callable[[str], None], argument: str) -> None:
+        """Call it on the loop, if there still is one; does not wait."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                if not self._closed:
+                    self.loop.call_soon_threadsafe(call, argument)
+
+    def _hand_over(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if os.getpid() != self._pid:
+            work.close()
+            raise EngineDead("this LLM was made before a fork")
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise EngineDead("this LLM is closed")
+
+    def end(self, llm: AsyncLLM) -> None:
+        """Close the LLM and stop the thread; only the first call does, and none in a fork."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        closing = asyncio.run_coroutine_threadsafe(_close(llm), self.loop)
+        closing.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
+        if _may_wait():
+            self._thread.join()
+            closing.result()
+
+
+def _may_wait() -> bool:
+    """False on a thread of ours, where the collector came by: closing would wait for it."""
+    return not threading.current_thread().name.startswith(OURS)
+
+
+class _Reader:
+    """The deltas of one answer, asked for from another thread; lives on the loop."""
+
+    def __init__(self, deltas: AsyncGenerator[TextDelta]) -> None:
+        self._deltas = deltas
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def next(self) -> TextDelta | None:
+        """The next one; None at the end."""
+        self._reading = asyncio.current_task()
+        return await anext(self._deltas, None)
+
+    async def close(self) -> None:
+        """End a read that was left by Ctrl-C, then the answer, which cannot end during a read."""
+        if self._reading is not None:
+            if not self._reading.cancelling():
+                self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._deltas.aclose()
+
+
+class LLM:
+    """A model and its engine, on an event loop in a thread of its own. Any thread may call it.
+
+    Closed by `close`, by leaving its ``with`` block, or at last when it is collected or the
+    interpreter ends.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
+        self._boot(AsyncLLM(model, **options))
+
+    @classmethod
+    def from_built(cls, built: Built) -> Self:
+        """Over an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm._boot(AsyncLLM.from_built(built))
+        return llm
+
+    def _boot(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._thread = _LoopThread()
+        self._end = weakref.finalize(self, self._thread.end, llm)
+        try:
+            self._run(llm.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._thread.run(work)
+
+    def close(self) -> None:
+        """End what runs and stop the thread; idempotent."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: Params = None,
+        *,
+        request_id: Sequence[str] | None = None,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        request_id: RequestIds = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt (text or token ids) or a list of them, in order."""
+        return self._run(self._llm.generate(prompt, params, request_id=request_id))  # type: ignore[arg-type]
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        params: Params = None,
+        *,
+        request_id: Sequence[str] | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        request_id: RequestIds = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> Completion | list[Completion]:
+        """The next message of one conversation or of a list of them.
+
+        ``tools`` and ``tool_choice`` are written as OpenAI's clients do; what the model wants
+        called stands in the ``tool_calls`` of the completion.
+        """
+        chat: Callable[..., Coroutine[Any, Any, Completion | list[Completion]]] = self._llm.chat
+        return self._run(
+            chat(
+                messages,
+                params,
+                request_id=request_id,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+            )
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Iterator[TextDelta]:
+        """One delta per step, with all its tokens. Leaving early aborts the request."""
+        return self._read(self._llm.stream(prompt, params, request_id=request_id))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tools: GivenTools | None = None,
+        tool_choice: GivenChoice = None,
+        parallel_tool_calls: bool = True,
+    ) -> Iterator[TextDelta]:
+        """The next message step by step, told apart. Leaving early aborts the request."""
+        return self._read(
+            self._llm.stream_chat(
+                messages,
+                params,
+                request_id=request_id,
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+            )
+        )
+
+    def _read(self, deltas: AsyncGenerator[TextDelta]) -> Iterator[TextDelta]:
+        reader = _Reader(deltas)
+        try:
+            while (delta := self._run(reader.next())) is not None:
+                yield delta
+        finally:
+            self._thread.finish(reader.close())
+
+    def abort(self, request_id: str) -> None:
+        """End a request; unknown ids are ignored."""
+        self._thread.soon(self._llm.abort, request_id)
+
+
+async def _close(llm: AsyncLLM) -> None:
+    """Close, then cancel what other threads still wait for, so that they get an error."""
+    try:
+        await llm.close()
+    finally:
+        await _end_tasks()
+
+
+async def _end_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

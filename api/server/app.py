@@ -1,0 +1,225 @@
+"""The starlette application: routes, keys, request ids, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ..._version import __version__
+from ...core.errors import ForetokenError, InvalidRequest
+from ..anthropic.errors import error_response
+from ..anthropic.route import MessagesRoute
+from ..openai.branches import BranchesRoute
+from ..openai.chat import ChatRoute
+from ..openai.completions import CompletionsRoute
+from ..openai.messages_in import plain_messages
+from ..openai.responses.route import ResponsesRoute
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder
+from ..runtime.engine_client import Host
+from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable, unknown_model
+from ..serving.serving_context import Service, Settings
+from ..types.results import Body
+from .auth import Gate
+from .cache_routes import CacheRoutes
+from .observability import Observing
+from .openapi import OpenApi
+from .request_log import CLIENT_CLOSED
+
+decode_tokenize = decoder(TokenizeRequest)
+decode_detokenize = decoder(DetokenizeRequest)
+
+
+class ModelRoutes:
+    """GET /v1/models: one object that OpenAI's and Anthropic's clients both read."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._created = datetime.now(UTC)
+
+    async def index(self, _request: Request) -> Response:
+        """All models, of which there is one."""
+        entry = self._entry()
+        page = {"has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
+        return JsonResponse({"object": "list", "data": [entry], **page})
+
+    async def retrieve(self, request: Request) -> Response:
+        """One model; its name may hold slashes."""
+        name = request.path_params["name"]
+        if name != self.service.model:
+            raise unknown_model(name)
+        return JsonResponse(self._entry())
+
+    def _entry(self) -> Body:
+        return {
+            "id": self.service.model,
+            "object": "model",
+            "created": int(self._created.timestamp()),
+            "owned_by": "foretoken",
+            "max_model_len": self.service.llm.built.max_model_len,
+            "exact": self.service.llm.built.exact,
+            "model_path": self.service.llm.built.model_path,
+            "type": "model",
+            "display_name": self.service.model,
+            "created_at": self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "lifecycle": "active",
+            "tool_parser": self.service.turns.syntax.tool_parser,
+        }
+
+
+class TokenRoutes:
+    """POST /tokenize and /detokenize."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt or of messages."""
+        body = await self.service.read(request, decode_tokenize)
+        self.service.check_model(body.model)
+        token_ids = await self.service.wanted(request, self._token_ids(request, body))
+        names = None
+        if body.return_token_strs:
+            tokenizer = self.service.llm.tokenizer
+            names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in token_ids]
+        return JsonResponse(
+            {
+                "count": len(token_ids),
+                "max_model_len": self.service.llm.built.max_model_len,
+                "tokens": token_ids,
+                "token_strs": names,
+            }
+        )
+
+    async def _token_ids(self, request: Request, body: TokenizeRequest) -> list[int]:
+        llm = self.service.llm
+        if body.messages is not None and body.prompt is None:
+            messages = await self.service.apart(request, partial(plain_messages, body.messages))
+            return await llm.render(messages, add_generation_prompt=body.add_generation_prompt)
+        if body.prompt is None or body.messages is not None:
+            raise InvalidRequest("needs prompt or messages, and not both", param="prompt")
+        return await llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await self.service.read(request, decode_detokenize)
+        self.service.check_model(body.model)
+        llm = self.service.llm
+        llm.tokenizer.check_ids(body.tokens, llm.built.vocab_size, "tokens")
+        text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return JsonResponse({"prompt": text})
+
+
+class OperatorRoutes:
+    """Health, metrics and audits."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def health(self, _request: Request) -> Response:
+        """200 while the engine lives, however long a step takes."""
+        alive = self.service.llm.engine.alive
+        return JsonResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    async def ready(self, _request: Request) -> Response:
+        """200 while new requests had better come here."""
+        reason = self.service.unready
+        if reason is not None:
+            raise unavailable(reason)
+        return JsonResponse({"status": "ready"})
+
+    async def audit(self, _request: Request) -> Response:
+        """Whose every KV page is, and which rule that breaks, if any; 200 in either case."""
+        return JsonResponse(await self.service.llm.engine.audit())
+
+    async def version(self, _request: Request) -> Response:
+        """The version of foretoken."""
+        return JsonResponse({"version": __version__})
+
+    async def metrics(self, _request: Request) -> Response:
+        """Prometheus text."""
+        body, content_type = self.service.llm.engine.metrics.render()
+        body += self.service.metrics.render()
+        return Response(body, headers={"content-type": content_type})
+
+
+def create_app(
+    llm: Host, settings: Settings | None = None, observing: Observing | None = None
+) -> ASGIApp:
+    """The application over a started AsyncLLM."""
+    settings, observing = settings or Settings(), observing or Observing()
+    service = Service(llm, settings, observing.metrics)
+    app = Starlette(
+        routes=_routes(service),
+        exception_handlers={
+            ApiError: _refuse,
+            ForetokenError: _refuse,
+            HTTPException: _refuse,
+            ClientGone: _say_nothing,
+            Exception: _refuse,
+        },
+    )
+    # A redirect would be built from the Host header.
+    app.router.redirect_slashes = False
+    gate = Gate(app, settings)
+    outermost = _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
+    return observing.around(outermost, service)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins call. It stands before the gate: a preflight has no key."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
+    )
+
+
+def _routes(service: Service) -> list[Route]:
+    models, tokens = ModelRoutes(service), TokenRoutes(service)
+    operator = OperatorRoutes(service)
+    cache = CacheRoutes(service)
+    responses, messages = ResponsesRoute(service), MessagesRoute(service)
+    return [
+        Route("/v1/chat/completions", ChatRoute(service).create, methods=["POST"]),
+        Route("/v1/completions", CompletionsRoute(service).create, methods=["POST"]),
+        Route("/v1/branches", BranchesRoute(service).create, methods=["POST"]),
+        Route("/v1/responses", responses.create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", responses.count, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.retrieve, methods=["GET"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items, methods=["GET"]),
+        Route("/v1/messages", messages.create, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
+        Route("/v1/models", models.index, methods=["GET"]),
+        Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", operator.health, methods=["GET"]),
+        Route("/ready", operator.ready, methods=["GET"]),
+        Route("/debug/audit", operator.audit, methods=["POST"]),
+        Route("/version", operator.version, methods=["GET"]),
+        Route("/metrics", operator.metrics, methods=["GET"]),
+        Route("/cache", cache.show, methods=["GET"]),
+        Route("/cache/explain", cache.explain, methods=["GET"]),
+        Route("/cache/flush", cache.flush, methods=["POST"]),
+        Route("/openapi.json", OpenApi().show, methods=["GET"]),
+    ]
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    return error_response(request.scope, told(request, error))
+
+
+async def _say_nothing(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)

@@ -1,0 +1,163 @@
+"""Gate: what every request must pass before a route sees it."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..anthropic.errors import error_response, is_messages
+from ..serving.errors import ApiError
+from ..serving.serving_context import Settings
+from ..types.request_context import CALLER, NOBODY, caller_of, note_request_id
+
+OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
+IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
+OPERATOR_PATHS = frozenset({"/cache"})
+OPERATOR_PREFIX = "/debug/"
+VERSIONS = ("1.1", "1.0")
+CLOSE = {"connection": "close"}
+FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+
+
+class Gate:
+    """Gives each answer its ``x-request-id``, lets only callers with a key pass, and names them.
+
+    Outermost but for CORS. Every path needs the key unless it is named in ``OPEN_PATHS``; the path
+    is the one of the scope, because a Host header can be forged.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self._limits = settings.limits
+        self._needs_key = bool(settings.api_keys)
+        self._admins = _digests(settings.admin_keys)
+        self._callers = [*_digests(settings.api_keys), *self._admins]
+        # Of several callers none may do to the others what one alone may do to itself.
+        self._all_are_admins = not self._admins and len(settings.api_keys) <= 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        state = scope.setdefault("state", {})
+        note_request_id(_identify(scope))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _name(MutableHeaders(scope=message), scope)
+            await send(message)
+
+        offered = _offered(headers)
+        known = _among(self._callers, offered)
+        state["is_admin"] = self._all_are_admins or known in self._admins
+        refusal = self._malformed(scope, headers) or self._unwelcome(scope, known)
+        answer = self.app if refusal is None else error_response(scope, refusal)
+        caller = CALLER.set(known or next(iter(offered), NOBODY))
+        try:
+            await answer(scope, receive, send_with_id)
+        finally:
+            CALLER.reset(caller)
+
+    def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
+        if scope["http_version"] not in VERSIONS:
+            return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are served", headers=CLOSE)
+        if len(headers) > self._limits.max_header_fields:
+            most = self._limits.named("max_header_fields")
+            return ApiError(431, f"more header fields than {most}")
+        if _num_bytes(scope) > self._limits.max_header_bytes:
+            size = self._limits.named("max_header_bytes")
+            return ApiError(431, f"the header is longer than {size} bytes")
+        if "transfer-encoding" in headers and (
+            "content-length" in headers or scope["http_version"] == "1.0"
+        ):
+            message = "Transfer-Encoding together with Content-Length, or in HTTP/1.0"
+            return ApiError(400, message, headers=CLOSE)
+        return None
+
+    def _unwelcome(self, scope: Scope, known: bytes | None) -> ApiError | None:
+        path: str = scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        if IS_SPARE in scope["state"]:
+            return self._full()
+        is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
+        needs_admin = bool(self._admins) and is_operators
+        if known is None and (self._needs_key or needs_admin):
+            return ApiError(
+                401,
+                "the API key is missing or wrong",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return needs_admin_key(path) if needs_admin and known not in self._admins else None
+
+    def _full(self) -> ApiError:
+        most = self._limits.named("max_connections")
+        return ApiError(
+            503,
+            f"more connections than {most} are open",
+            kind="server_error",
+            code="too_many_connections",
+            headers={"retry-after": "1"},
+        )
+
+
+def refusal_of(scope: Scope, error: ApiError) -> Response:
+    """What a client is told of a request that may not have come to the gate yet."""
+    _identify(scope)
+    answer = error_response(scope, error)
+    _name(answer.headers, scope)
+    return answer
+
+
+def _name(headers: MutableHeaders, scope: Scope) -> None:
+    headers["x-request-id"] = _identify(scope)
+    if is_messages(scope["path"]):  # whose clients know it by another name
+        headers["request-id"] = _identify(scope)
+
+
+def needs_admin_key(what: str) -> ApiError:
+    """403 for what concerns all callers."""
+    message = f"{what} needs an admin key (--admin-key)"
+    return ApiError(403, message, kind="permission_error", code="admin_key_needed")
+
+
+def _identify(scope: Scope) -> str:
+    """The id of a request: its caller's own, or one that stays."""
+    state: dict[str, str] = scope["state"]
+    if "request_id" not in state:
+        given = Headers(scope=scope).get("x-request-id", "")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+    return state["request_id"]
+
+
+def _num_bytes(scope: Scope) -> int:
+    fields = sum(len(name) + len(value) + FIELD_BYTES for name, value in scope["headers"])
+    return fields + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    """As `_offered` makes them. A key from the command line may be no valid UTF-8."""
+    return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
+
+
+def _offered(headers: Headers) -> list[bytes]:
+    """Digests of the keys that a caller shows: they are of one length, whatever is sent."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    shown = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    return [caller_of(key) for key in shown if key]
+
+
+def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
+    """The first that is offered. All are compared, so that the time tells nothing of any."""
+    found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
+    return found[0] if found else None

@@ -1,0 +1,107 @@
+"""GET /cache and /cache/explain, POST /cache/flush: the prefix cache seen from outside."""
+
+from __future__ import annotations
+
+from array import array
+from functools import partial
+from typing import cast
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...core.errors import InvalidRequest
+from ..openai.messages_in import plain_messages
+from ..openai.schema import Message, decoder
+from ..runtime.cache_diagnostics import Explanation
+from ..serving.errors import ApiError, JsonResponse
+from ..serving.serving_context import Service
+from ..types.request_context import owner_of
+from .auth import needs_admin_key
+
+
+class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of /cache/flush: without any field everything goes, so a misspelt one is refused.
+
+    ``prefix`` is a text, token ids, or messages; it belongs to ``cache_salt``, or to the default.
+    """
+
+    cache_salt: str | None = None
+    prefix: str | list[int | Message] | None = None
+
+
+decode_flush = decoder(FlushRequest)
+
+
+class CacheRoutes:
+    """What operators and tenants may know of the cache, and do to it."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def show(self, request: Request) -> Response:
+        """Occupancy, and the pins of ``cache_salt`` or of the shared default."""
+        salt = request.query_params.get("cache_salt")
+        return JsonResponse(self.service.llm.engine.cache_info(salt))
+
+    async def flush(self, request: Request) -> Response:
+        """Drop cached prefixes: of one salt, below one prefix, or all."""
+        data = await self.service.read_bytes(request)
+        body = decode_flush(data) if data.strip() else FlushRequest()
+        if body.prefix is None and body.cache_salt is None and not request.state.is_admin:
+            raise needs_admin_key("a flush that names neither cache_salt nor prefix")
+        llm, salt = self.service.llm, body.cache_salt
+        if body.prefix is not None:
+            reading = self._token_ids(request, body.prefix)
+            tokens = array("q", await self.service.wanted(request, reading))
+            dropped = llm.engine.flush_prefix(tokens, salt)
+            llm.prompts.flush_prefix(tokens, salt)
+        else:
+            salts = () if salt is None else (salt,)
+            dropped = llm.engine.flush_cache(*salts)
+            llm.prompts.flush(*salts)
+        return JsonResponse({"flushed_pages": dropped})
+
+    async def _token_ids(self, request: Request, prefix: str | list[int | Message]) -> list[int]:
+        llm = self.service.llm
+        if isinstance(prefix, str):
+            return await llm.tokenizer.encode(prefix)
+        kinds = {*map(type, prefix)}  # a loop over a million ids would hold the event loop
+        if Message not in kinds:
+            token_ids = cast("list[int]", prefix)
+            llm.tokenizer.check_ids(token_ids, llm.built.vocab_size, "prefix")
+            return token_ids
+        if len(kinds) > 1:
+            message = "prefix must be a text, token ids or messages, not a mixture"
+            raise InvalidRequest(message, param="prefix")
+        messages = cast("list[Message]", prefix)
+        plain = await self.service.apart(request, partial(plain_messages, messages))
+        return await llm.render(plain, add_generation_prompt=False)
+
+    async def explain(self, request: Request) -> Response:
+        """Why the prompt of ``response_id`` missed the cache; its key and ``cache_salt`` open it.
+
+        ``previous_id`` names the response to compare with; by default it is the most similar.
+        """
+        asked = request.query_params
+        response_id = asked.get("response_id")
+        if not response_id:
+            raise InvalidRequest("response_id is needed", param="response_id")
+        return JsonResponse(
+            self._explain(response_id, asked.get("previous_id"), asked.get("cache_salt")).body()
+        )
+
+    def _explain(self, response_id: str, previous_id: str | None, salt: str | None) -> Explanation:
+        llm = self.service.llm
+        prompt = llm.prompts.find(response_id)
+        if prompt is None or prompt.owner != owner_of(salt):  # it is not told which of the two
+            raise _unknown(response_id, "response_id")
+        found = llm.explain(response_id, previous_id=previous_id)
+        if found is None:
+            raise _unknown(previous_id or "", "previous_id")
+        return found
+
+
+def _unknown(response_id: str, param: str) -> ApiError:
+    message = f"the prompt of {response_id} is not known here, or no longer"
+    return ApiError(404, message, code="response_not_found", param=param)

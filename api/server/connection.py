@@ -1,0 +1,244 @@
+"""One client's connection: uvicorn's HTTP protocol, with limits on what the client may owe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+from contextvars import Context
+from typing import ClassVar, cast
+
+import h11
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..serving.errors import ApiError
+from ..serving.limits import Limits
+from .auth import IS_SPARE, refusal_of
+from .request_log import BROKEN_OFF
+
+logger = logging.getLogger(__name__)
+NUM_OTHER_FILES = 128  # of the process, beside one for each connection
+NUM_SPARE = 64  # connections beyond the limit that are told so; the others are dropped
+SPARE_SECONDS = 1.0  # for one of those to say what it wants
+DRAIN_BYTES = 64 * 2**20  # of a body that nobody reads
+LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
+# What is no HTTP is the client's trouble: a line for each would let anybody flood the log.
+_http_logger = logging.getLogger("uvicorn.error.connection")
+_http_logger.setLevel(logging.ERROR)
+
+
+class Connection(H11Protocol):
+    """Ends when a header does not come, when nobody reads what is sent, when too many are open.
+
+    ``close`` would wait for the client to read the buffer. An abort is a disconnect to whatever
+    works for this client, so that its requests are aborted too.
+    """
+
+    limits: ClassVar[Limits] = Limits()
+    _header_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _num_drained = 0
+    _is_spare = False
+    _is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first header is due."""
+        super().connection_made(transport)
+        self.logger = _http_logger
+        self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
+        # Else up to 64 KiB that nobody reads would pass for written, and keep a closing socket.
+        transport.set_write_buffer_limits(0)
+        num_beyond = len(self.connections) - self.limits.max_connections
+        if num_beyond > NUM_SPARE:
+            transport.abort()
+            return
+        if num_beyond > 0:
+            self._is_spare, self.app = True, self._refuse_spare
+        self._expect_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is due any more."""
+        self._forget_header()
+        self._forget_body()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One answer: the gate's that the server is full, except to who asks whether it lives."""
+        scope["headers"] = [*scope["headers"], (b"connection", b"close")]
+        scope["state"][IS_SPARE] = True
+        await self.config.loaded_app(scope, receive, send)
+
+    # -- what the client sends ------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """A body that nobody reads any more is heard out, but not for ever."""
+        if self._body_timer is not None:
+            self._num_drained += len(data)
+            if self._num_drained > DRAIN_BYTES:
+                self.transport.abort()
+        if not self._is_refused and not self.transport.is_closing():
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Whatever the state, somebody's time runs or we work for this client."""
+        super().handle_events()
+        if not self._is_answered_early:
+            self._forget_body()
+        if self.conn.their_state is not h11.IDLE:
+            self._forget_header()
+        elif self._header_timer is None:
+            self._expect_next()
+        if self.flow.read_paused and not self.cycle.more_body:
+            self._listen_on()
+
+    def _expect_next(self) -> None:
+        """Half a header is due too; uvicorn ends the silence behind an answer, but not that behind
+        a body which came after its answer."""
+        if self.conn.trailing_data[0]:
+            self._expect_header()
+        elif self.timeout_keep_alive_task is None and self.conn.our_state is h11.IDLE:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.limits.idle_seconds, self.timeout_keep_alive_handler
+            )
+
+    def _listen_on(self) -> None:
+        """Read while a request is worked for, though another stands behind it.
+
+        uvicorn pauses until the answer is complete. A client that leaves would then not be noticed,
+        and its request run to its end for nobody.
+        """
+        num_waiting = len(self.conn._receive_buffer)  # `trailing_data` copies it, for each packet
+        if num_waiting > self.limits.max_header_bytes + self.limits.max_body_bytes:
+            self.transport.abort()
+        else:
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        """An answer may be given before its request has come to the end."""
+        if self._is_answered_early:
+            seconds = self.limits.body_seconds
+            self._body_timer = self.loop.call_later(seconds, self.transport.abort)
+        super().on_response_complete()
+
+    @property
+    def _is_answered_early(self) -> bool:
+        """Not so of the request behind it, whose body may come together with the end of this."""
+        is_sending = self.conn.their_state is h11.SEND_BODY
+        return is_sending and self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
+        """What is no HTTP is told so in JSON, and nothing behind it is read."""
+        error = sys.exception()  # uvicorn calls this while it handles it
+        if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
+            told = ApiError(431, f"the header is longer than {self._max_header()}")
+        elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 501:
+            told = ApiError(501, "this transfer coding is not served")
+        else:
+            told = ApiError(400, "this is no valid HTTP request")
+        self._refuse(told)
+
+    def _refuse(self, told: ApiError) -> None:
+        """Answer and close, unless an answer has begun: then all that can be done is to go."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        begun = self.conn.our_state is h11.SEND_RESPONSE  # a request whose path is known
+        answer = self._broken_off(told) if begun else told.response()
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        events = (
+            h11.Response(status_code=told.status, headers=headers),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event))
+        self.transport.write_eof()
+        self._is_refused = True
+        self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _broken_off(self, told: ApiError) -> Response:
+        """The answer to a request whose body is no HTTP; its visit is told in passing."""
+        scope = cast("Scope", self.scope)
+        scope["state"][BROKEN_OFF] = told
+        # Outside of any context: the one at hand may be that of the request before.
+        return Context().run(refusal_of, scope, told)
+
+    def _max_header(self) -> str:
+        return f"{self.limits.named('max_header_bytes')} bytes"
+
+    def _expect_header(self) -> None:
+        seconds = self.limits.header_seconds
+        if self._is_spare:
+            seconds = min(seconds, SPARE_SECONDS)
+        self._header_timer = self.loop.call_later(seconds, self._end_header)
+
+    def _end_header(self) -> None:
+        """Who has begun one is told; who is silent is not."""
+        self._header_timer = None
+        if not self.conn.trailing_data[0]:
+            self.transport.abort()
+            return
+        seconds = self.limits.named("header_seconds")
+        self._refuse(ApiError(408, f"the header did not arrive within {seconds} seconds"))
+
+    def _forget_header(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _forget_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer, self._num_drained = None, 0
+
+    # -- the client's reading -------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """Something waits to be read."""
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        """All is read."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _expect_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        seconds = self.limits.write_seconds
+        self._write_timer = self.loop.call_later(seconds, self._check_reading, size)
+
+    def _check_reading(self, size_before: int) -> None:
+        """A slow reader is served on; nothing is added to the buffer while it waits."""
+        if self.transport.get_write_buffer_size() < size_before:
+            self._expect_reading()
+            return
+        logger.warning("a client read nothing for %s s and was dropped", self.limits.write_seconds)
+        self.transport.abort()
+
+
+def connection_class(limits: Limits) -> type[Connection]:
+    """`Connection` with these limits: uvicorn makes the instances itself."""
+    return type("Connection", (Connection,), {"limits": limits})
+
+
+def reserve_files(limits: Limits) -> None:
+    """Allow the process a file for each connection, as far as the system lets it."""
+    wanted = limits.max_connections + NUM_SPARE + NUM_OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning("%s open files are too few for the limit on connections", allowed)

@@ -1,0 +1,425 @@
+"""GET /openapi.json: the routes and the types of their bodies, as the code has them.
+
+Request bodies are the very structs that the routes decode, answers those that `Client` reads.
+What stands in neither is free. What a route checks beyond its types is in `api.openapi_fields`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ..._version import __version__
+from ...core.interface.sampling_params import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_INT, MAX_LISTED
+from ..anthropic.errors import is_messages
+from ..anthropic.schema import CountRequest, MessagesRequest
+from ..openai import wire
+from ..openai import wire_dialects as dialects
+from ..openai.branches import MAX_BRANCHES, Branch, Text
+from ..openai.responses.route import MAX_PAGE
+from ..openai.responses.schema import ResponsesRequest
+from ..openai.schema import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    Sampling,
+    TokenizeRequest,
+)
+from ..types.results import Body
+from ..types.sampling_params import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_N,
+    MAX_PREDICTION_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+)
+from .cache_routes import FlushRequest
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+REF = "#/components/schemas/{name}"
+SECURITY: list[Body] = [{"bearer": []}, {"header": []}]
+OPEN = frozenset({"/health"})  # need no key
+_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+
+
+# What the types of the bodies leave to later checks, for /openapi.json: bounds, kinds, choices.
+#
+# The document says them so that it can be believed; the routes check them by themselves. That both
+# agree is what tests/fuzz is for.
+
+Schema = dict[str, Any]
+Keywords = Mapping[str, Schema]
+"""Keywords of JSON schema, by the JSON type of the value that they belong to."""
+
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+STOP: Schema = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+GRAMMAR: Keywords = {"string": {"minLength": 1, "maxLength": MAX_GRAMMAR_CHARS}}
+CHOICES: Keywords = {
+    "array": {"minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string", "minLength": 1}}
+}
+GUESS: Keywords = {"string": {"maxLength": MAX_PREDICTION_CHARS}}
+
+
+def _integer(low: int, high: int) -> Keywords:
+    return {"integer": {"minimum": low, "maximum": high}}
+
+
+def _number(low: float, high: float) -> Keywords:
+    return {"number": {"minimum": low, "maximum": high}}
+
+
+def _texts(most: int, text: Schema) -> Keywords:
+    return {"array": {"maxItems": most, "items": {"type": "string", **text}}}
+
+
+SAMPLING: Mapping[str, Keywords] = {
+    "n": _integer(1, MAX_N),
+    "temperature": _number(0, 100),
+    "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
+    "top_k": _integer(-1, MAX_INT),
+    "min_p": _number(0, 1),
+    "min_tokens": _integer(0, MAX_INT),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _number(0.01, 100),
+    "seed": _integer(-(2**63), 2**64 - 1),
+    "stop": {"string": STOP, **_texts(MAX_STOP_STRINGS, STOP)},
+    "stop_sequences": _texts(MAX_STOP_STRINGS, STOP),
+    "bad_words": _texts(MAX_LISTED, STOP),
+    "stop_token_ids": {"array": {"maxItems": MAX_LISTED, "items": TOKEN_ID}},
+    "allowed_token_ids": {"array": {"minItems": 1, "maxItems": MAX_ALLOWED, "items": TOKEN_ID}},
+    "logit_bias": {
+        "object": {
+            "maxProperties": MAX_BIASED_TOKENS,
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    },
+    "cache_salt": {"string": {"minLength": 1, "maxLength": 1024}},
+    "regex": GRAMMAR,
+    "grammar": GRAMMAR,
+    "choice": CHOICES,
+    "prediction": GUESS,
+}
+"""Fields of every body that asks for tokens, and of a branch."""
+
+TEXT_ITEM_PARTS = ["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+ITEMS = [
+    "message", "reasoning", "item_reference", "function_call", "function_call_output",
+    "custom_tool_call", "custom_tool_call_output",
+]  # fmt: skip
+
+COMPONENTS: Mapping[str, Mapping[str, Keywords]] = {
+    "ContentPart": {"type": {"string": {"enum": ["text"]}}},
+    "Item": {"type": {"string": {"enum": ITEMS}}},
+    "Part": {"type": {"string": {"enum": TEXT_ITEM_PARTS}}},
+    "BranchesRequest": {"messages": {"array": {"minItems": 1}}, "n": _integer(1, 1)},
+    "ResponsesRequest": {"n": _integer(1, 1)},
+    "TokenizeRequest": {"messages": {"array": {"minItems": 1}}},
+    "MessagesRequest": {"n": _integer(1, 1)},
+    "StructuredOutputs": {"regex": GRAMMAR, "grammar": GRAMMAR, "choice": CHOICES},
+}
+"""Fields of single components, by the name of the struct."""
+
+NEEDED: Mapping[str, tuple[str, ...]] = {"ContentPart": ("text",)}
+"""Fields that their types make optional, and the routes do not."""
+
+ONE_OF: Mapping[str, tuple[str, str]] = {
+    "TokenizeRequest": ("prompt", "messages"),
+    "BranchesRequest": ("prompt", "messages"),
+}
+"""Bodies that take one of two fields and never both; null is as good as nothing."""
+
+ALSO_REFUSED: Mapping[str, tuple[str, ...]] = {
+    "CountRequest": ("mcp_servers",),
+    "MessagesRequest": ("mcp_servers",),
+    "ResponsesRequest": ("background", "conversation", "prompt"),
+}
+"""Fields of a body that are known only to be refused, beside those of all."""
+
+TEXT_FIELD: Schema = {"type": "string"}
+QUERY: Mapping[str, Schema] = {
+    "after": TEXT_FIELD,
+    "cache_salt": TEXT_FIELD,
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+    "order": {"enum": ["asc", "desc"]},
+    "previous_id": TEXT_FIELD,
+    "response_id": {"type": "string", "minLength": 1},
+}
+"""Parameters of a query, by name."""
+
+STATUSES: Mapping[int, str] = {  # those of a connection, before any route, are not here
+    400: "A header, a parameter or a field of the body is wrong; the error names it.",
+    401: "The API key is missing or wrong.",
+    403: "An admin key is needed.",
+    404: "There is no such model, response or prompt.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The queue is full.",
+    431: "The header is too large.",
+    500: "The server failed.",
+    503: "The server starts, ends or is out of order, or the request's deadline passed.",
+}
+UNLOCKED = (400, 431, 500)
+ALWAYS = (*UNLOCKED, 401)
+READS = (404, 408, 413, 503)  # a body that may name a model
+GENERATES = (*READS, 429)
+RETRIED = frozenset({429, 503})  # tell when to come back
+
+
+def narrow(schema: Schema, fields: Mapping[str, Keywords]) -> None:
+    """Add these keywords to the properties of an object's schema, in place."""
+    for name, keywords in fields.items():
+        if name in schema["properties"]:
+            kind = schema["properties"][name]
+            for each in kind.get("anyOf", [kind]):
+                each.update(keywords.get(each.get("type", ""), {}))
+
+
+def demand(schema: Schema, names: tuple[str, ...]) -> None:
+    """Make these properties needed and not null, in place."""
+    schema["required"] = [*schema["required"], *names]
+    for name in names:
+        kinds = [each for each in schema["properties"][name]["anyOf"] if each["type"] != "null"]
+        schema["properties"][name] = kinds[0]
+
+
+def one_of(schema: Schema, names: tuple[str, str]) -> None:
+    """Say in place that one of these is there and the other is not."""
+    something, nothing = {"not": {"type": "null"}}, {"type": "null"}
+    schema["oneOf"] = [
+        {"required": [one], "properties": {one: something, other: nothing}}
+        for one, other in (names, names[::-1])
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What a route takes and gives. ``body`` and ``answer`` are structs; None: nothing, or free."""
+
+    body: Any = None
+    answer: Any = None
+    events: Any = None  # the data of one event, where ``stream`` is true
+    media: str = JSON
+    query: Sequence[str] = ()
+    is_body_needed: bool = True
+    errors: Sequence[int] = ()  # statuses beside those of every route
+    outage: Any = None  # the body of its 503, where that is no error
+
+
+class BranchesRequest(ChatRequest, kw_only=True):
+    """Body of /v1/branches: fields of a chat or of a text completion, and what branches add."""
+
+    branches: Annotated[list[Branch], Meta(min_length=1, max_length=MAX_BRANCHES)]
+    messages: list[Message] | None = None  # type: ignore[assignment] # this, or a prompt
+    prompt: Text | None = None
+
+
+STORED = ("cache_salt",)
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(
+        body=ChatRequest, answer=wire.ChatBody, events=wire.ChunkBody, errors=GENERATES
+    ),
+    ("POST", "/v1/completions"): Operation(
+        body=CompletionRequest, answer=wire.TextBody, events=wire.TextBody, errors=GENERATES
+    ),
+    ("POST", "/v1/branches"): Operation(
+        body=BranchesRequest, answer=wire.BranchesBody, events=wire.ChunkBody, errors=GENERATES
+    ),
+    ("POST", "/v1/responses"): Operation(
+        body=ResponsesRequest, answer=dialects.ResponseBody, events=Any, errors=GENERATES
+    ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        body=ResponsesRequest, answer=dialects.InputTokens, errors=READS
+    ),
+    ("GET", "/v1/responses/{id}"): Operation(
+        answer=dialects.ResponseBody, query=STORED, errors=(404,)
+    ),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        answer=dialects.Deleted, query=STORED, errors=(404,)
+    ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        answer=dialects.ItemList, query=("limit", "after", "order", *STORED), errors=(404,)
+    ),
+    ("POST", "/v1/messages"): Operation(
+        body=MessagesRequest, answer=dialects.MessageAnswer, events=Any, errors=GENERATES
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        body=CountRequest, answer=dialects.InputTokens, errors=READS
+    ),
+    ("GET", "/v1/models"): Operation(answer=wire.ModelList),
+    ("GET", "/v1/models/{name}"): Operation(answer=wire.Model, errors=(404,)),
+    ("POST", "/tokenize"): Operation(body=TokenizeRequest, answer=wire.Tokens, errors=READS),
+    ("POST", "/detokenize"): Operation(
+        body=DetokenizeRequest, answer=wire.Detokenized, errors=READS
+    ),
+    ("GET", "/health"): Operation(answer=wire.Status, errors=(503,), outage=wire.Status),
+    ("GET", "/ready"): Operation(answer=wire.Status, errors=(503,)),
+    ("GET", "/version"): Operation(answer=wire.Version),
+    ("GET", "/metrics"): Operation(media=TEXT),
+    ("GET", "/cache"): Operation(answer=dialects.CacheBody, query=STORED, errors=(403,)),
+    ("GET", "/cache/explain"): Operation(
+        query=("response_id!", "previous_id", *STORED), errors=(404,)
+    ),
+    ("POST", "/cache/flush"): Operation(
+        body=FlushRequest, answer=wire.Flushed, is_body_needed=False, errors=(403, 408, 413, 503)
+    ),
+    ("POST", "/debug/audit"): Operation(answer=wire.Audit, errors=(403, 503)),
+    ("GET", "/openapi.json"): Operation(),
+}
+"""By method and path. A query parameter with a "!" must be there."""
+
+
+class OpenApi:
+    """The document of an application, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._document: bytes | None = None
+
+    async def show(self, request: Request) -> Response:
+        """This document."""
+        if self._document is None:
+            self._document = msgspec.json.encode(describe(request.app.routes))
+        return Response(self._document, media_type=JSON)
+
+
+def describe(routes: Sequence[BaseRoute]) -> Body:
+    """The OpenAPI 3.1 document of these routes; raises KeyError for one that is unknown here."""
+    shapes = _Shapes()
+    paths: dict[str, dict[str, Body]] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                path = template(route)
+                paths.setdefault(path, {})[method.lower()] = _operation(route, method, shapes)
+    about = {
+        "title": "foretoken",
+        "version": __version__,
+        "summary": "LLM inference with speculative decoding and a prompt cache.",
+        "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    }
+    keys = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": about,
+        "security": SECURITY,
+        "paths": paths,
+        "components": {"schemas": shapes.components, "securitySchemes": keys},
+    }
+
+
+def template(route: Route) -> str:
+    """The path without the converters of its parameters."""
+    return _PARAMETER.sub(r"{\1}", route.path)
+
+
+class _Shapes:
+    """JSON schemas of all structs that the operations name."""
+
+    def __init__(self) -> None:
+        named = (s for each in OPERATIONS.values() for s in (each.body, each.answer, each.events))
+        errors = (wire.ErrorBody, dialects.MessageError)
+        structs = dict.fromkeys(s for s in (*named, *errors) if inspect.isclass(s))
+        found, self.components = msgspec.json.schema_components(structs, ref_template=REF)
+        self._refs: dict[Any, Body] = dict(zip(structs, found, strict=True))
+        for struct in structs:
+            if issubclass(struct, Sampling):
+                self._drop_refused(struct.__name__)
+                narrow(self.components[struct.__name__], SAMPLING)
+        narrow(self.components[Branch.__name__], SAMPLING)
+        self._say_the_rest()
+
+    def _drop_refused(self, name: str) -> None:
+        """Fields that are known only to be refused are nobody's to send."""
+        for field in (*REFUSED, *ALSO_REFUSED.get(name, ())):
+            self.components[name]["properties"].pop(field, None)
+
+    def _say_the_rest(self) -> None:
+        for name, fields in COMPONENTS.items():
+            narrow(self.components[name], fields)
+        for name, needed in NEEDED.items():
+            demand(self.components[name], needed)
+        for name, pair in ONE_OF.items():
+            one_of(self.components[name], pair)
+
+    def of(self, struct: object) -> Body:
+        """A reference to it; of what is free, the schema of an object."""
+        return self._refs.get(struct, {"type": "object"})
+
+
+def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
+    path = template(route)
+    known = OPERATIONS[method, path]
+    operation: Body = {
+        "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
+        "summary": (inspect.getdoc(route.endpoint) or "").partition("\n")[0],
+        "responses": _responses(path, known, shapes),
+    }
+    parameters = [*_path_parameters(route), *_query_parameters(known)]
+    if parameters:
+        operation["parameters"] = parameters
+    if known.body is not None:
+        content = {JSON: {"schema": shapes.of(known.body)}}
+        operation["requestBody"] = {"required": known.is_body_needed, "content": content}
+    if path in OPEN:
+        operation["security"] = []
+    return operation
+
+
+def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
+    schema = {"type": "string"} if known.media == TEXT else shapes.of(known.answer)
+    content: Body = {known.media: {"schema": schema}}
+    if known.events is not None:  # the schema is that of one event's data
+        content[EVENTS] = {"schema": shapes.of(known.events)}
+    answer = {"description": "The answer.", "headers": _headers(path), "content": content}
+    statuses = sorted({*(ALWAYS if path not in OPEN else UNLOCKED), *known.errors})
+    failures = {str(status): _failure(path, status, known, shapes) for status in statuses}
+    return {"200": answer, **failures}
+
+
+def _failure(path: str, status: int, known: Operation, shapes: _Shapes) -> Body:
+    failure = dialects.MessageError if is_messages(path) else wire.ErrorBody
+    struct = (status == 503 and known.outage) or failure
+    headers = _headers(path)
+    if status in RETRIED and known.outage is None:
+        headers["retry-after"] = _header({"type": "integer", "minimum": 1, "maximum": 60})
+    content = {JSON: {"schema": shapes.of(struct)}}
+    return {"description": STATUSES[status], "headers": headers, "content": content}
+
+
+def _headers(path: str) -> Body:
+    names = ["x-request-id", *(["request-id"] if is_messages(path) else [])]
+    return {name: _header({"type": "string"}) for name in names}
+
+
+def _header(schema: Body) -> Body:
+    return {"required": True, "schema": schema}
+
+
+def _path_parameters(route: Route) -> list[Body]:
+    names = _PARAMETER.findall(route.path)
+    schema = {"type": "string", "minLength": 1}
+    return [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+
+
+def _query_parameters(known: Operation) -> list[Body]:
+    names = [(name.removesuffix("!"), name.endswith("!")) for name in known.query]
+    return [
+        {"name": name, "in": "query", "required": needed, "schema": QUERY[name]}
+        for name, needed in names
+    ]

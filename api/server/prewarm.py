@@ -1,0 +1,91 @@
+"""``--prewarm FILE``: prompts that are in the cache before the first request comes.
+
+The file is a JSON list, or one JSON object a line: ``{"prompt": ...}`` (a text or token ids) or
+``{"messages": [...], "tools": [...]}``, each with ``cache_salt`` and ``ttl`` (seconds that it is
+pinned) if wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...core.errors import InvalidRequest
+from ...core.interface.request import MAX_TTL, CacheOptions, Pin
+from ..openai.messages_in import plain_messages
+from ..openai.schema import Message
+from ..runtime.engine_client import Host
+from ..runtime.tools import WHOLE, Tools, read_tools
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Warm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt to compute at the start."""
+
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    tools: Tools | None = None
+    cache_salt: str | None = None
+    ttl: Annotated[float, Meta(gt=0, le=MAX_TTL)] | None = None
+
+    def __post_init__(self) -> None:
+        """One of the two."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("needs prompt or messages, and not both")
+
+
+def read_prewarm(path: str) -> list[Warm]:
+    """The prompts of a file; raises `InvalidRequest` naming the line or the place."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"prewarm: {path}: {error.strerror}", param="prewarm") from None
+    if data.lstrip()[:1] == b"[":
+        return _decode(data, list[Warm], path)
+    lines = [(number, line) for number, line in enumerate(data.splitlines(), 1) if line.strip()]
+    return [_decode(line, Warm, f"{path}, line {number}") for number, line in lines]
+
+
+async def prewarm(llm: Host, warms: Sequence[Warm]) -> int:
+    """Compute them one by one; returns how many tokens that wrote. Raises as `Host.open` does.
+
+    One after the other, so that each borrows what those before it have in common with it.
+    """
+    written = 0
+    for warm in warms:
+        if llm.draining:
+            break
+        usage = await llm.prewarm(
+            await _prompt(llm, warm), cache=_options(warm), cache_salt=warm.cache_salt
+        )
+        written += usage.cache_write_tokens
+    if warms:
+        logger.info("prewarmed %d prompts: %d tokens", len(warms), written)
+    return written
+
+
+async def _prompt(llm: Host, warm: Warm) -> str | list[int]:
+    """A conversation without the mark that opens an answer: what comes next is not known."""
+    if warm.messages is None:
+        return warm.prompt or ""
+    tools = [tool.body for tool in read_tools(warm.tools)]
+    messages = plain_messages(warm.messages)
+    return await llm.render(messages, tools=tools, add_generation_prompt=False)
+
+
+def _decode(data: bytes, kind: type[T], where: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"prewarm: {where}: {error}", param="prewarm") from None
+
+
+def _options(warm: Warm) -> CacheOptions:
+    return CacheOptions(pins=() if warm.ttl is None else (Pin(WHOLE, warm.ttl),))

@@ -1,0 +1,188 @@
+"""One process: the app on uvicorn, signals, draining, the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from ..._version import __version__
+from ..runtime.engine_client import Host
+from ..serving.serving_context import Settings
+from .app import create_app
+from .connection import connection_class, reserve_files
+from .lifecycle import STUCK, Keeper
+from .logs import LogFormat, announcement, configure
+from .observability import Observing
+from .prewarm import Warm, prewarm
+
+logger = logging.getLogger(__name__)
+FLUSH_SECONDS = 5  # for answers that are complete but not all sent
+SOCKET_MODE = 0o600  # other users of the machine have no business here
+STDERR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where to listen, how loudly to log, how long to drain (seconds)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    log_level: str = "info"
+    log_format: LogFormat = "text"
+    drain_seconds: float = 30.0
+    prewarm: Sequence[Warm] = ()  # computed before it listens
+    settings: Settings = field(default_factory=Settings)
+    observing: Observing = field(default_factory=Observing)
+
+
+def run(llm: Host, listen: Listen) -> int:
+    """Serve until a signal; the process's exit code. Blocking."""
+    configure(listen.log_level, listen.log_format)
+    faulthandler.enable(file=STDERR)
+    keeper = Keeper(llm, drain_seconds=listen.drain_seconds)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            code = runner.run(_serve(llm, listen, keeper))
+    finally:
+        keeper.close()
+    if code == STUCK:  # a thread that never ends would be waited for, or be torn to pieces
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None  # not made for every platform: asyncio's own loop serves too
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+async def _serve(llm: Host, listen: Listen, keeper: Keeper) -> int:
+    reserve_files(listen.settings.limits)
+    config = uvicorn_config(llm, listen)
+    try:
+        sock = _bind(config)  # a port that is taken shows before the model is loaded
+    except SystemExit:  # uvicorn's way to say so; it has logged why
+        return 1
+    try:
+        await llm.start()
+        gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
+        async with listen.observing.serving(llm, _name(llm, listen)):
+            server = _Server(config, lambda address: _announce(llm, listen, address))
+            await _serve_on(sock, server, llm, listen, keeper)
+            return keeper.exit_code
+    finally:
+        _unbind(sock, listen.uds)
+
+
+def _bind(config: uvicorn.Config) -> socket.socket:
+    if config.uds is None:
+        return config.bind_socket()
+    if _is_stale(Path(config.uds)):
+        Path(config.uds).unlink(missing_ok=True)
+    sock = config.bind_socket()
+    Path(config.uds).chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
+    return sock
+
+
+def _unbind(sock: socket.socket, uds: str | None) -> None:
+    sock.close()
+    if uds is not None:
+        Path(uds).unlink(missing_ok=True)
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether a server that was killed left this socket; another kind of file is nobody's."""
+    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server that is busy would keep us waiting
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+
+
+async def _serve_on(
+    sock: socket.socket, server: _Server, llm: Host, listen: Listen, keeper: Keeper
+) -> None:
+    listen.observing.metrics.num_connections = lambda: len(server.server_state.connections)
+    try:
+        with keeper.watching(server):
+            await prewarm(llm, listen.prewarm)
+            await server.serve([sock])
+    finally:
+        await keeper.end()
+        await llm.close()
+
+
+def uvicorn_config(llm: Host, listen: Listen) -> uvicorn.Config:
+    """The app behind uvicorn, with every limit on what a client may hold."""
+    settings = listen.settings
+    return uvicorn.Config(
+        create_app(llm, settings, listen.observing),
+        host=listen.host,
+        port=listen.port,
+        uds=listen.uds,
+        http=connection_class(settings.limits),
+        h11_max_incomplete_event_size=settings.limits.max_header_bytes,
+        ws="none",
+        lifespan="off",
+        log_level="warning" if listen.log_level == "info" else listen.log_level,
+        log_config=None,  # as all else is logged
+        access_log=False,  # `logs.log_visit` is ours
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+
+
+def _announce(llm: Host, listen: Listen, address: str) -> None:
+    name = _name(llm, listen)
+    line = announcement(f"foretoken {__version__} serves {name} on {address}", listen.log_format)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _name(llm: Host, listen: Listen) -> str:
+    return listen.settings.served_name or llm.built.name
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, and with a word when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_kernels_started: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._announce = on_kernels_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the keeper's."""
+        yield
+
+    async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature
+        """Listen, then say where."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._announce(self._address())
+
+    def _address(self) -> str:
+        if self.config.uds:
+            return f"unix:{self.config.uds}"
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

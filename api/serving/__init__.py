@@ -1,0 +1,1 @@
+"""What every route needs: reading a body, errors, server-sent events, limits."""

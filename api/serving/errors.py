@@ -1,0 +1,161 @@
+"""Errors as HTTP: one JSON body everywhere, and which exception is which status."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...core.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    ForetokenError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+)
+
+logger = logging.getLogger(__name__)
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 60
+INTERNAL = "internal error"
+MAX_MESSAGE_CHARS = 1024  # a message may quote what it was sent
+_PATH = re.compile(r"`\$\.?(?P<path>[^`]*)`$")
+_FIELD = re.compile(r"(missing required|unknown) field `(?P<name>[^`]{1,256})`")
+
+
+class JsonResponse(Response):
+    """A body encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:  # noqa: ANN401 - starlette's signature
+        """Encode."""
+        return msgspec.json.encode(content)
+
+
+class ClientGone(Exception):  # noqa: N818 - nothing went wrong
+    """The client closed its connection before it had its answer."""
+
+
+class ApiError(Exception):
+    """An answer that is an error; ``headers`` go out with it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(clipped(message))
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, object]:
+        """OpenAI's error object."""
+        error = {
+            "message": str(self),
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def response(self) -> JsonResponse:
+        """The whole answer."""
+        return JsonResponse(self.body, self.status, headers=self.headers)
+
+
+def clipped(message: str) -> str:
+    """Its beginning, where it is long."""
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    return f"{message[: MAX_MESSAGE_CHARS - 3]}..."
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """What a client is told of any exception; nothing of the unexpected ones."""
+    match error:
+        case ApiError():
+            return error
+        case PromptTooLong():
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param)
+        case QueueFull():
+            headers = {"retry-after": str(_retry_seconds(error.retry_after))}
+            return ApiError(
+                429, str(error), kind="rate_limit_error", code="queue_full", headers=headers
+            )
+        case DeadlineExceeded():
+            return deadline_exceeded(str(error), error.retry_after)
+        case EngineDead():
+            return unavailable(str(error))
+        case ForetokenError():
+            return ApiError(500, str(error), kind="server_error")
+        case HTTPException():
+            return _from_starlette(error)
+        case _:
+            return ApiError(500, INTERNAL, kind="server_error", code="internal_error")
+
+
+def unavailable(message: str) -> ApiError:
+    """Draining or dead: another server may do."""
+    headers = {"retry-after": str(MIN_RETRY_SECONDS)}
+    return ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
+
+
+def deadline_exceeded(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
+    """Nothing was served in the time that the request gave; there may be room later."""
+    headers = {"retry-after": str(_retry_seconds(retry_after))}
+    return ApiError(503, message, kind="server_error", code="deadline_exceeded", headers=headers)
+
+
+def unknown_model(name: str) -> ApiError:
+    """404 as OpenAI words it."""
+    message = f"The model `{name}` does not exist"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def bad_json(error: Exception) -> ApiError:
+    """400 for a body that does not decode; the path of the bad field becomes ``param``."""
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
+    if isinstance(error, msgspec.ValidationError):
+        return ApiError(400, str(error), param=_param(str(error)))
+    return ApiError(400, f"the body is not valid JSON: {error}")
+
+
+def _param(message: str) -> str | None:
+    path, field = _PATH.search(message), _FIELD.search(message)
+    names = [path["path"] if path else "", field["name"] if field else ""]
+    return ".".join(name for name in names if name) or None
+
+
+def _retry_seconds(seconds: float) -> int:
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, math.ceil(seconds)))
+
+
+def _from_starlette(error: HTTPException) -> ApiError:
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = {404: "no such route"}.get(error.status_code, error.detail)
+    headers = dict(error.headers) if error.headers else None
+    return ApiError(error.status_code, message, code=code, headers=headers)
+
+
+def told(request: Request, error: Exception) -> ApiError:
+    """What the client of this request is told; the operator is told of what nobody expected."""
+    answer = to_api_error(error)
+    if answer.status == 500:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return answer

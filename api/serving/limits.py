@@ -1,0 +1,115 @@
+"""What a client of the server may send, hold and ask for: each limit is a flag of ``serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+from ...core.errors import InvalidRequest
+from ...core.interface.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
+from ..parsing.output_format import MAX_TOOLS
+from ..types.sampling_params import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+
+T = TypeVar("T", int, float)
+MAX_COUNT = 2**31 - 1
+MAX_SECONDS = 1e6
+LISTED = {  # field of a body -> the limit on its entries
+    "messages": "max_messages",
+    "input": "max_messages",
+    "tools": "max_tools",
+    "stop": "max_stop",
+    "stop_sequences": "max_stop",
+    "logit_bias": "max_logit_bias",
+}
+NUMBERS = {"n": "max_n", "logprobs": "max_top_logprobs", "top_logprobs": "max_top_logprobs"}
+STOPS = ("stop", "stop_sequences")
+
+
+def _limit(default: T, help: str, least: T, most: T) -> T:
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
+
+
+def _count(default: int, help: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
+    return _limit(default, help, least, most)
+
+
+def _seconds(default: float, help: str) -> float:
+    return _limit(default, help, 0.001, MAX_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """One bound each: ``*_seconds`` are deadlines, ``*_bytes`` sizes, the others counts.
+
+    What the core bounds for every caller can only be made stricter here: `InvalidRequest` names a
+    limit that is out of its range.
+    """
+
+    # a connection
+    max_connections: int = _count(1024, "open at once; others get 503, /health is answered")
+    max_header_bytes: int = _count(64 * 2**10, "of a request line and its header", least=1024)
+    max_header_fields: int = _count(100, "of a request", least=8)
+    header_seconds: float = _seconds(10.0, "for a header to arrive")
+    body_seconds: float = _seconds(30.0, "for a body to arrive")
+    idle_seconds: float = _seconds(75.0, "that a connection may be idle")
+    write_seconds: float = _seconds(30.0, "for a client that reads nothing of its answer")
+    ping_seconds: float = _seconds(10.0, "between signs of life of a stream")
+    max_request_seconds: float = _seconds(600.0, "for a request, from its arrival to its end")
+    store_seconds: float = _seconds(3600.0, "that a response is kept after its last use")
+    # a body
+    max_body_bytes: int = _count(4 * 2**20, "of a body")
+    max_json_depth: int = _count(64, "arrays and objects inside each other", least=8, most=500)
+    max_json_containers: int = _count(2**16, "arrays and objects in a body")
+    max_json_values: int = _count(2**19, "values in a body, each token id of a prompt one")
+    max_messages: int = _count(10_000, "of a conversation")
+    max_tools: int = _count(512, "of a request", most=MAX_TOOLS)
+    max_prompts: int = _count(64, "of a request")
+    max_n: int = _count(MAX_N, "answers to a prompt", most=MAX_N)
+    max_stop: int = _count(4, "stop strings", least=0, most=MAX_STOP_STRINGS)
+    max_stop_chars: int = _count(MAX_STOP_CHARS, "of a stop string", most=MAX_STOP_CHARS)
+    max_logit_bias: int = _count(MAX_BIASED_TOKENS, "entries", least=0, most=MAX_BIASED_TOKENS)
+    max_top_logprobs: int = _count(MAX_LOGPROBS, "of a token", least=0, most=MAX_LOGPROBS)
+
+    def __post_init__(self) -> None:
+        """Check each against its range."""
+        for each in fields(self):
+            value, allowed = getattr(self, each.name), each.metadata
+            if not allowed["least"] <= value <= allowed["most"]:  # also for nan
+                message = f"{each.name} must be from {allowed['least']:g} to {allowed['most']:.12g}"
+                raise InvalidRequest(message, param=each.name)
+
+    def named(self, name: str) -> str:
+        """A limit as an error tells of it."""
+        return f"{getattr(self, name):.12g} (--{name.replace('_', '-')})"
+
+    def check(self, param: str, found: int, name: str) -> None:
+        """Raise `InvalidRequest` for a field that has more than the limit of this name."""
+        if found > getattr(self, name):
+            message = f"{param}: {found} is beyond this server's limit of {self.named(name)}"
+            raise InvalidRequest(message, param=param)
+
+    def check_body(self, body: object) -> None:
+        """Raise `InvalidRequest` for a decoded body that asks for too much, whatever its route."""
+        for param, name in LISTED.items():
+            value = getattr(body, param, None)
+            if isinstance(value, list | dict):
+                self.check(param, len(value), name)
+        for param, name in NUMBERS.items():
+            value = getattr(body, param, None)
+            if type(value) is int:  # ``logprobs`` of a conversation is a bool
+                self.check(param, value, name)
+        for param in STOPS:
+            longest = max(map(len, _texts(getattr(body, param, None))), default=0)
+            self.check(param, longest, "max_stop_chars")
+        self.check("prompt", _num_prompts(getattr(body, "prompt", None)), "max_prompts")
+
+
+def _texts(value: str | list[str] | None) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value or ()
+
+
+def _num_prompts(prompt: object) -> int:
+    """A list of numbers is one prompt."""
+    is_many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return len(prompt) if is_many else 1  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""What Prometheus is told of the HTTP side: requests by route, streams, connections, the loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from ...core.telemetry.metrics import SECONDS
+from ...core.telemetry.prometheus import PREFIX, Histograms, counters, gauge
+from ..types.request_context import Visit
+from .event_loop_lag import LoopLag
+
+REASONS = {  # of a refusal, by the code of its error
+    "queue_full": "queue_full",
+    "context_length_exceeded": "too_long",
+    "deadline_exceeded": "deadline",
+    "body_too_large": "too_large",
+    "invalid_api_key": "unauthorized",
+    "admin_key_needed": "unauthorized",
+    "too_many_connections": "connections",
+}
+DRAINING, NOT_READY, INVALID = "draining", "not_ready", "invalid"
+
+
+class ServerMetrics(Collector):
+    """Counts visits. ``is_ready``, ``is_draining`` and ``num_connections`` are asked when scraped.
+
+    Labels have few values: routes by their templates, methods and reasons from lists.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.lag = LoopLag()
+        self.is_ready: Callable[[], bool] = lambda: False
+        self.is_draining: Callable[[], bool] = lambda: False
+        self.num_connections: Callable[[], int] = lambda: 0
+        self._num_open = self._num_streams = 0
+        self._requests: Counter[tuple[str, str, str]] = Counter()  # route, method, status
+        self._refusals: dict[str, float] = dict.fromkeys(
+            [*REASONS.values(), DRAINING, NOT_READY, INVALID], 0
+        )
+        self._seconds = Histograms(
+            "http_request_duration_seconds", "From header to last byte", SECONDS, ["route"]
+        )
+        for collector in (self, self._seconds, self.lag):
+            self.registry.register(collector)
+        ProcessCollector(registry=self.registry)
+
+    # -- as `visits.Counts` ---------------------------------------------------------------------
+
+    def began(self) -> None:
+        """One more is under way."""
+        self._num_open += 1
+
+    def responded(self, visit: Visit) -> None:
+        """The header of its answer goes out."""
+        self._num_streams += visit.streams
+
+    def ended(self, visit: Visit, seconds: float) -> None:
+        """All is sent, or nobody listens any more."""
+        self._num_open -= 1
+        self._num_streams -= visit.streams
+        self._requests[visit.route, visit.method, str(visit.status)] += 1
+        self._seconds.of(visit.route).observe(seconds)
+        reason = self._reason(visit)
+        if reason is not None:
+            self._refusals[reason] += 1
+
+    def _reason(self, visit: Visit) -> str | None:
+        """Why no work was done for it; None where it was, or where the server failed."""
+        error = visit.error
+        if error is None or visit.is_probe:
+            return None
+        if error.code in REASONS:
+            return REASONS[error.code]
+        if error.status == 503:
+            return DRAINING if self.is_draining() else NOT_READY
+        return INVALID if error.status < 500 else None
+
+    # -- for Prometheus -------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """As it stands now; called by the registry."""
+        yield gauge("ready", "1 while /ready says 200", self.is_ready())
+        yield gauge("http_connections", "Open connections", self.num_connections())
+        yield gauge("http_requests_in_flight", "Requests under way", self._num_open)
+        yield gauge("http_streams", "Event streams under way", self._num_streams)
+        yield counters("request_refusals", "Requests refused", "reason", self._refusals)
+        yield self._by_route()
+
+    def _by_route(self) -> Metric:
+        family = CounterMetricFamily(
+            f"{PREFIX}http_requests", "Answered requests", labels=["route", "method", "status"]
+        )
+        for labels, count in self._requests.items():
+            family.add_metric(labels, count)
+        return family
+
+    def render(self) -> bytes:
+        """In the text format of Prometheus, to follow the engine's."""
+        return generate_latest(self.registry)

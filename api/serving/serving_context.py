@@ -1,0 +1,189 @@
+"""What every route needs: the model, its names, and how to read a body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from ...core.errors import DeadlineExceeded, InvalidRequest
+from ..runtime.chat import Turns
+from ..runtime.engine_client import Host
+from ..runtime.normalize import SteadyTurns
+from ..types.request_context import arrival, note_arrival, seconds_left
+from .errors import ApiError, ClientGone, unavailable, unknown_model
+from .json_depth import Excess, find_excess
+from .limits import Limits
+from .metrics import ServerMetrics
+from .sse import unless_gone
+
+T = TypeVar("T")
+OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the largest that their own APIs take
+QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
+EXCESS: Mapping[Excess, str] = {
+    "max_json_depth": "the body is nested beyond",
+    "max_json_containers": "the body has more arrays and objects than",
+    "max_json_values": "the body has more values than",
+}
+SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Options of the HTTP side. Without ``api_keys`` every caller is served.
+
+    With ``admin_keys`` what concerns all callers needs one of them; they open everything else, too.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    served_name: str | None = None  # None: the model's own
+    tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
+    reasoning_parser: str = "auto"
+    strict: bool = False  # refuse what is outside the ranges of OpenAI's and Anthropic's APIs
+    normalize: bool = False  # leave out what clients change in their system text, see its rules
+    cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any
+    limits: Limits = field(default_factory=Limits)
+
+
+class Service:
+    """The model behind the routes."""
+
+    def __init__(self, llm: Host, settings: Settings, metrics: ServerMetrics | None = None) -> None:
+        self.llm = llm
+        llm.max_request_seconds = settings.limits.max_request_seconds
+        self.metrics = metrics or ServerMetrics()
+        make_turns = SteadyTurns if settings.normalize else Turns
+        self.turns = make_turns(
+            llm, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
+        )
+        self.settings = settings
+
+    @property
+    def model(self) -> str:
+        """The name that answers carry."""
+        return self.settings.served_name or self.llm.built.name
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for a model that is not here; a body without one means the one that is."""
+        built = self.llm.built
+        if name is not None and name not in {self.model, built.name, *built.aliases}:
+            raise unknown_model(name)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server was told to end."""
+        return self.llm.draining or self.llm.engine.draining
+
+    @property
+    def outage(self) -> str | None:
+        """Why nothing new is served, if so."""
+        if self.draining:
+            return SHUTTING_DOWN
+        return None if self.llm.ready else "the engine is not running"
+
+    @property
+    def unready(self) -> str | None:
+        """Why new requests had better go elsewhere, though they may well be served."""
+        return self.outage or self.llm.engine.readiness
+
+    def check_range(self, body: object, *, most_temperature: float) -> None:
+        """Raise `InvalidRequest` for a temperature that the dialect's own API would refuse.
+
+        Only with ``strict``: models with a flat distribution are of use beyond it, too.
+        """
+        given = getattr(body, "temperature", None)
+        if self.settings.strict and given is not None and given > most_temperature:
+            message = f"temperature must be from 0 to {most_temperature:g} (--strict)"
+            raise InvalidRequest(message, param="temperature")
+
+    def check_ready(self) -> None:
+        """Raise 503 before any work is done for a request that cannot be served."""
+        if self.outage is not None:
+            raise unavailable(self.outage)
+
+    def check_room(self, num_prompts: int, n: int) -> None:
+        """Raise `InvalidRequest` for more requests in one body than even an idle engine takes."""
+        limits = self.llm.engine.scheduler.limits
+        room = limits.max_queued + limits.max_running
+        if num_prompts * n > room:
+            message = f"{num_prompts} prompts with n = {n} exceed the {room} requests that fit"
+            raise InvalidRequest(message, param="prompt" if num_prompts > 1 else "n")
+
+    async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
+        """The body, whole and within the limits."""
+        self.check_ready()
+        body = decode(await self.read_bytes(request))
+        self.settings.limits.check_body(body)
+        return body
+
+    async def read_bytes(self, request: Request) -> bytes:
+        """The body as it came. Raises 413 and 408, and 400 for too much nesting."""
+        limits = self.settings.limits
+        data = await _read_in_time(request, limits)
+        note_arrival(len(data))
+        look = partial(
+            find_excess,
+            data,
+            depth=limits.max_json_depth,
+            containers=limits.max_json_containers,
+            values=limits.max_json_values,
+        )
+        excess = look() if len(data) <= QUICK_BYTES else await asyncio.to_thread(look)
+        if excess is not None:
+            raise ApiError(400, f"{EXCESS[excess]} the limit of {limits.named(excess)}")
+        request.state.num_bytes = len(data)
+        return data
+
+    async def apart(self, request: Request, job: Callable[[], T]) -> T:
+        """Do something with the body that was read, in a thread if it is a large one."""
+        return await self.llm.tokenizer.apart(request.state.num_bytes, job)
+
+    async def wanted(
+        self, request: Request, work: Coroutine[Any, Any, T], deadline_ms: float | None = None
+    ) -> T:
+        """Do what comes before the engine's work, while the client is there and has time.
+
+        Raises `ClientGone` and `DeadlineExceeded`, by the shorter of the caller's and our limit.
+        """
+        asked = None if deadline_ms is None else deadline_ms / 1000
+        try:
+            left = seconds_left(arrival(), asked, self.llm.max_request_seconds)
+        except DeadlineExceeded:
+            work.close()  # nothing of it is begun
+            raise
+        return await unless_gone(request.receive, work, left)
+
+
+async def _read_in_time(request: Request, limits: Limits) -> bytes:
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            return await _read(request, limits)
+    except TimeoutError:
+        message = f"the body did not arrive within {limits.named('body_seconds')} seconds"
+        raise ApiError(408, message, headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read(request: Request, limits: Limits) -> bytes:
+    """What a client still sends behind a refusal is heard out by its connection."""
+    limit, size = limits.max_body_bytes, 0
+    if int(request.headers.get("content-length", "0")) > limit:
+        raise _too_large(limits)
+    chunks: list[bytes] = []
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limits)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    message = f"the body is larger than {limits.named('max_body_bytes')} bytes"
+    return ApiError(413, message, code="body_too_large")

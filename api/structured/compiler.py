@@ -1,0 +1,211 @@
+"""From json_schema, regex, grammar or choice to a compiled grammar, off the event loop.
+
+What comes from a caller may be made to be expensive, so there are limits on the text, on the work
+of compiling it and on the work of each step behind it; what exceeds them fails that request alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from ...core.errors import EngineDead, InvalidRequest, QueueFull
+from ..text.executor import Worker
+from ..text.tokenizer import Tokenizer
+from ..types.sampling_params import SamplingParams
+from .grammar_text import guidance_text, source_text
+from .matcher import Grammar, Vocabulary, error_text
+
+T = TypeVar("T")
+SECONDS = 5.0  # for one grammar, from when it is begun
+MAX_PENDING = 32  # grammars that may wait to be compiled
+END_SECONDS = 0.5  # to find the shortest answer; it is looked for again near the limit of each one
+NUM_GRAMMARS = 128  # compiled ones that are kept
+KEPT_SECONDS = 4.0  # that those took to compile, all together
+STACK_BYTES = (
+    256 * 2**20
+)  # address space of the thread: long chains of rules are walked by recursion
+LIMITS = {  # what these let through is bounded by time (matcher.py)
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 32_768,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class _Job:
+    """A grammar that is compiled once for all who wait for it."""
+
+    def __init__(self, compile: Callable[[], Grammar]) -> None:
+        self.future: asyncio.Future[Grammar]
+        self._compile = compile
+        self._began = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_begun = False
+        self._num_waiting = 0
+
+    def run(self) -> Grammar:
+        """In the thread."""
+        self._is_begun = True
+        self._loop.call_soon_threadsafe(self._began.set)
+        return self._compile()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended without a grammar."""
+        done = self.future.done()
+        return done and (self.future.cancelled() or self.future.exception() is not None)
+
+    async def wait(self) -> Grammar:
+        """The grammar; the time in the queue is not its own. One that nobody awaits is dropped."""
+        self._num_waiting += 1
+        began = asyncio.create_task(self._began.wait())
+        either: list[asyncio.Future[Any]] = [began, self.future]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(SECONDS):
+                return await asyncio.shield(self.future)
+        finally:
+            began.cancel()
+            self._num_waiting -= 1
+            if not self._num_waiting and not self._is_begun:
+                self.future.cancel()
+
+
+class Grammars:
+    """Compiles and keeps the grammars of one model. Belongs to an event loop; one thread works.
+
+    The first grammar waits until the vocabulary is read, which takes up to a second.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._model = (tokenizer, vocab_size, eos_token_ids)
+        self._thread = Worker("foretoken-grammar", stack_bytes=STACK_BYTES)
+        self._closed = False
+        self._vocabulary: asyncio.Future[tuple[Vocabulary, LLTokenizer]] | None = None
+        self._grammars: OrderedDict[tuple[str, str], _Job] = OrderedDict()
+
+    def close(self) -> None:
+        """Refuse what waits for the thread; what it works on is finished, if there is time."""
+        self._closed = True
+        self._thread.close()
+
+    async def compile(self, params: SamplingParams) -> Grammar | None:
+        """The grammar that the answer must follow, if any.
+
+        Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow, and
+        `QueueFull` where too many wait.
+        """
+        if (field := params.form) is None:
+            return None
+        source = source_text(field, getattr(params, field))
+        if self._vocabulary is None:
+            self._vocabulary = self._work(self._read_vocabulary)
+        vocabulary, tokenizer = await asyncio.shield(self._vocabulary)
+        try:
+            return await self._job(field, source, vocabulary, tokenizer).wait()
+        except TimeoutError:
+            raise InvalidRequest(f"{field} took too long to compile", param=field) from None
+        except asyncio.CancelledError:
+            self._check_open()  # perhaps it is not the caller who is cancelled
+            raise
+
+    def _job(self, field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> _Job:
+        """One that is there or under way, else a new one; those not used for longest go."""
+        key = (field, source)
+        known = self._grammars.get(key)
+        if known is None or known.is_lost:
+            self._check_room()
+            known = _Job(partial(_compile, field, source, vocabulary, tokenizer))
+            known.future = self._work(known.run)
+            self._grammars[key] = known
+        self._grammars.move_to_end(key)
+        self._forget_some()
+        return known
+
+    def _forget_some(self) -> None:
+        """What is dear to compile is big, too: a few of those are kept, or many that are cheap."""
+        ended = [job.future for job in self._grammars.values() if job.future.done()]
+        grammars = [each.result() for each in ended if not (each.cancelled() or each.exception())]
+        seconds = sum(grammar.seconds for grammar in grammars)
+        while len(self._grammars) > NUM_GRAMMARS or (seconds > KEPT_SECONDS and self._grammars):
+            _, job = self._grammars.popitem(last=False)
+            if job.future in ended and not (job.future.cancelled() or job.future.exception()):
+                seconds -= job.future.result().seconds
+
+    def _check_room(self) -> None:
+        num_pending = sum(not job.future.done() for job in self._grammars.values())
+        if num_pending >= MAX_PENDING:
+            raise QueueFull(f"{num_pending} grammars are waiting to be compiled")
+
+    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
+        vocabulary = Vocabulary(*self._model)
+        vocabulary.closer.prepare()
+        return vocabulary, LLTokenizer(cast(TokenizerWrapper, vocabulary))
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _work(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Begin a job; it goes on when its caller gives up, for others may want the result."""
+        self._check_open()
+        future = asyncio.wrap_future(self._thread.submit(job))
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+        return future
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed") from None
+
+
+def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> Grammar:
+    """Compile, and see what that takes."""
+    compile_anew = partial(compile_grammar, field, source, tokenizer)
+    began = perf_counter()
+    prototype = compile_anew()
+    compiled = perf_counter()
+    end = vocabulary.closer.end(prototype.deep_copy())
+    is_quick = perf_counter() - compiled < END_SECONDS
+    least = len(end) if end is not None and is_quick else None
+    return Grammar(prototype, vocabulary, compile_anew, perf_counter() - began, least)
+
+
+def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile the text of a form. Raises `InvalidRequest`.
+
+    Also asks for the first two masks: so an impossible grammar shows, and copies begin warm.
+    """
+    try:
+        text = guidance_text(field, source)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}", param=field) from None
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+    trial = matcher.deep_copy()
+    if not trial.is_error():
+        _try(trial)
+    if trial.is_error():
+        raise InvalidRequest(f"{field}: {error_text(trial)}", param=field)
+    return matcher
+
+
+def _try(matcher: LLMatcher) -> None:
+    """Ask what may come first, and what after it."""
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    for token_id in allowed.tolist():
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        if matcher.try_consume_tokens([token_id]):
+            matcher.compute_bitmask()
+            return

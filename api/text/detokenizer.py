@@ -1,0 +1,244 @@
+"""Token ids back to text, one token at a time: the detokenisers and the text of one answer."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
+MAX_CHAR_TOKENS = 4  # no UTF-8 character has more bytes, so none needs more tokens
+
+
+@dataclass(slots=True)
+class _Node:
+    """A prefix of some stop string; ``depth`` is its length in characters."""
+
+    depth: int = 0
+    next: dict[str, _Node] = field(default_factory=dict)
+    fail: _Node | None = None  # the longest proper suffix that is a prefix too; None at the root
+    stop: str | None = None  # the longest stop string that ends here
+
+
+class StopStrings:
+    """All stop strings at once (Aho and Corasick, 1975): O(1) amortised per character.
+
+    The match that completes first wins, of several that complete together the longest: what is
+    found does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._root = _Node()
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+        self._state = self._root
+
+    def _insert(self, stop: str) -> None:
+        node = self._root
+        for char in stop:
+            node = node.next.setdefault(char, _Node(node.depth + 1))
+        node.stop = stop
+
+    def _link(self) -> None:
+        queue = deque(self._root.next.values())
+        for node in queue:
+            node.fail = self._root
+        while queue:
+            node = queue.popleft()
+            for char, child in node.next.items():
+                child.fail = self._step(node.fail, char)
+                child.stop = child.stop or child.fail.stop
+                queue.append(child)
+
+    def _step(self, node: _Node | None, char: str) -> _Node:
+        while node is not None:
+            if char in node.next:
+                return node.next[char]
+            node = node.fail
+        return self._root
+
+    @property
+    def held(self) -> int:
+        """Characters at the end of the text so far that may be the beginning of a stop string."""
+        return self._state.depth
+
+    def feed(self, text: str, *, count: bool = True) -> tuple[str, int] | None:
+        """The first stop string that ``text`` completes and how many of its characters that took.
+
+        With ``count=False`` complete matches are passed over.
+        """
+        state = self._state
+        for consumed, char in enumerate(text, 1):
+            state = self._step(state, char)
+            if count and state.stop is not None:
+                self._state = state
+                return state.stop, consumed
+        self._state = state
+        return None
+
+
+class Detokenizer(Protocol):
+    """Text of a growing answer. What `push` and `flush` return adds up to the whole text."""
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+
+    def flush(self) -> str:
+        """What is left when nothing follows: U+FFFD for an incomplete character."""
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies, where each token is a run of bytes."""
+
+    def __init__(self, piece: Callable[[int], bytes]) -> None:
+        self._piece = piece
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        return self._utf8.decode(self._piece(token_id))
+
+    def flush(self) -> str:
+        """What is left when nothing follows."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other vocabulary: decode a token behind the one before it and take what is new.
+
+    A decoder may treat the first token differently (SentencePiece strips its space), so each token
+    is decoded in the company of its predecessor, at the start the prompt's last ones. Byte tokens
+    (``<0xE2>``) are put together here: decoders give one U+FFFD per byte of a run that is invalid
+    as a whole, so that text already sent would change.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        context_ids: Sequence[int],
+        skipped: frozenset[int],
+        byte_values: Mapping[int, int],
+    ) -> None:
+        self._decode = decode
+        self._context = [token_id for token_id in context_ids if token_id not in skipped]
+        self._skipped = skipped
+        self._byte_values = byte_values
+        self._pending: list[int] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if token_id in self._skipped:
+            return ""
+        if token_id in self._byte_values:
+            return self._push_byte(token_id)
+        head = self._end_bytes()
+        self._pending.append(token_id)
+        text = self._pending_text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_CHAR_TOKENS:
+            return head
+        return head + self._settle(text)
+
+    def flush(self) -> str:
+        """What is left when nothing follows."""
+        return self._settle(self._pending_text()) + self._end_bytes()
+
+    def _push_byte(self, token_id: int) -> str:
+        head = self._settle(self._pending_text())
+        self._context = [token_id]
+        return head + self._utf8.decode(bytes([self._byte_values[token_id]]))
+
+    def _end_bytes(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def _pending_text(self) -> str:
+        if not self._pending:
+            return ""
+        before = self._decode(self._context) if self._context else ""
+        return self._decode([*self._context, *self._pending])[len(before) :]
+
+    def _settle(self, text: str) -> str:
+        if self._pending:
+            self._context, self._pending = self._pending, []
+        return text
+
+
+class AnswerText:
+    """The text of one answer: fed token by token, taken by the reader.
+
+    Only where it watches for stop strings must the scheduler feed it, step by step; else the
+    reader may, while the next step runs.
+
+    A possible beginning of a stop string is held back until it is decided; a stop string ends the
+    text before its first character, and counts only when ``min_tokens`` tokens are out.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, *, stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._parts: list[str] = []  # not taken yet; its end may be held back
+        self._stopped = False
+
+    @property
+    def watches(self) -> bool:
+        """Whether it may end the answer: there are stop strings."""
+        return self._stops is not None
+
+    def push(self, token_id: int) -> str | None:
+        """Add a served token; the stop string that it completes, if any."""
+        self._num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        if not text:
+            return None
+        self._parts.append(text)
+        if self._stops is None:
+            return None
+        found = self._stops.feed(text, count=self._num_tokens >= self._min_tokens)
+        return self._cut(text, *found) if found else None
+
+    def _cut(self, text: str, stop: str, consumed: int) -> str:
+        whole = "".join(self._parts)
+        self._parts = [whole[: len(whole) - (len(text) - consumed) - len(stop)]]
+        self._stopped = True
+        return stop
+
+    def take(self, *, final: bool = False) -> str:
+        """The text that is certain and was not taken yet; with ``final`` all that is left."""
+        whole = "".join(self._parts)
+        held = 0
+        if final and not self._stopped:
+            whole += self._detokenizer.flush()
+        elif not final and not self._stopped and self._stops is not None:
+            held = self._stops.held
+        shown = len(whole) - held
+        self._parts = [whole[shown:]] if held else []
+        return whole[:shown]
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: itself if it can be printed, else the next one above 255."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [value for value in range(256) if value not in printable]
+    return {
+        **{chr(value): value for value in sorted(printable)},
+        **{chr(256 + index): value for index, value in enumerate(others)},
+    }
+
+
+BYTE_OF_CHAR = _alphabet()
+
+
+def is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer's decoder, as its file has it, writes bytes in GPT-2's alphabet."""
+    members = decoder.get("decoders", ())
+    if decoder["type"] == "Sequence" and len(members) == 1:
+        return is_byte_level(members[0])
+    return bool(decoder["type"] == "ByteLevel")

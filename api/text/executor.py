@@ -1,0 +1,249 @@
+"""Worker: one thread for work that may take long, and that no one waits for at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from ...core.errors import QueueFull
+from ..types.request_context import FAIR_SHARE, NO_ORIGIN, Origin
+
+T = TypeVar("T")
+STACK_BYTES = 64 * 2**20  # address space: what is nested within all limits is walked by recursion
+AGAIN_SECONDS = 0.5  # after an interrupt the job still runs: it hit a `__del__`, which swallows it
+
+
+Waited = TypeVar("Waited")
+MAX_BYTES = 64 * 2**20  # of the bodies whose jobs wait; in memory a body takes up to 25 times that
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job(Generic[Waited]):
+    """Work and what becomes of it."""
+
+    future: Future[Waited]
+    work: Callable[[], Waited]
+    origin: Origin
+
+
+class Waiting:
+    """Jobs by caller; each caller has one turn after the other. Every operation is O(1).
+
+    A caller may fill its share of what all may wait with, and one job may always wait.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._by_caller: OrderedDict[bytes, OrderedDict[Future[Any], Job[Any]]] = OrderedDict()
+        self._bytes: dict[bytes, int] = {}
+        self._sum = 0
+        self._caller_of: dict[Future[Any], bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._caller_of)
+
+    def put(self, job: Job[Any]) -> None:
+        """The last of its caller's; raises `QueueFull`."""
+        caller, num_bytes = job.origin
+        own = self._bytes.get(caller, 0)
+        share = FAIR_SHARE * self._max_bytes
+        if _is_over(own, num_bytes, share) or _is_over(self._sum, num_bytes, self._max_bytes):
+            raise QueueFull("too much text is waiting to be read")
+        self._by_caller.setdefault(caller, OrderedDict())[job.future] = job
+        self._bytes[caller] = own + num_bytes
+        self._sum += num_bytes
+        self._caller_of[job.future] = caller
+
+    def take(self) -> Job[Any]:
+        """The first of the caller whose turn it is; there must be one."""
+        caller, jobs = next(iter(self._by_caller.items()))
+        job = next(iter(jobs.values()))
+        self._by_caller.move_to_end(caller)
+        self.drop(job.future)
+        return job
+
+    def drop(self, future: Future[Any]) -> None:
+        """Forget a job, if it is here."""
+        caller = self._caller_of.pop(future, None)
+        if caller is None:
+            return
+        job = self._by_caller[caller].pop(future)
+        self._bytes[caller] -= job.origin.num_bytes
+        self._sum -= job.origin.num_bytes
+        if not self._by_caller[caller]:
+            del self._by_caller[caller], self._bytes[caller]
+
+    def clear(self) -> list[Job[Any]]:
+        """Forget all of them; returns them."""
+        jobs = list(chain.from_iterable(each.values() for each in self._by_caller.values()))
+        for job in jobs:
+            self.drop(job.future)
+        return jobs
+
+
+def _is_over(num_waiting: int, num_bytes: int, limit: float) -> bool:
+    return num_waiting > 0 and num_waiting + num_bytes > limit
+
+
+class Interrupted(BaseException):
+    """Raised inside a job that nobody waits for any more; no ``except Exception`` keeps it."""
+
+
+class Worker:
+    """Runs jobs, those of several callers in turn. It begins with the first one.
+
+    A job that is run by `run` may end at any instruction: it must not log, for then the lock of a
+    handler would never be given back, nor take another lock that is written in Python, nor import.
+
+    A pool of `concurrent.futures` would be joined when the interpreter ends, however long its job
+    takes, and gives no say over the stack. ``stack_bytes`` is the address space of the thread.
+    """
+
+    def __init__(self, name: str, *, stack_bytes: int = STACK_BYTES) -> None:
+        self._name = name
+        self._stack_bytes = stack_bytes
+        self._waiting = Waiting()
+        self._changed = threading.Condition()  # guards what waits
+        self._is_closed = self._is_started = False
+        self._lock = threading.Lock()
+        self._current: Future[Any] | None = None  # the job that may be interrupted
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that are not begun."""
+        return len(self._waiting)
+
+    def submit(self, job: Callable[[], T], origin: Origin = NO_ORIGIN) -> Future[T]:
+        """Queue a job; its future can be cancelled until it begins. Raises `QueueFull`."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closed:
+                future.cancel()
+                return future
+            self._waiting.put(Job(future, job, origin))
+            self._changed.notify()
+        if not self._is_started:
+            self._is_started = True
+            self._start()
+        return future
+
+    async def run(self, job: Callable[[], T], *, seconds: float, origin: Origin = NO_ORIGIN) -> T:
+        """Await a job, for so long from when it begins; then, or when cancelled, it is interrupted.
+
+        Raises `TimeoutError` and `QueueFull`. Python code ends at its next instruction, a call into
+        C when it returns: those behind it wait for that.
+        """
+        loop = asyncio.get_running_loop()
+        is_awaited = True
+
+        def begin() -> None:
+            if is_awaited:
+                limit.reschedule(loop.time() + seconds)
+
+        def timed() -> T:
+            loop.call_soon_threadsafe(begin)
+            return job()
+
+        future = self.submit(timed, origin)
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await asyncio.wrap_future(future)
+        except BaseException:
+            self._give_up(future)
+            raise
+        finally:
+            is_awaited = False
+
+    def interrupt(self, future: Future[Any]) -> bool:
+        """Raise `Interrupted` in the thread if it is at this job; returns whether it is."""
+        with self._lock:
+            is_running = self._current is future
+            if is_running:
+                _raise_in(self._ident, Interrupted)
+        return is_running
+
+    def close(self) -> None:
+        """Cancel what waits; what runs goes on."""
+        with self._changed:
+            self._is_closed = True
+            dropped = self._waiting.clear()
+            self._changed.notify()
+        for job in dropped:
+            job.future.cancel()
+
+    def _give_up(self, future: Future[Any]) -> None:
+        """Forget a job that waits, or interrupt it until it ends."""
+        with self._changed:
+            self._waiting.drop(future)
+        self._insist(future)
+
+    def _insist(self, future: Future[Any]) -> None:
+        if self.interrupt(future):
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._insist, future)
+
+    def _start(self) -> None:
+        """The stack of a thread is fixed when it begins; others begin as they always did."""
+        before = threading.stack_size(self._stack_bytes)
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._ident = threading.get_ident()
+        while (next_one := self._next()) is not None:
+            if not next_one.future.set_running_or_notify_cancel():
+                continue
+            result, error = self._outcome(next_one)
+            if error is None:
+                next_one.future.set_result(result)
+            else:
+                next_one.future.set_exception(error)
+            del next_one, result, error  # may be big, and the next long in coming
+
+    def _next(self) -> Job[Any] | None:
+        """None at the end."""
+        with self._changed:
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+            return self._waiting.take() if self._waiting else None
+
+    def _outcome(self, job: Job[T]) -> tuple[T | None, BaseException | None]:
+        """What came of a job; an interrupt may come at any instruction up to the end of `_end`."""
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            self._current = job.future
+            try:
+                result = job.work()
+            except BaseException as raised:
+                error = raised
+            self._end()
+        except Interrupted as late:
+            error = late
+            with suppress(Interrupted):  # none is due for so long
+                self._end()
+        return result, error
+
+    def _end(self) -> None:
+        """From here on the job cannot be interrupted; an interrupt that was on its way is lost."""
+        with self._lock:
+            self._current = None
+        _raise_in(self._ident, None)
+
+
+def _raise_in(ident: int, error: type[BaseException] | None) -> None:
+    """Let a thread raise this at its next instruction; None takes it back."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
+    )

@@ -1,0 +1,324 @@
+"""Text to token ids and back, for one model folder. transformers is imported on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...core.errors import EngineDead, ForetokenError, InvalidRequest, ModelLoadError, PromptTooLong
+from ..types.request_context import origin
+from .chat_template import (
+    INLINE_CHARS,
+    ChatTemplate,
+    TooLong,
+    check_messages,
+    count_chars,
+    template_error,
+)
+from .chat_template import SECONDS as TEMPLATE_SECONDS
+from .detokenizer import (
+    BYTE_OF_CHAR,
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    is_byte_level,
+)
+from .executor import Worker
+from .gguf_tokenizer import load_gguf_tokenizer
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+APART_BYTES = 2**15  # what is read from fewer takes about a millisecond
+NUM_WORD_LISTS = 4  # lists of bad words whose ids are kept: the prompts of a request share one
+SECONDS = 30.0  # for one text in a thread
+NUM_CONTEXT_IDS = 4  # prompt tokens that the first output token is decoded behind
+LOSSY = 4  # characters that a normaliser may fold into one
+SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+
+
+class Tokenizer:
+    """A fast (Rust) Hugging Face tokenizer and its chat template.
+
+    Texts that cannot fit into ``max_model_len`` tokens are refused by their length, before any
+    work is done on them.
+    """
+
+    def __init__(self, hf: Any, *, max_model_len: int) -> None:  # noqa: ANN401 - transformers is untyped
+        backend = getattr(hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelLoadError("the tokenizer has no fast form (tokenizer.json)")
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = ChatTemplate(hf)
+        self.max_model_len = max_model_len
+        # Two, so that no short conversation waits for a long text.
+        self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
+        self._closed = False
+        self._pieces: dict[int, bytes] = {}
+        self._word_ids: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+
+    @classmethod
+    def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
+        """From a local folder or a GGUF file; raises `ModelLoadError`."""
+        try:
+            hf = _load_hf(path)
+        except Exception as error:  # any of the files may be damaged in any way
+            raise ModelLoadError(f"{path}: the tokenizer does not load: {error}") from error
+        return cls(hf, max_model_len=max_model_len)
+
+    def close(self) -> None:
+        """Stop the threads; what they work on is finished first, what waits is refused."""
+        self._closed = True
+        self._short.close()
+        self._long.close()
+
+    # -- text to ids ----------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises `PromptTooLong` for a text that cannot fit, else `InvalidRequest`."""
+        self._check_chars(text)
+        return await self._work(
+            len(text), lambda: self._encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def encode_prediction(self, text: str) -> list[int]:
+        """Token ids of a text of any length that a caller expects as an answer."""
+        job = partial(self._encode, text, add_special_tokens=False)
+        return await self._work(len(text), job, "prediction")
+
+    def encode_word(self, word: str) -> list[int]:
+        """Token ids of a short text, as it stands inside a longer one."""
+        return self._encode(word, add_special_tokens=False)
+
+    async def encode_words(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Token ids of short texts, as they stand inside longer ones."""
+        if words not in self._word_ids:
+            num_chars = sum(map(len, words)) + len(words)
+            ids = await self._work(num_chars, lambda: self._encode_words(words))
+            if len(self._word_ids) >= NUM_WORD_LISTS:
+                del self._word_ids[next(iter(self._word_ids))]
+            self._word_ids[words] = ids
+        return self._word_ids[words]
+
+    def _encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        batch = self._backend.encode_batch_fast(list(words), add_special_tokens=False)
+        return [tuple(each.ids) for each in batch]
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # The batch call gives the interpreter lock back while it works; `encode` keeps it.
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(batch[0].ids)
+
+    def _check_chars(self, text: str) -> None:
+        if len(text) > self._most_chars:
+            raise self._too_long(len(text))
+
+    @property
+    def _most_chars(self) -> int:
+        """Of a text that may fit."""
+        return (self.max_model_len - 1) * self._most_chars_per_token
+
+    def _too_long(self, num_chars: int) -> PromptTooLong:
+        return PromptTooLong(-(-num_chars // self._most_chars_per_token), self.max_model_len - 1)
+
+    @cached_property
+    def _most_chars_per_token(self) -> int:
+        longest = max((len(token) for token in self.vocab), default=1)
+        exact = self.is_byte_level and self._backend.normalizer is None
+        return longest if exact else longest * LOSSY
+
+    def fingerprint(self) -> str:
+        """A hash of the whole tokenizer: with another one, token ids mean other texts."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
+
+    def check_ids(self, token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
+        """Raise `InvalidRequest` for ids that the model does not have, or for too many."""
+        if isinstance(token_ids, bytes) or not isinstance(token_ids, Sequence):
+            raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
+        if len(token_ids) >= self.max_model_len:
+            raise PromptTooLong(len(token_ids), self.max_model_len - 1, param=param)
+        # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
+        if any(not issubclass(kind, int) or kind is bool for kind in {*map(type, token_ids)}):
+            raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            message = f"{param} holds a token id outside 0..{vocab_size - 1}"
+            raise InvalidRequest(message, param=param)
+
+    async def _work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
+        """Short jobs at once, long ones in the thread, so that streams go on.
+
+        Raises `EngineDead` if it is closed meanwhile. Whatever a tokenizer raises fails this
+        request alone; what it says may tell too much.
+        """
+        try:
+            if num_chars > INLINE_CHARS:
+                return await self._run(self._long, job, SECONDS)
+            done = job()
+            await asyncio.sleep(0)  # many short ones are long
+        except TimeoutError:
+            raise InvalidRequest(f"the {param} took too long to tokenise", param=param) from None
+        except ForetokenError:
+            raise
+        except Exception as error:
+            logger.warning("a %s could not be tokenised", param, exc_info=error)
+            raise InvalidRequest(f"the {param} cannot be tokenised", param=param) from error
+        return done
+
+    async def apart(self, size: int, job: Callable[[], T]) -> T:
+        """The same for any work of ours on a body of so many bytes; it raises what it raises."""
+        if size <= APART_BYTES:
+            return job()
+        work = partial(copy_context().run, job)  # where the caller is known
+        try:
+            return await self._run(self._long, work, SECONDS)
+        except TimeoutError:
+            raise InvalidRequest(f"the body took longer than {SECONDS:g} s to read") from None
+
+    async def _run(self, worker: Worker, job: Callable[[], T], seconds: float) -> T:
+        self._check_open()
+        try:
+            return await worker.run(job, seconds=seconds, origin=origin())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # the job was cancelled, not its caller
+                self._check_open()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed") from None
+
+    # -- conversations --------------------------------------------------------------------------
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, "" without one."""
+        return self._template.text
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format; ``options`` are the template's.
+
+        ``tools`` are functions in OpenAI's shape.
+        """
+        if not self._template.text:
+            raise InvalidRequest("the model has no chat template", param="messages")
+        check_messages(messages)
+        self._template.check_options(options)
+        settings = {**options, "tools": list(tools)} if tools else options
+        text = await self._rendered(messages, settings)
+        return await self.encode(text, add_special_tokens=False)
+
+    async def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> str:
+        """Never on the event loop: a template is a program, and may go on for ever."""
+        is_short = count_chars(messages, settings) <= INLINE_CHARS
+        job = partial(self._template.render, messages, settings, self._most_chars)
+        try:
+            return await self._run(self._short if is_short else self._long, job, TEMPLATE_SECONDS)
+        except TimeoutError:
+            logger.warning("the chat template was ended after %s s", TEMPLATE_SECONDS)
+            message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
+            raise InvalidRequest(message, param="messages") from None
+        except TooLong as error:
+            raise self._too_long(error.num_chars) from None
+        except InvalidRequest as error:
+            logger.warning("the chat template failed: %s", error)
+            raise
+        except ForetokenError:
+            raise
+        except Exception as error:
+            # Its tracebacks are long, and whoever can send messages could fill the log with them.
+            logger.warning("the chat template failed: %s", type(error).__name__)
+            logger.debug("the chat template failed", exc_info=error)
+            raise InvalidRequest(template_error(error), param="messages") from error
+
+    # -- ids to text ----------------------------------------------------------------------------
+
+    def detokenizer(
+        self, context_ids: Sequence[int] = (), shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """For an answer that follows these prompt tokens; special ones of ``shown`` are text."""
+        if self.is_byte_level:
+            return ByteDetokenizer(partial(self._shown_piece, shown) if shown else self._piece)
+        return WindowDetokenizer(
+            partial(self.decode, skip_special_tokens=not shown),
+            context_ids=context_ids[-NUM_CONTEXT_IDS:],
+            skipped=self.special_ids - shown,
+            byte_values=self._byte_values,
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, special ones by name; empty for an id without a token."""
+        if self.is_byte_level:
+            return self._bytes_of(token_id)
+        if token_id in self._byte_values:
+            return bytes([self._byte_values[token_id]])
+        token = self._backend.id_to_token(token_id) or ""
+        return token.replace(SPACE_MARK, " ").encode("utf-8", "replace")
+
+    def _piece(self, token_id: int) -> bytes:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = b"" if token_id in self.special_ids else self._bytes_of(token_id)
+            self._pieces[token_id] = piece
+        return piece
+
+    def _shown_piece(self, shown: frozenset[int], token_id: int) -> bytes:
+        return self._bytes_of(token_id) if token_id in shown else self._piece(token_id)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        if all(char in BYTE_OF_CHAR for char in token):
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        return token.encode("utf-8", "replace")
+
+    # -- the vocabulary -------------------------------------------------------------------------
+
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token to id, added tokens included."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether every token is a run of bytes, written in GPT-2's alphabet."""
+        decoder = self._backend.decoder
+        return decoder is not None and is_byte_level(json.loads(decoder.__getstate__()))
+
+    @cached_property
+    def _byte_values(self) -> dict[int, int]:
+        names = {f"<0x{value:02X}>": value for value in range(256)}
+        return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
+
+
+def _load_hf(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
+    if path.suffix.lower() == ".gguf":
+        return load_gguf_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

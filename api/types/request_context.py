@@ -1,0 +1,252 @@
+"""When the request that is being served arrived, how large it is and when it is given up.
+
+As the caller is (`owners.CALLER`), this is no argument of the routes: what is asked of it happens
+deep inside, and none of them can forget to pass it on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from ...core.errors import DeadlineExceeded
+from ...core.interface.request import Usage
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+TOO_LATE = "the deadline passed before the request could run"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A body that is there."""
+
+    at: float  # of `time.monotonic`
+    num_bytes: int = 0
+
+
+ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
+
+
+def note_arrival(num_bytes: int) -> None:
+    """The body of this request has arrived; its deadlines count from here."""
+    ARRIVAL.set(Arrival(time.monotonic(), num_bytes))
+
+
+def arrival() -> Arrival:
+    """Of the request that is being served; where there is none, as in the SDK, it is now."""
+    return ARRIVAL.get() or Arrival(time.monotonic())
+
+
+def origin() -> Origin:
+    """Whose work is done, and how long the body that it is about."""
+    known = ARRIVAL.get()
+    return Origin(CALLER.get(), 0 if known is None else known.num_bytes)
+
+
+def seconds_left(since: Arrival, *limits: float | None) -> float | None:
+    """Of the shortest of these times, which count from an arrival; None without any.
+
+    Raises `DeadlineExceeded` where nothing is left.
+    """
+    given = [each for each in limits if each is not None]
+    if not given:
+        return None
+    left = since.at + min(given) - time.monotonic()
+    if left <= 0:
+        raise DeadlineExceeded(TOO_LATE)
+    return left
+
+
+UNKNOWN_ROUTE = "unknown"
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+NO_KEY = frozenset({401, 403})
+METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
+
+
+class KnownError(Protocol):
+    """What logs, metrics and traces read of an error that answered a request."""
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+
+    @property
+    def code(self) -> str | None:
+        """OpenAI's code, if it has one."""
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's type of error."""
+
+
+class EngineAnswer(Protocol):
+    """What logs read of one answer of the engine."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id of the request."""
+
+    @property
+    def usage(self) -> Usage:
+        """What it cost so far."""
+
+    @property
+    def finish_reasons(self) -> Sequence[str | None]:
+        """Of each generation; None: it has not ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """What is known of it so far. Holds no text of anybody's."""
+
+    scope: Scope
+    request_id: str = ""  # the gate's
+    trace_id: str = ""  # where it is traced
+    status: int = 0  # 0: no answer began
+    streams: bool = False  # the answer is an event stream
+    error: KnownError | None = None  # that it was answered with, maybe inside a stream
+    answers: list[EngineAnswer] = field(default_factory=list)  # of the engine
+    answered_ns: int = 0  # time of day when the engine was done with the last of them; if traced
+
+    @property
+    def method(self) -> str:
+        """One of a few: it becomes a label."""
+        method: str = self.scope["method"]
+        return method if method in METHODS else "other"
+
+    @property
+    def route(self) -> str:
+        """The template that matched; never the path, which may say anything."""
+        route = self.scope.get("route")
+        return UNKNOWN_ROUTE if route is None else str(route.path)
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether a machine asks, again and again; without a key it may be anybody, who guesses."""
+        return self.scope["path"] in PROBES and self.status not in NO_KEY
+
+
+VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
+
+def note_request_id(request_id: str) -> None:
+    """What the gate calls the request."""
+    visit = VISIT.get()
+    if visit is not None:
+        visit.request_id = request_id
+
+
+def note_error(error: KnownError) -> None:
+    """What the client is told instead of an answer."""
+    visit = VISIT.get()
+    if visit is not None:
+        visit.error = error
+
+
+def note_answer(answer: EngineAnswer) -> None:
+    """What the engine was asked."""
+    visit = VISIT.get()
+    if visit is not None:
+        visit.answers.append(answer)
+
+
+Owner = bytes
+K = TypeVar("K", bound=Hashable)
+FAIR_SHARE = 0.25  # of a memory that all owners have in common
+NOBODY = b""  # whoever comes without a key, and the SDK
+CALLER: ContextVar[bytes] = ContextVar("caller", default=NOBODY)
+"""The caller of the request that is being served, as a hash of its key; the gate sets it.
+
+It is no argument of the routes, so that none of them can forget to pass it on.
+"""
+
+
+def caller_of(key: str | bytes) -> bytes:
+    """A caller by its key, which is not kept."""
+    given = key if isinstance(key, bytes) else key.encode("latin-1")  # as starlette read it
+    return hashlib.sha256(given).digest() if given else NOBODY
+
+
+def owner_of(cache_salt: str | None) -> Owner:
+    """Whose responses and prompts the caller may read: those of its key and of this salt."""
+    return hashlib.sha256(msgspec.json.encode((CALLER.get().hex(), cache_salt))).digest()
+
+
+def tenant_of(cache_salt: str | None) -> str | None:
+    """Whom the scheduler charges: the salt, else the caller's key by a short hash, else nobody."""
+    if cache_salt is not None:
+        return cache_salt
+    return f"key-{CALLER.get().hex()[:16]}" if CALLER.get() else None
+
+
+class Shares(Generic[K]):
+    """Who takes how much of a bounded memory, and whose entry must make room.
+
+    The oldest goes of the owner that has most, if that is more than a quarter; else the oldest of
+    all. So nobody can drive out those who keep to their quarter, and one who is alone has all.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: float = float("inf")) -> None:
+        self.num_bytes = 0
+        self._max_bytes, self._max_entries = max_bytes, max_entries
+        self._entries: OrderedDict[K, tuple[Owner, int]] = OrderedDict()  # oldest first
+        self._by_owner: dict[Owner, OrderedDict[K, None]] = {}
+        self._bytes: dict[Owner, int] = {}
+        self._large: set[Owner] = set()  # those beyond their share, of whom there are few
+
+    def add(self, owner: Owner, key: K, num_bytes: int) -> None:
+        """A new entry, the youngest."""
+        self._entries[key] = (owner, num_bytes)
+        self._by_owner.setdefault(owner, OrderedDict())[key] = None
+        self._count(owner, num_bytes)
+
+    def remove(self, key: K) -> None:
+        """An entry that is gone; it must be there."""
+        owner, num_bytes = self._entries.pop(key)
+        del self._by_owner[owner][key]
+        self._count(owner, -num_bytes)
+        if not self._by_owner[owner]:
+            del self._by_owner[owner], self._bytes[owner]
+
+    def touch(self, key: K) -> None:
+        """Make an entry the youngest."""
+        self._entries.move_to_end(key)
+        self._by_owner[self._entries[key][0]].move_to_end(key)
+
+    def excess(self) -> K | None:
+        """The entry that must go next; None while all is within the bounds. O(1)."""
+        if self.num_bytes <= self._max_bytes and len(self._entries) <= self._max_entries:
+            return None
+        if self._large:
+            return next(iter(self._by_owner[max(self._large, key=self._part)]))
+        return next(iter(self._entries))
+
+    def _count(self, owner: Owner, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes[owner] = self._bytes.get(owner, 0) + num_bytes
+        mark = self._large.add if self._part(owner) > FAIR_SHARE else self._large.discard
+        mark(owner)
+
+    def _part(self, owner: Owner) -> float:
+        """How much of the memory it has, by bytes or by entries, whichever is more."""
+        in_entries = len(self._by_owner[owner]) / self._max_entries
+        return max(self._bytes[owner] / self._max_bytes, in_entries)
+
+
+class Origin(NamedTuple):
+    """Whose a job is, and how long the body that it is about."""
+
+    caller: bytes = NOBODY
+    num_bytes: int = 0
+
+
+NO_ORIGIN = Origin()

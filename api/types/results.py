@@ -1,0 +1,253 @@
+"""What generation gives back: deltas while it runs, a Completion at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from ...core.errors import ForetokenError
+from ...core.interface.request import Usage
+from ...core.interface.step import TokenLogprob
+
+K = TypeVar("K")
+
+
+Body = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that the model wants made."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as an object; raises `ForetokenError` where the model wrote none."""
+        try:
+            return msgspec.json.decode(self.arguments, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ForetokenError(f"the arguments of {self.name} are no object: {error}") from None
+
+    def reply(self, content: str) -> dict[str, Any]:
+        """The message that tells the model what came of it."""
+        return {"role": "tool", "tool_call_id": self.id, "content": content}
+
+
+def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """An answer as a message in OpenAI's form, to be appended to its conversation."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """What is added to a call; ``id`` and ``name`` stand in its first delta alone."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What one step, or several that a slow reader missed, adds to an answer.
+
+    ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
+    string are held back. ``index`` tells the choices of n > 1 apart. ``sources`` says who drafted
+    each token; "" is the target model itself. The answer to a conversation is told apart, as in
+    `Choice`.
+    """
+
+    text: str
+    token_ids: list[int]
+    sources: list[str] = field(default_factory=list)
+    index: int = 0
+    finish_reason: str | None = None  # "stop", "length" or "abort", in the last delta of a choice
+    stop_reason: int | str | None = None  # the stop token id or the stop string
+    logprobs: list[TokenLogprob] | None = None  # one per token id, when asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[CallDelta] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the n answers to a prompt.
+
+    The answer to a conversation is told apart: ``text`` are its words, ``reasoning`` is what the
+    model thought before, ``tool_calls`` what it wants called.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to be appended to its conversation."""
+        return message_of(self.text, self.reasoning, self.tool_calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answer to one prompt. The plain attributes are those of the first choice.
+
+    ``prompt_logprobs`` has one entry per prompt token; the first token has none. ``usage`` counts
+    the prompt once and the tokens of all choices.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    usage: Usage
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text, without special tokens and up to a stop string."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens, the stop token included."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop", "length" or "abort"; of a conversation "tool_calls", too."""
+        return self.choices[0].finish_reason
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before it spoke; of a conversation alone."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """What the model wants called; of a conversation alone."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to be appended to its conversation."""
+        return self.choices[0].message
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token id or stop string that ended it, if one did."""
+        return self.choices[0].stop_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """One entry per token, when asked for."""
+        return self.choices[0].logprobs
+
+
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    """Usage of sibling choices: the prompt of the first, the sum of what was generated."""
+    first = usages[0]
+    total = Usage(
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        cache_write_tokens=_written(usages),
+        cache_loss=first.cache_loss,
+        queue_time=first.queue_time,
+        time_to_first_token=min(usage.time_to_first_token for usage in usages),
+        total_time=max(usage.total_time for usage in usages),
+    )
+    for usage in usages:
+        _add_counts(total, usage)
+    return total
+
+
+def _written(usages: Sequence[Usage]) -> int:
+    """Prompt tokens that siblings wrote: no more than the first did not find."""
+    missing = usages[0].prompt_tokens - usages[0].cached_tokens
+    return min(missing, sum(usage.cache_write_tokens for usage in usages))
+
+
+def batch_usage(usages: Sequence[Usage]) -> Usage:
+    """Usage of several prompts in one body: everything is summed."""
+    total = Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        cache_write_tokens=sum(usage.cache_write_tokens for usage in usages),
+    )
+    for usage in usages:
+        _add_counts(total, usage)
+    return total
+
+
+def _add_counts(total: Usage, usage: Usage) -> None:
+    total.closed_early |= usage.closed_early
+    total.accepted_prediction_tokens += usage.accepted_prediction_tokens
+    total.rejected_prediction_tokens += usage.rejected_prediction_tokens
+    total.completion_tokens += usage.completion_tokens
+    total.proposed_tokens += usage.proposed_tokens
+    total.accepted_tokens += usage.accepted_tokens
+    total.verify_steps += usage.verify_steps
+    _add(total.accepted_by_source, usage.accepted_by_source)
+    _add(total.proposed_by_source, usage.proposed_by_source)
+    _add(total.steps_by_accepted, usage.steps_by_accepted)
+
+
+def _add(total: dict[K, int], counts: dict[K, int]) -> None:
+    for key, count in counts.items():
+        total[key] = total.get(key, 0) + count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call. ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # None: whatever object
+    strict: bool = False  # arguments must be valid, even when the model need not call at all
+
+    @property
+    def body(self) -> Mapping[str, Any]:
+        """In OpenAI's shape."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """Whether the model calls a tool: as it likes, not at all, at least one, or one by name."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None  # with "required": this one
+    parallel: bool = True  # False: at most one call
+    allowed: frozenset[str] | None = None  # those that may be called; None: all
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the turn ends with its first call. A tool that is named is called once."""
+        return not self.parallel or self.name is not None

@@ -1,0 +1,165 @@
+"""SamplingParams: the options of a request, checked once, when they are constructed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...core.errors import InvalidRequest
+from ...core.interface.sampling_params import (
+    MAX_INT,
+    TokenSamplingParams,
+    as_tuple,
+    check_integer,
+    check_number,
+    require,
+)
+
+MAX_N = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_WORDS = 1024  # bad_words
+MAX_DEPTH = 64  # draft tokens of one request in one step
+MAX_PREDICTION_CHARS = 2**17
+MAX_PREDICTION_IDS = 2**16
+MAX_GRAMMAR_CHARS = 2**18  # of json_schema, regex, grammar, or all of choice
+MAX_CHOICES = 4096
+FORMS = ("json_schema", "regex", "grammar", "choice")  # one at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(TokenSamplingParams):
+    """How to continue a prompt. Every bad value raises `InvalidRequest` naming its field.
+
+    ``max_tokens=None`` means up to the end of the context; ``temperature=0`` is greedy; ``top_k=0``
+    and ``top_p=1`` are off. With a ``seed`` the output is a function of the model, the prompt and
+    these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
+    wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
+    One of ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and
+    ``choice`` may give the answer its form. Such an answer ends where it is complete, whatever
+    ``ignore_eos`` and ``min_tokens`` say. Near the limit of its tokens, an answer with a
+    ``json_schema`` or a ``choice`` is left only tokens that let it be completed in time, unless
+    ``close_early`` is False.
+    ``prediction``: the caller's own guess at the answer, as text or token ids; it is drafted from,
+    so it can make the answer faster and never another one.
+    ``priority``: lower runs first; the engine's ``max_priority`` bounds it. ``deadline``: seconds
+    after which the request is aborted.
+    """
+
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    bad_words: Sequence[str] = ()
+    json_schema: Mapping[str, object] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+    close_early: bool = True
+    prediction: str | Sequence[int] | None = None
+    speculation: Literal["auto", "off"] | int | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        """Normalise sequences to tuples and check every field."""
+        TokenSamplingParams.__post_init__(self)  # super() does not know a class with slots
+        self._normalise()
+        self._check_numbers_of_request()
+        self._check_strings()
+        self._check_prediction()
+        self._check_speculation()
+        self._check_form()
+
+    @property
+    def form(self) -> str | None:
+        """The field that gives the answer its form, if there is one."""
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
+
+    def _normalise(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", as_tuple("stop", stop))
+        object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", as_tuple("choice", self.choice))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            object.__setattr__(self, "prediction", as_tuple("prediction", self.prediction))
+
+    def _check_numbers_of_request(self) -> None:
+        check_integer("n", self.n, 1, MAX_N)
+        check_integer("priority", self.priority, -(2**31), 2**31 - 1)
+        require(isinstance(self.ignore_eos, bool), "ignore_eos", "must be true or false")
+        require(isinstance(self.close_early, bool), "close_early", "must be true or false")
+        if self.seed is not None:
+            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.deadline is not None:
+            check_number("deadline", self.deadline, 0.0, 1e9)
+
+    def _check_strings(self) -> None:
+        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS}")
+        require(len(self.bad_words) <= MAX_WORDS, "bad_words", f"takes at most {MAX_WORDS}")
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
+                require(fits, name, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
+        salt = self.cache_salt
+        require(salt is None or isinstance(salt, str), "cache_salt", "must be a string")
+        require(salt is None or 0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
+        require(salt is None or _is_unicode(salt), "cache_salt", "must be valid Unicode")
+
+    def _check_prediction(self) -> None:
+        prediction = self.prediction
+        if isinstance(prediction, str):
+            fits = len(prediction) <= MAX_PREDICTION_CHARS
+            require(fits, "prediction", f"takes at most {MAX_PREDICTION_CHARS} characters")
+        elif prediction:
+            fits = len(prediction) <= MAX_PREDICTION_IDS
+            require(fits, "prediction", f"takes at most {MAX_PREDICTION_IDS} token ids")
+            # By type and by extremes: a loop would hold the event loop for tens of milliseconds.
+            require({*map(type, prediction)} == {int}, "prediction", "must be text or token ids")
+            check_integer("prediction", min(prediction), 0, MAX_INT)
+            check_integer("prediction", max(prediction), 0, MAX_INT)
+
+    def _check_form(self) -> None:
+        """Check types and sizes; the content is checked when it is compiled."""
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"{given[1]} cannot go with {given[0]}", param=given[1])
+        schema = self.json_schema
+        if schema is not None and not isinstance(schema, Mapping):
+            require(isinstance(schema, str), "json_schema", "must be an object or its text")
+            _grammar_text("json_schema", schema)
+        _grammar_text("regex", self.regex)
+        _grammar_text("grammar", self.grammar)
+        if self.choice is not None:
+            _choices(self.choice)
+
+    def _check_speculation(self) -> None:
+        depth = self.speculation
+        if isinstance(depth, str):
+            require(depth in ("auto", "off"), "speculation", "must be 'auto', 'off' or a depth")
+        elif depth is not None:
+            check_integer("speculation", depth, 0, MAX_DEPTH)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    return True
+
+
+def _grammar_text(param: str, text: object) -> None:
+    require(text is None or isinstance(text, str), param, "must be text")
+    fits = text is None or 0 < len(text) <= MAX_GRAMMAR_CHARS  # type: ignore[arg-type]
+    require(fits, param, f"takes 1 to {MAX_GRAMMAR_CHARS} characters")
+
+
+def _choices(choice: Sequence[str]) -> None:
+    require(0 < len(choice) <= MAX_CHOICES, "choice", f"takes 1 to {MAX_CHOICES} texts")
+    require(all(isinstance(text, str) and text for text in choice), "choice", "takes texts")
+    fits = sum(map(len, choice)) <= MAX_GRAMMAR_CHARS
+    require(fits, "choice", f"takes at most {MAX_GRAMMAR_CHARS} characters")
