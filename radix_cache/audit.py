@@ -1,7 +1,7 @@
-"""The invariants of a cache and its radix tree, as sentences: AssertionError says one.
+"""The invariants of a cache and its radix tree; an AssertionError holds one as a sentence.
 
-A large tree takes a while, so every function goes in steps, each of some microseconds: whoever has
-something else to do stops in between. What is checked must not change until the last step.
+A large tree takes a while, so every function yields between steps of some microseconds: its caller
+may do other work or stop there. The cache must not change until the last step.
 """
 
 from __future__ import annotations

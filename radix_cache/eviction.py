@@ -35,32 +35,32 @@ SLACK = 64  # ranks of a namespace that may be out of date, beside as many as ar
 class NamespaceQuota:
     """Pages by namespace, against a quota.
 
-    A namespace that owns more than ``quota`` pages is beyond it, and what it owns goes first when
-    room must be made; so nobody can drive out those who keep to theirs, and one who is alone in
-    the tree has all. At most ``pool / quota`` are beyond it at a time.
+    The pages of a namespace that owns more than ``quota`` are evicted first. So no namespace can
+    evict the pages of one that keeps to its quota, and a namespace that is alone in the tree may
+    own all pages. At most ``pool / quota`` namespaces are over quota at a time.
 
-    Who keeps to it is protected for as long as it comes back. Otherwise tenants that are gone would
-    keep those that are here from most of the pool, for ever. So a namespace that nobody uses while
-    ``idle_after`` pages are evicted is idle.
+    A namespace that keeps to its quota is protected only while it is used: otherwise tenants that
+    are gone would hold most of the pool for ever. A namespace is idle if no request used it while
+    ``idle_after`` pages were evicted; its pages go before those of namespaces over quota.
     """
 
     def __init__(self, quota: int | None, idle_after: float = math.inf) -> None:
-        self.quota = quota  # pages; None: nobody has too many
+        self.quota = quota  # pages; None: no namespace is ever over quota
         self.idle_after = idle_after  # evicted pages
         self.num_pages: dict[str | None, int] = {}  # of those that own some
         self._over_quota: set[str | None] = set()
         self._used: OrderedDict[str | None, int] = OrderedDict()  # how many were evicted by then
 
     def over_quota(self) -> Set[str | None]:
-        """Those that own more than their quota, beside others. O(1)."""
+        """Namespaces that own more than the quota while others own pages, too. O(1)."""
         return self._over_quota if len(self.num_pages) > 1 else NO_NAMESPACES
 
     def excess(self, namespace: str | None) -> int:
-        """Pages that one of those beyond its quota owns too many. O(1)."""
+        """Pages that a namespace owns beyond the quota. O(1)."""
         return self.num_pages[namespace] - (self.quota or 0)
 
     def add(self, namespace: str | None, num_pages: int) -> None:
-        """It has got so many pages more, or with a negative number so many fewer. O(1)."""
+        """Count pages that a namespace gained, or lost if the number is negative. O(1)."""
         count = self.num_pages.get(namespace, 0) + num_pages
         if count:
             self.num_pages[namespace] = count
@@ -70,19 +70,19 @@ class NamespaceQuota:
             (self._over_quota.add if count > self.quota else self._over_quota.discard)(namespace)
 
     def use(self, namespace: str | None, num_evicted: int) -> None:
-        """Somebody uses it, after so many evictions. O(1)."""
+        """Note that a request uses the namespace after ``num_evicted`` evictions. O(1)."""
         if self.quota is not None:
             self._used[namespace] = num_evicted
             self._used.move_to_end(namespace)
 
     def most_idle(self, num_evicted: int) -> tuple[str | None, ...]:
-        """Who is idle after so many evictions, and for longest: nobody, or one. O(1)."""
+        """The namespace that has been idle for longest, if one is idle. O(1)."""
         for namespace, used in self._used.items():
             return (namespace,) if num_evicted - used > self.idle_after else ()
         return ()
 
     def forget(self, namespace: str | None) -> None:
-        """It has nothing in the tree and holds nothing there. O(1)."""
+        """Forget a namespace that has no node in the tree. O(1)."""
         self._used.pop(namespace, None)
 
     def check(self, namespaces: Set[str | None]) -> None:
@@ -125,7 +125,8 @@ class EvictionIndex(Generic[Leaf]):
     def __init__(self) -> None:
         # Ranks are unique because ``last_used`` is; none is ever of two namespaces.
         self._leaves: SortedDict[int, Leaf] = SortedDict()
-        self._ranks: dict[str | None, _Ranks] | None = None  # by namespace, once somebody asked
+        # by namespace, from the first `first_of` on
+        self._ranks: dict[str | None, _Ranks] | None = None
 
     def add(self, leaf: Leaf) -> None:
         """Files a leaf under its present rank. O(log n)."""
@@ -142,10 +143,10 @@ class EvictionIndex(Generic[Leaf]):
     def take(
         self, missing: int, owned: NamespaceQuota, num_evicted: int
     ) -> tuple[Leaf | None, int, bool]:
-        """Takes out who gives pages next; how many of those ``missing`` at most; if by its quota.
+        """Takes out the leaf to evict next; returns it, its pages to evict, and if by its quota.
 
-        ``num_evicted``: pages so far, which tell who is idle. O(log n), and O(namespaces beyond
-        their quota).
+        At most ``missing`` pages. ``num_evicted``: pages evicted so far, by which a namespace is
+        idle. O(log n), and O(namespaces over quota).
         """
         if beyond := owned.over_quota():
             if (leaf := self._idle_leaf(owned, num_evicted)) is not None:
@@ -159,7 +160,7 @@ class EvictionIndex(Generic[Leaf]):
         return leaf
 
     def _idle_leaf(self, owned: NamespaceQuota, num_evicted: int) -> Leaf | None:
-        """A leaf of the namespace that is idle for longest. O(log n) on average."""
+        """A leaf of the namespace that has been idle for longest. O(log n) on average."""
         while most_idle := owned.most_idle(num_evicted):
             if (leaf := self.first_of(most_idle)) is not None:
                 return leaf

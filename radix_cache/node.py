@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 Cause = Literal["evicted", "flushed"]
 OnEviction = Callable[[str | None, bytes, Cause], None]
-"""Told of pages that are dropped: their namespace, and the tokens of the first and of the page
+"""Called with pages that are dropped: their namespace, and the tokens of the first and of the page
 before it."""
 
 ITEM_SIZE = array("q").itemsize
@@ -81,7 +81,7 @@ class Node:
     def cut_front(self, num_pages: int, page_size: int) -> Node:
         """Takes the first ``num_pages`` out and returns them as a node of their own.
 
-        Whoever holds this node holds that one: it is to stand between this and the parent. O(len).
+        It gets this node's locks and pins and stands between this node and the parent. O(len).
         """
         cut = num_pages * page_size
         upper = Node(self.namespace, self.parent, self.key[:cut], self.page_ids[:num_pages])
@@ -125,7 +125,7 @@ class Node:
 
 @dataclass(slots=True)
 class PageCounts:
-    """How many pages the nodes of a tree own, and who holds them."""
+    """How many pages the nodes of a tree own, and how many are locked."""
 
     num_pages: int = 0
     num_locked: int = 0  # some receipt holds them
@@ -171,7 +171,7 @@ class Match(NamedTuple):
 class LockHandle:
     """A receipt: it holds every page from the root to the end of ``node`` until unlocked.
 
-    Splitting leaves the lower half in place, so a receipt never has to be told of it.
+    Splitting leaves the lower half in place, so a receipt stays valid.
     """
 
     node: Node  # the deepest node held

@@ -23,7 +23,7 @@ class Pin:
     lock: LockHandle  # owned by the board
     ttl: float  # seconds from the last hit
     until: float  # on the clock of `PinnedPrefixes.expire`
-    serial: int  # tells pins that end at the same time apart
+    serial: int  # distinguishes pins that end at the same time
 
     @property
     def namespace(self) -> str | None:
@@ -76,17 +76,17 @@ class PinnedPrefixes:
                     self._renew(pinned)
 
     def expire(self, now: float) -> None:
-        """Let go of the pins whose time is over. O(1), and O(depth + log n) for each of them."""
+        """Remove the pins whose time is over. O(1), and O(depth + log n) for each of them."""
         self.now = now
         while self._due and self._due.peekitem(0)[0][0] <= now:
             self._drop(self._due.peekitem(0)[1])
 
     def evict_pin(self) -> None:
-        """The oldest pin goes whose going makes pages evictable; there must be one. O(pins)."""
+        """Remove the oldest pin that makes pages evictable; there must be one. O(pins)."""
         self._drop(next(pin for pin in self._pins.values() if pin.lock.node.ref_count == 1))
 
     def drop(self, *namespaces: str | None) -> None:
-        """Let go of all pins of these namespaces, of all when none is named. O(pins)."""
+        """Remove all pins of these namespaces, of all when none is named. O(pins)."""
         for pinned in list(self._pins.values()):
             if not namespaces or pinned.namespace in namespaces:
                 self._drop(pinned)

@@ -17,11 +17,11 @@ IDLE_AFTER = 3  # times the pool, in evicted pages; see NamespaceQuota
 
 
 class PrefixCache:
-    """Lends KV pages to requests and keeps what they computed for those who come later.
+    """Lends KV pages to requests and keeps what they computed for later requests.
 
     Four verbs move pages: `acquire` borrows the longest cached prefix, `extend` adds private pages,
     `publish` gives finished ones to the tree, `release` ends the lease. `pin` keeps cached pages
-    past pressure for a while, `tick` is told the time. ``pin_quota`` is the share of the pool that
+    past pressure for a while, `tick` sets the time. ``pin_quota`` is the share of the pool that
     one namespace may pin; all together may pin twice as much. What a namespace left in the cache
     beyond ``cache_quota`` of the pool makes room before anything else does, but for what no request
     came back to while three times the pool was evicted. Raises ValueError for bad sizes.
@@ -39,7 +39,7 @@ class PrefixCache:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.page_size = page_size  # tokens
         self.num_total_pages = num_pages
-        self.num_queries = 0  # tokens asked for, over all acquires
+        self.num_queries = 0  # tokens looked up, over all acquires
         self.num_hits = 0  # tokens of those that were cached
         self.eviction_log = EvictionLog(page_size)
         # The tree owns the cached pages; others only look.
@@ -57,7 +57,7 @@ class PrefixCache:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody uses. O(1)."""
+        """Pages in the free list. O(1)."""
         return len(self._free)
 
     @property
@@ -227,7 +227,7 @@ class PrefixCache:
         return match.num_tokens
 
     def tick(self, now: float) -> None:
-        """Tells the time in seconds; pins that are over decay to what is merely cached.
+        """Sets the time in seconds; pages of pins that are over are merely cached from now on.
 
         O(1), and O(depth + log n) for each pin that is over.
         """
@@ -244,7 +244,7 @@ class PrefixCache:
         return fresh
 
     def return_newly_allocated_pages(self, page_ids: array[int]) -> None:
-        """The step that they were taken for did not come: the next call tells of them again."""
+        """Put back pages of a step that was not computed: the next call returns them again."""
         self._newly_allocated = page_ids + self._newly_allocated
 
     def flush(self, *namespaces: str | None) -> int:

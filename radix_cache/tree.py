@@ -82,7 +82,7 @@ class RadixTree:
     def lock(self, match: Match, *, is_pin: bool = False) -> LockHandle:
         """Holds exactly the pages of ``match``, cutting the last node where the match ends.
 
-        Without the cut, a short match into a long node would hold pages that nobody reads.
+        Without the cut, a short match into a long node would hold pages that no request reads.
         Raises ValueError when the tree has cut or dropped a node since. O(depth + log n).
         """
         if match.epoch != self.epoch:

@@ -1,6 +1,6 @@
 """The ragged batch: what one forward pass computes, as index tensors shared by all layers.
 
-`Wanted` and `ForwardOutput` are what a caller asks of the pass besides, and what it gets.
+`Wanted` is what a caller requests of a pass besides KV and logits, `ForwardOutput` what it gets.
 """
 
 from __future__ import annotations

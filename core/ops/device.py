@@ -1,6 +1,6 @@
 """The device: which one computes, how much of its memory is free, how long it takes.
 
-Whoever wants to know asks here or an `Ops`: `torch.cuda` is named in this folder alone.
+Other rooms use this module or an `Ops`: `torch.cuda` is named in this folder alone.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _HostStopwatch:
 
 
 class _CudaStopwatch:
-    """Two events in the stream, so that nobody waits before the time is wanted."""
+    """Two events in the stream: the host waits only when it reads the time."""
 
     def __init__(self) -> None:
         self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -57,7 +57,7 @@ class Gauge:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give back the memory of what nobody holds any more."""
+        """Return the memory of tensors that are gone."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()

@@ -76,7 +76,7 @@ class PoolCollector(Collector):
         yield gauge("kv_cache_occupancy", "Held share of the KV pages: scale on it", held / total)
         yield gauge("kv_cache_usage_perc", "Share of KV pages that live requests hold", cache.usage)
         yield gauge("kv_cache_total_pages", "KV pages of the pool", total)
-        yield gauge("kv_cache_free_pages", "KV pages that nobody uses", free)
+        yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
         yield gauge("kv_cache_evictable_pages", "Cached KV pages that may go", evictable)
         yield gauge("kv_cache_held_pages", "KV pages of live requests and of pins", held)
         yield gauge("kv_cache_pinned_pages", "KV pages that pins keep", cache.num_pinned_pages)

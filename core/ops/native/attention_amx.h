@@ -3,7 +3,7 @@
  * Up to sixteen queries are a tile, each a row of it, so a query's bits do not depend on the others.
  * A block's turned keys and paired values are tiles as they lie: sixteen keys, or dimensions, side by
  * side, along words of dimensions, or of keys. Both are filled up with zeros to whole tiles.
- * A last tile of queries may go beyond them, into space that is kept for that; nobody reads its sums.
+ * A last tile of queries may go beyond them, into space that is kept for that; its sums are not read.
  *
  * Of int8 the unit's sums are exact, so all bits are those of attention_int8.h.
  */

@@ -1,6 +1,6 @@
 """Tokens of a pass that the device alone knows: taken from what the sampler left, not by the host.
 
-A pass's packet was copied with the other tokens; these are put in their places on the device.
+The pass's inputs were copied with the other tokens; these are put in their places on the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .gumbel_argmax_kernels import take_kernel
 
 
 def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None:
-    """Complete a pass's fields on the device, behind the copy of them and before who reads them."""
+    """Complete a pass's inputs on the device, behind their copy and before the kernels."""
     device_tokens = batch.device_tokens
     if device_tokens is not None:
         take_kernel[(len(device_tokens.sources),)](

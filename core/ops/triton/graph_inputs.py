@@ -1,4 +1,4 @@
-"""Packet and Reply: all that the host tells the device before a pass in one copy, and its answer.
+"""GraphInputs and AsyncCopy: a pass's inputs in one copy to the device, and its results.
 
 Two launches may be on their way at once. On the device they share everything: one stream does what
 it is asked for in order, so that what the second writes over, the first has read, and memory that
@@ -88,8 +88,8 @@ class _Host:
 class AsyncCopy:
     """Numbers on their way to the host.
 
-    The block is its own: torch keeps it from others for as long as somebody has it or its copy is
-    not over. The mark is its own, too: to read waits for this copy, not for what was asked since.
+    Its block of memory is not reused while it is referenced or its copy is not over. Its event is
+    its own, too: `read` waits for this copy, not for later launches.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -53,7 +53,7 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> i
     _put(to["logit_rows"], batch.logit_rows.numpy(), 0)
     if works:  # the same in all of them
         _put(to["lanes"], works[0].lanes, -1)
-    if batch.device_tokens is not None:  # else nobody reads them
+    if batch.device_tokens is not None:  # else they are not read
         _put(to["sources"], batch.device_tokens.sources, -1)
     words, used = to["words"], len(batch.pages)
     words[:used] = batch.pages
@@ -67,7 +67,7 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> i
 
 
 def fill_controls(to: HostFields, controls: SamplingInputs | None) -> None:
-    """Write what is to be chosen; at places that are not there, or with None, nobody is."""
+    """Write the tokens to be chosen; void at places that are not there, or everywhere with None."""
     columns = to["controls"].reshape(-1, NUM_COLUMNS)
     count = 0 if controls is None else len(controls.columns)
     columns[count:, ROW] = -1

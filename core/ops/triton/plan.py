@@ -127,7 +127,7 @@ class DevicePlan:
 
 
 class TritonPlan:
-    """A pass as the host has it. The device gets it when somebody asks for `on_device`."""
+    """A pass as the host has it. `on_device` copies it to the device."""
 
     def __init__(self, batch: RaggedBatch, geometry: Geometry) -> None:
         self.batch = batch

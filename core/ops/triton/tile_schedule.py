@@ -4,7 +4,7 @@ An item is some rows against the keys of one page table. Rows of decoding and ve
 are *narrow*: they are packed into tiles of 16 query heads and take one split of the positions at
 a time, so that a long context is shared among many programs, and pages that several requests
 share are read once for all of them. Rows of long chunks are *wide*: they fill a tile by
-themselves and take all splits of a *stretch* in turn; one stretch is shared by nobody, many are.
+themselves and take all splits of a *stretch* in turn; a single stretch is not shared, many are.
 
 Splits and stretches begin at fixed absolute positions. Every row adds up the splits of a stretch
 in order, and then its stretches in order, whether one program does so or many do; so what a row
@@ -274,7 +274,7 @@ def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
 def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArray]:
     """Segments so that sharers are neighbours, and how many positions each shares with the last.
 
-    Positions that a segment computes itself are its own, whoever else has the page.
+    Positions that a segment computes itself are its own, even if others share the page.
     """
     shared = np.zeros(len(segments), dtype=np.int64)
     if not _may_share(batch, segments):
@@ -292,7 +292,7 @@ def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArra
 
 
 def _may_share(batch: RaggedBatch, segments: IntArray) -> bool:
-    """Whether two of them have the page in which the first split ends: most often nobody has."""
+    """Whether two of them have the page in which the first split ends: most often none has."""
     last = (SPLIT - 1) // batch.page_size
     long = segments[batch.page_counts[segments] > last]
     pages = np.sort(batch.pages[batch.first_pages[long] + last])
