@@ -181,6 +181,10 @@ class RadixTree:
         nodes = [] if match.node is None else match.node.below()
         return self._drop_upwards([node for node in nodes if not node.children])
 
+    def roots(self) -> Iterator[Node]:
+        """The roots of all namespaces, each a node without tokens. O(namespaces)."""
+        return iter(self._roots.values())
+
     def nodes(self) -> Iterator[Node]:
         """Every node, roots included, parents first. O(n)."""
         return (node for root in self._roots.values() for node in root.below())

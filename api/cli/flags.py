@@ -252,6 +252,7 @@ def add_server_flags(parser: Parser) -> None:
     add("--served-model-name", metavar="NAME")
     add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
     add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
+    add("--no-ui", action="store_true", help="do not serve the page at /")
     add(
         "--strict",
         action="store_true",
@@ -354,6 +355,7 @@ def server_settings(parsed: argparse.Namespace) -> Settings:
         served_name=parsed.served_model_name,
         tool_parser=parsed.tool_parser,
         reasoning_parser=parsed.reasoning_parser,
+        ui=not parsed.no_ui,
         strict=parsed.strict,
         normalize=parsed.normalize,
         cors_origins=tuple(parsed.cors_origin or ()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -18,10 +20,11 @@ from ..runtime.tools import read_cache, read_choice, read_tools
 from ..serving.errors import JsonResponse
 from ..serving.serving_context import OPENAI_TEMPERATURE, Service
 from ..serving.sse import HEADERS, EventStream, unless_gone
+from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from ..types.sampling_params import SamplingParams
 from .messages_in import plain_messages
-from .schema import ChatRequest, decoder, refuse_unsupported_chat, sampling_params
+from .schema import AnyRequest, ChatRequest, decoder, refuse_unsupported_chat, sampling_params
 from .shapes import Head, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
 
 decode = decoder(ChatRequest)
@@ -114,6 +117,13 @@ class ChatWriter(Writer):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
+        super().__init__(service, head, body)
+        self._tells_sources = bool(getattr(body, "token_sources", None))
+        self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
+            lambda: TokenPieces(service.llm.tokenizer)
+        )
+
     # -- whole ----------------------------------------------------------------------------------
 
     def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Body:
@@ -174,10 +184,15 @@ class ChatWriter(Writer):
         """What a step adds, all of it in one chunk, and the end in one of its own."""
         chunks = []
         content = _delta_body(delta)
+        if self._tells_sources and not content and not delta.logprobs:
+            self._pieces[delta.index].hold(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         if content or logprobs:
             content = content or {"content": ""}
-            chunks.append(self.chunk(delta.index, {"delta": content}, logprobs=logprobs))
+            pieces = self._pieces[delta.index].read(delta) if self._tells_sources else None
+            chunks.append(
+                self.chunk(delta.index, {"delta": content}, logprobs=logprobs, token_sources=pieces)
+            )
         if delta.finish_reason is not None:
             reason = reason_body(delta.finish_reason)
             chunks.append(
@@ -189,6 +204,33 @@ class ChatWriter(Writer):
                 )
             )
         return chunks
+
+
+class TokenPieces:
+    """The text of each token of a choice, and who drafted it; "" is the model itself.
+
+    The tokens of one character are one piece: it stands at the last of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._waiting: list[tuple[int, str]] = []  # tokens that no chunk has told yet
+
+    def hold(self, delta: TurnDelta) -> None:
+        """Tokens whose text comes with a later chunk."""
+        self._waiting += zip(delta.token_ids, delta.sources, strict=False)
+
+    def read(self, delta: TurnDelta) -> list[tuple[str, str]]:
+        """The pieces of a step, and of those before it that added no text."""
+        self.hold(delta)
+        special, told = self._tokenizer.special_ids, []
+        for token_id, source in self._waiting:
+            if token_id not in special:
+                text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+                told += [(text, source)] if text else []
+        self._waiting = []
+        return told
 
 
 def _whole_call(call: Call) -> Body:

@@ -153,6 +153,7 @@ class ChatRequest(Sampling, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None
+    token_sources: bool | None = None  # an extension: chunks tell who drafted each token
     echo: bool | None = None
     audio: Any = None
 

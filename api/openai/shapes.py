@@ -154,6 +154,7 @@ class Writer:
         logprobs: Body | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
+        token_sources: list[tuple[str, str]] | None = None,
     ) -> bytes:
         """One chunk of one choice."""
         choice = {
@@ -164,6 +165,8 @@ class Writer:
         }
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
+        if token_sources is not None:
+            choice["token_sources"] = token_sources
         return self._event([choice], None)
 
     def end(self, usage: Usage) -> Iterator[bytes]:

@@ -106,6 +106,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_sources: list[list[str]] | None = None  # text and drafter of each token, if asked
 
 
 class TextChoiceBody(Struct, kw_only=True):

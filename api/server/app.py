@@ -30,6 +30,7 @@ from ..serving.serving_context import Service, Settings
 from ..types.results import Body
 from .auth import Gate
 from .cache_routes import CacheRoutes
+from .dashboard import Dashboard
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
@@ -213,6 +214,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache", cache.show, methods=["GET"]),
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
+        *Dashboard(service).routes,
         Route("/openapi.json", OpenApi().show, methods=["GET"]),
     ]
 

@@ -16,9 +16,10 @@ from ..serving.errors import ApiError
 from ..serving.serving_context import Settings
 from ..types.request_context import CALLER, NOBODY, caller_of, note_request_id
 
+PAGE_PATH = "/"  # it holds nothing but itself, and asks for the key
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
-OPERATOR_PATHS = frozenset({"/cache"})
+OPERATOR_PATHS = frozenset({"/cache", "/ui/events"})
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
 CLOSE = {"connection": "close"}
@@ -37,6 +38,7 @@ class Gate:
         self.app = app
         self._limits = settings.limits
         self._needs_key = bool(settings.api_keys)
+        self._has_page = settings.ui
         self._admins = _digests(settings.admin_keys)
         self._callers = [*_digests(settings.api_keys), *self._admins]
         # Of several callers none may do to the others what one alone may do to itself.
@@ -89,6 +91,8 @@ class Gate:
             return None
         if IS_SPARE in scope["state"]:
             return self._full()
+        if path == PAGE_PATH and self._has_page:
+            return None
         is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
         needs_admin = bool(self._admins) and is_operators
         if known is None and (self._needs_key or needs_admin):

@@ -48,6 +48,7 @@ from ..types.sampling_params import (
 from .cache_routes import FlushRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+HTML = "text/html"
 REF = "#/components/schemas/{name}"
 SECURITY: list[Body] = [{"bearer": []}, {"header": []}]
 OPEN = frozenset({"/health"})  # need no key
@@ -277,6 +278,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         body=FlushRequest, answer=wire.Flushed, is_body_needed=False, errors=(403, 408, 413, 503)
     ),
     ("POST", "/debug/audit"): Operation(answer=wire.Audit, errors=(403, 503)),
+    ("GET", "/"): Operation(media=HTML),
+    ("GET", "/ui/events"): Operation(media=EVENTS, errors=(403,)),
     ("GET", "/openapi.json"): Operation(),
 }
 """By method and path. A query parameter with a "!" must be there."""
@@ -382,7 +385,7 @@ def _operation(route: Route, method: str, shapes: _Shapes) -> Body:
 
 
 def _responses(path: str, known: Operation, shapes: _Shapes) -> Body:
-    schema = {"type": "string"} if known.media == TEXT else shapes.of(known.answer)
+    schema = {"type": "string"} if known.media in (TEXT, HTML, EVENTS) else shapes.of(known.answer)
     content: Body = {known.media: {"schema": schema}}
     if known.events is not None:  # the schema is that of one event's data
         content[EVENTS] = {"schema": shapes.of(known.events)}

@@ -44,6 +44,7 @@ class Settings:
     served_name: str | None = None  # None: the model's own
     tool_parser: str = "auto"  # by the model's chat template, or one of `TOOL_PARSERS`
     reasoning_parser: str = "auto"
+    ui: bool = True  # serve a page at / that shows the engine and talks to the model
     strict: bool = False  # refuse what is outside the ranges of OpenAI's and Anthropic's APIs
     normalize: bool = False  # leave out what clients change in their system text, see its rules
     cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any

@@ -147,6 +147,10 @@ class EngineMetrics:
         self._batch.observe(num_rows)
         self._batch_tokens.observe(num_tokens)
 
+    def part_seconds(self) -> dict[str, float]:
+        """Seconds that each part of a round took since the start."""
+        return {part: self._parts.of(part).sum for part in PARTS}
+
     def observe_round(self, output: StepOutput, seconds: float) -> None:
         """The whole round of that step: what the model thread did not take is the host's."""
         self._parts.of("host").observe(max(0.0, seconds - sum(output.times.values())))

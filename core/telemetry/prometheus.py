@@ -55,6 +55,11 @@ class Buckets:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    @property
+    def sum(self) -> float:
+        """All observations together."""
+        return self._sum
+
     def read(self) -> tuple[list[tuple[str, float]], float]:
         """Each bucket with all that is at most its bound, and the sum."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]

@@ -232,5 +232,7 @@ def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> S
         aliases=frozenset({folder.name}),
         vocab_size=vocab_size,
         max_model_len=MAX_MODEL_LEN,
+        exact=True,
+        model_path="own",
         eos_token_ids=frozenset({eos}),
     )
