@@ -55,7 +55,7 @@ def has_ended_alone(client, status) -> bool:
 # -- who may pass -------------------------------------------------------------------------------
 
 CLOSED_TARGETS = [
-    "/", "/v1/models", "//v1/models", "/v1/models/foretoken-builtin", "/metrics", "/ready",
+    "/v1/models", "//v1/models", "/v1/models/foretoken-builtin", "/metrics", "/ready", "/ui/events",
     "/version", "/openapi.json", "/cache", "/cache/explain", "/debug/audit", "/debug/", "/nowhere",
     "/health/", "//health", "/./health", "/v1/../health", "/v1/%2e%2e/health", "/%2e%2e/health",
     "/health/..", "/health%00", "/health%20", "/health%2f", "/%2fhealth", "/health;x", "/HEALTH",
@@ -72,7 +72,7 @@ FORGED = [
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "DELETE", "OPTIONS"])
-def test_without_a_key_nothing_is_served_but_health(client, method):
+def test_without_a_key_nothing_is_served_but_health_and_the_page(client, method):
     for target in CLOSED_TARGETS:
         client.send(head(target, "Content-Length: 0", method=method, key=""))
         assert client.answer(is_head=method == "HEAD").status == 401, target
@@ -82,6 +82,11 @@ def test_health_needs_no_key_however_it_is_written(client):
     for target in ("/health", "/health?x=1", "/%68ealth"):
         assert client.send(head(target, key="")).answer().status == 200
     assert client.send(head("/health", method="POST", key="")).answer().status == 405
+
+
+def test_the_page_needs_no_key_and_takes_nothing(client):
+    assert client.send(head("/", key="")).answer().status == 200
+    assert client.send(head("/", method="POST", key="")).answer().status == 405
 
 
 @pytest.mark.parametrize("line", FORGED)

@@ -204,7 +204,7 @@ def test_an_unknown_model_or_route_is_404_in_json(url: str) -> None:
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
         assert answer.error["param"] == "model"
     assert get(url, "/v1/models/nobody/knows", AUTH).error["code"] == "model_not_found"
-    for path in ("/", "/v1", "/v1/embeddings", "/nope", "/v1/completions/x", "/%ff"):
+    for path in ("/v1", "/v1/embeddings", "/nope", "/v1/completions/x", "/%ff"):
         answer = post(url, path, {}, AUTH)
         assert (answer.status, bool(answer.error)) == (404, True)
 
@@ -213,7 +213,7 @@ def test_a_wrong_method_is_405_and_allow_says_the_right_one(url: str) -> None:
     for path in (CHAT, TEXT, "/tokenize", "/detokenize", "/cache/flush"):
         answer = get(url, path, AUTH)
         assert (answer.status, answer.headers["allow"], bool(answer.error)) == (405, "POST", True)
-    for path in ("/v1/models", "/version", "/health"):
+    for path in ("/", "/v1/models", "/version", "/health"):
         assert post(url, path, {}, AUTH).status == 405
 
 

@@ -242,7 +242,7 @@ MUTATIONS = (
         "Gate._unwelcome",
         "if known is None and (self._needs_key or needs_admin):",
         "if known is None and needs_admin:",
-        ("test_without_a_key_nothing_is_served_but_health",),
+        ("test_without_a_key_nothing_is_served_but_health_and_the_page",),
         "every route but health needs the key",
     ),
     Mutation(
@@ -250,7 +250,7 @@ MUTATIONS = (
         "OPEN_PATHS",
         'OPEN_PATHS = frozenset({"/health"})',
         'OPEN_PATHS = frozenset({"/health", "/metrics"})',
-        ("test_without_a_key_nothing_is_served_but_health",),
+        ("test_without_a_key_nothing_is_served_but_health_and_the_page",),
         "every route but health needs the key",
     ),
     Mutation(
