@@ -122,7 +122,7 @@ def test_a_prewarmed_response_that_is_to_be_kept_is_kept_and_can_go_on(http, say
     assert http.get(f"/v1/responses/{warm['id']}").json() == warm
     body = {"input": "there", "previous_response_id": warm["id"]}
     assert http.post("/v1/responses", json=body).is_success
-    unkept = http.post("/v1/responses", json={"input": "hi", **WARM}).json()
+    unkept = http.post("/v1/responses", json={"input": "hi", "store": False, **WARM}).json()
     assert unkept["store"] is False
     assert http.get(f"/v1/responses/{unkept['id']}").status_code == 404
 
