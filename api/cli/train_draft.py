@@ -209,6 +209,7 @@ class _Encoder:
         self._runner = asyncio.Runner()
         longest = target.config.max_model_len
         self._tokenizer: Tokenizer = Tokenizer.load(target.path, max_model_len=longest)
+        self.fingerprint = self._tokenizer.fingerprint()
 
     def __enter__(self) -> _Encoder:
         return self

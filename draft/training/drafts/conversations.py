@@ -27,6 +27,8 @@ MAX_ASSISTANT_TURNS = 8  # of one conversation
 class TextEncoder(Protocol):
     """Turns text into the target's token ids."""
 
+    fingerprint: str  # with another one, token ids mean other texts
+
     def encode(self, text: str) -> list[int]:
         """Of a plain text."""
 
@@ -110,7 +112,11 @@ def _read_file(path: Path, encoder: TextEncoder, text_len: int) -> Iterator[Conv
         yield from _pieces(encoder.encode(path.read_text(encoding="utf-8")), text_len)
         return
     if _is_traffic(path):
-        yield from (Conversation.of(record, "traffic") for record in read_records(path))
+        for record in read_records(path):
+            if record.tokenizer not in ("", encoder.fingerprint):
+                message = f"data: {path} was recorded with another tokenizer than the target's"
+                raise InvalidRequest(message, param="data")
+            yield Conversation.of(record, "traffic")
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):

@@ -317,15 +317,22 @@ def _saved_model(model: Any, path: Path) -> Any:  # noqa: ANN401 - transformers 
 
 
 def save_student(
-    student: Student, target: Target, folder: Path, extra: Mapping[str, object]
+    student: Student,
+    target: Target,
+    folder: Path,
+    extra: Mapping[str, object],
+    tap_scale: Tensor | None = None,
 ) -> None:
-    """Write a draft as `--draft` reads it, in bfloat16; each file is replaced whole, never half."""
+    """Write a draft as `--draft` reads it, in bfloat16; each file is replaced whole, never half.
+
+    ``tap_scale``: what the taps were multiplied by in training; its head reads them as they are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     module = student.module
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
         new = Path(name)
         if isinstance(module, BlockHead | EagleHead):
-            save_head(_in_bfloat16(module, target), new, extra=extra)
+            save_head(_in_bfloat16(module, target, tap_scale), new, extra=extra)
         else:
             _save_model(module, target, new)
         for path in sorted(new.iterdir()):
@@ -333,12 +340,16 @@ def save_student(
             os.replace(path, folder / path.name)
 
 
-def _in_bfloat16(head: BlockHead | EagleHead, target: Target) -> BlockHead | EagleHead:
+def _in_bfloat16(
+    head: BlockHead | EagleHead, target: Target, tap_scale: Tensor | None
+) -> BlockHead | EagleHead:
     """A copy; one of EAGLE-3 with a part of the vocabulary brings its rows of the output.
 
     Other engines expect them beside the map of ids.
     """
     config, tensors = head.config, dict(head.state_dict())
+    if tap_scale is not None:
+        tensors["fc.weight"] = tensors["fc.weight"] * tap_scale.to(tensors["fc.weight"].device)
     made: BlockHead | EagleHead
     if isinstance(config, EagleConfig):
         if config.is_reduced and not config.owns_output and head.draft_ids is not None:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
 WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
 MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 1e-2
 LM_RATE = 0.3  # a language model begins as trained layers: both rates are lower
+LEVELLED = 8  # conversations by which taps are brought to one size
 CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
 NUM_CHECKS = 10  # times that the held-out conversations are looked at on the way
 CHECKED, REPORTED = 8, 24  # conversations of each temperature, on the way and at the end
@@ -113,6 +114,8 @@ class Trainer:
         self.student: Student = make_student(target, shape, options.init)
         teacher = Teacher(target.decoder, self.student.taps, self._taught_ids(), max_len)
         self._teacher = teacher
+        if options.init is None and self.student.taps:
+            teacher.level_taps(train[:LEVELLED])
         self._examiner = Examiner(teacher, held, seed=options.seed)
         self._shuffler = Shuffler(train, BATCH_TOKENS, options.seed)
         self._generator = torch.Generator().manual_seed(options.seed)
@@ -207,7 +210,11 @@ class Trainer:
             self._keep()
 
     def _keep(self) -> None:
-        save_student(self.student, self._target, self._folder, {})
+        self._save({})
+
+    def _save(self, extra: Mapping[str, object]) -> None:
+        scale = self._teacher.tap_scale
+        save_student(self.student, self._target, self._folder, extra, scale)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -219,6 +226,7 @@ class Trainer:
             "draft_ids": self._taught_ids(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "generator": self._generator.get_state(),
+            "tap_scale": self._teacher.tap_scale,
             "progress": asdict(self.progress),
         }
         new = self._state.with_suffix(".new")
@@ -243,6 +251,7 @@ class Trainer:
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self._generator.set_state(state["generator"])
+        self._teacher.tap_scale = state["tap_scale"]
         self.progress = Progress(**state["progress"])
         self._shuffler.place(self.progress.epoch, self.progress.cursor)
 
@@ -309,7 +318,7 @@ class Trainer:
         }
         final = sum(each.tokens_per_step for each in outcome.acceptance[::2]) / 2
         if final >= self.progress.best or self.done >= 1:
-            save_student(self.student, self._target, self._folder, {"odds": odds})
+            self._save({"odds": odds})
         write_report(self._folder, outcome.report)
         return outcome
 

@@ -56,6 +56,7 @@ class Teacher:
         num_seats = max(1, PASS_ROWS // max_len)
         self._pool = decoder.make_pool(num_seats * self._pages, page_size=PAGE_SIZE)
         self._max_len, self._num_seats = max_len, num_seats
+        self.tap_scale: Tensor | None = None  # [num_taps * hidden] that taps are multiplied by
 
     @torch.inference_mode()
     def __call__(self, batch: Sequence[Conversation]) -> Lesson:
@@ -80,9 +81,25 @@ class Teacher:
                 probabilities.append(p)
         lens = torch.tensor([len(talk) for talk in batch])
         # Out of inference mode: a draft's backward pass reads them.
+        if self.tap_scale is not None:
+            taps *= self.tap_scale
         parts = (token_ids.to(device), lens, taps, torch.cat(probabilities), rows.to(device))
         with torch.inference_mode(False):
             return Lesson(*(part.clone() for part in parts))
+
+    def level_taps(self, batch: Sequence[Conversation]) -> Tensor:
+        """Find and set a scale by which every dimension of the taps has about the same size.
+
+        In a residual stream a few dimensions are a hundred times larger than the others and hardly
+        change: unlevelled they drown what a head has to read. The first token is an outlier.
+        """
+        lesson = self(batch)
+        is_token = torch.arange(lesson.taps.shape[1]) < lesson.lens.unsqueeze(1)
+        is_token[:, 0] = False
+        taps = lesson.taps[is_token.to(lesson.taps.device)].float()
+        self.tap_scale = (taps.square().mean(dim=0).sqrt() + 1e-3).reciprocal()
+        self.tap_scale = self.tap_scale.to(lesson.taps.dtype)
+        return self.tap_scale
 
     def _passes(self, batch: Sequence[Conversation]) -> Iterator[list[int]]:
         """Places of conversations that fit one pass together."""

@@ -24,6 +24,8 @@ from foretoken.draft.training.drafts.records import VERSION, Record, read_record
 class Letters:
     """An encoder of one id a letter; an answer is asked for by 0, a message ends with 1."""
 
+    fingerprint = "letters"
+
     def encode(self, text):
         return [ord(letter) for letter in text]
 
@@ -84,6 +86,15 @@ def test_recorded_traffic_is_read_as_it_was_written(tmp_path):
     (tmp_path / "t.jsonl").write_bytes(write_line(record) + b'{"v":1,"tok')  # it was being written
     (talk,) = read(tmp_path / "t.jsonl")
     assert talk == Conversation([5, 6, 7], 2, 0.5, "traffic")
+
+
+def test_traffic_of_another_tokenizer_is_refused(tmp_path):
+    for name, tokenizer in (("same", "letters"), ("other", "words")):
+        record = Record(v=VERSION, tokens=[5, 6, 7], prompt_len=2, tokenizer=tokenizer)
+        (tmp_path / f"{name}.jsonl").write_bytes(write_line(record))
+    assert len(read(tmp_path / "same.jsonl")) == 1
+    with pytest.raises(InvalidRequest, match="another tokenizer"):
+        read(tmp_path / "other.jsonl")
 
 
 def test_a_chat_that_the_target_cannot_hold_is_left_out(tmp_path):

@@ -144,6 +144,22 @@ def test_a_written_head_is_read_to_the_bit(train, target, tmp_path, kind, type_,
     assert set(own["odds"]) == {"greedy", "sampled"}
 
 
+@pytest.mark.parametrize("kind", ["block", "eagle3"])
+def test_a_head_that_began_at_random_reads_taps_as_they_are(train, target, talks, tmp_path, kind):
+    """In training every dimension of its taps has about the same size."""
+    trainer = train(kind, init=None)
+    trainer.run()
+    scale = trainer._teacher.tap_scale
+    assert scale.max() > 2 * scale.min()
+    plain = Teacher(target.decoder, trainer.student.taps, None, max_len=64)(talks[:8]).taps
+    levelled = trainer._teacher(talks[:8]).taps
+    before, after = (each.square().mean(dim=(0, 1)) for each in (plain, levelled))
+    assert after.max() / after.median() < 0.7 * before.max() / before.median()
+    written = open_head(tmp_path / "out", target.config).load().float()
+    found, trained = written.fc(plain), trainer.student.module.fc(levelled)
+    torch.testing.assert_close(found, trained, atol=0.05 * float(trained.detach().abs().max()), rtol=0.05)
+
+
 def test_a_written_language_model_is_served(train, target, tmp_path):
     from foretoken.api.build.drafts import check_compatible
     from foretoken.core.model.loader import load_decoder
