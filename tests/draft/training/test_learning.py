@@ -157,7 +157,9 @@ def test_a_head_that_began_at_random_reads_taps_as_they_are(train, target, talks
     assert after.max() / after.median() < 0.7 * before.max() / before.median()
     written = open_head(tmp_path / "out", target.config).load().float()
     found, trained = written.fc(plain), trainer.student.module.fc(levelled)
-    torch.testing.assert_close(found, trained, atol=0.05 * float(trained.detach().abs().max()), rtol=0.05)
+    torch.testing.assert_close(
+        found, trained, atol=0.05 * float(trained.detach().abs().max()), rtol=0.05
+    )
 
 
 def test_a_written_language_model_is_served(train, target, tmp_path):
