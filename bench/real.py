@@ -10,7 +10,8 @@ seen another setting's steps, at 16 requests those of 272 rows. The ratio is tha
 against the best fixed depth, ``off`` included.
 
 ``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
-replayed on it, so acceptance is that of the text.
+replayed on it, so acceptance is that of the text. The kind ``adversarial`` is replayed, too: random
+order of five tokens, on which speculation must cost next to nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata
 from ..core.model.config import read_config
 from .pairs import qwen3_06b
-from .real_tasks import KINDS, PER_HALF, Half, prompts
+from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
 from .replay import ReplayRunner
 from .report import Spread, command, machine, table, write_json
 
@@ -132,6 +133,8 @@ class Bench:
             self._request(f"{salt}-{index}", prompt, cell, setting, seed=index)
             for index, (salt, prompt) in enumerate(asked)
         ]
+        if isinstance(self._runner, ReplayRunner):
+            self._runner.recorded = {}
         if isinstance(self._runner, ReplayRunner) and self._recorded is not None:
             pairs = [*zip(prompts, asked, strict=True), *zip(requests, asked, strict=True)]
             pairs += zip(lead_in, asked, strict=False)
@@ -261,7 +264,7 @@ def _config(args: argparse.Namespace) -> Iterator[tuple[str, EngineConfig]]:
 
 
 async def _record(
-    args: argparse.Namespace, kinds: Sequence[str]
+    args: argparse.Namespace,
 ) -> dict[tuple[str, float], dict[tuple[int, ...], list[int]]]:
     """SmolLM2's own answers, by kind and temperature, to be replayed on another shape."""
     config = EngineConfig(device="cpu", dtype="bfloat16", kv_tokens=32768, max_model_len=2048)
@@ -269,7 +272,9 @@ async def _record(
     await built.engine.start()
     bench = Bench(built, args.max_tokens, None)
     found = {}
-    for kind in kinds:
+    for kind in args.kinds:
+        if kind == ADVERSARIAL:
+            continue
         asked = await streams(built, kind, args.half, args.prompts)
         for temperature in args.temperatures:
             cell = Cell(kind, 1, temperature)
@@ -280,17 +285,20 @@ async def _record(
 
 
 async def _main(args: argparse.Namespace) -> list[dict[str, object]]:
-    recorded = await _record(args, args.kinds) if args.model == RANDOM else None
+    recorded = await _record(args) if args.model == RANDOM else {}
     lines, reports = [], []
     with _config(args) as (model, config):
         built = build(model, config)
-        if recorded is not None:
+        made = adversarial(args.prompts, 256, args.max_tokens, built.vocab_size)
+        for temperature in args.temperatures:
+            recorded[ADVERSARIAL, temperature] = {tuple(prompt): answer for prompt, answer in made}
+        if args.model == RANDOM or ADVERSARIAL in args.kinds:
             assert isinstance(built.engine.runner, ModelRunner)
             built.engine.runner = ReplayRunner.over(built.engine.runner)
         await built.engine.start()
         for kind in args.kinds:
             for temperature in args.temperatures:
-                answers = None if recorded is None else recorded[kind, temperature]
+                answers = recorded.get((kind, temperature))
                 if answers is None:
                     asked = await streams(built, kind, args.half, args.prompts)
                 else:
@@ -313,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2", help=f"as for `serve`, or {RANDOM}")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights; auto: as stored")
     parser.add_argument("--draft", help="as `foretoken serve --draft`")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, ADVERSARIAL), default=list(KINDS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))

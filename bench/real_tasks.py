@@ -3,7 +3,8 @@
 Four kinds, by how much of an answer stands in its prompt: ``edit`` (rename a function and answer
 with the code), ``agent`` (say a tool's JSON output again), ``quote`` (repeat a passage) and
 ``chat`` (open questions). Each list is cut in two: what priors and constants are fitted on
-(``tune``) is never what figures are shown of (``show``).
+(``tune``) is never what figures are shown of (``show``). A fifth kind is no task: ``adversarial``
+streams, in which everything looks as if it came again and hardly anything does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import hashlib
 import importlib.util
 import json
+import random
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,6 +22,7 @@ from typing import Literal, TypeAlias
 
 Half: TypeAlias = Literal["tune", "show"]
 KINDS = ("edit", "quote", "agent", "chat")
+ADVERSARIAL = "adversarial"
 PER_HALF = 16  # prompts of a kind
 
 _MODULES = (
@@ -99,6 +102,17 @@ def prompts(kind: str, half: Half) -> tuple[str, ...]:
     if len(made) < 2 * PER_HALF:
         raise RuntimeError(f"this Python has texts for only {len(made)} prompts of {kind}")
     return tuple(made[("tune", "show").index(half) :: 2])
+
+
+def adversarial(
+    num_streams: int, prompt_len: int, answer_len: int, vocab_size: int
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers of five tokens in random order: matches everywhere, few that hold."""
+    rng = random.Random(7)
+    few = [rng.randrange(5, vocab_size) for _ in range(5)]
+    return [
+        (rng.choices(few, k=prompt_len), rng.choices(few, k=answer_len)) for _ in range(num_streams)
+    ]
 
 
 def _edits() -> Iterator[str]:

@@ -15,7 +15,7 @@ WINNING = 1e4  # a logit above all others
 
 
 class ReplayRunner(ModelRunner):
-    """Steers every request of ``recorded`` (by request id) along its recorded answer."""
+    """Steers every request along its answer in ``recorded`` (by request id), if there are any."""
 
     recorded: Mapping[str, Sequence[int]] = {}
     launches = False  # what is to be said must be known when the tokens are chosen
@@ -26,6 +26,8 @@ class ReplayRunner(ModelRunner):
         return cls(runner.decoder, runner.pool, runner.proposer)
 
     def _verify(self, work: Work) -> list[list[Verified]]:
+        if not self.recorded:
+            return super()._verify(work)
         at = 0
         indices: list[int] = []
         token_ids: list[int] = []

@@ -38,9 +38,10 @@ from ..draft.speculator import DraftSpeculator
 from ..radix_cache import RadixTree
 from .engine import read_bandwidth
 from .load_roofline import file_bytes
+from .real_tasks import adversarial
 from .replay import ReplayRunner
 from .report import command, machine, table, write_json
-from .speculation_load import Load, adversarial, compare
+from .speculation_load import Load, compare
 from .streams import KINDS, Stream, builtin_tokenizer, streams
 
 NUM_DRAFTS = 16

@@ -10,7 +10,6 @@ every look-up finds something and nearly all of it is wrong.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -55,13 +54,6 @@ class Run:
     def total(self, count: Callable[[Usage], int]) -> int:
         """Sum over the requests."""
         return sum(count(usage) for usage in self.usages)
-
-
-def adversarial(count: int, prompt_len: int, output_len: int, vocab_size: int) -> list[Stream]:
-    """Random words of a tiny vocabulary: matches everywhere, hardly any that holds."""
-    rng = random.Random(7)
-    few = [rng.randrange(5, vocab_size) for _ in range(5)]
-    return [(rng.choices(few, k=prompt_len), rng.choices(few, k=output_len)) for _ in range(count)]
 
 
 async def _serve(built: Built, request: Request, limit: asyncio.Semaphore, run: Run) -> None:
