@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from foretoken.core.model.config import FAMILIES
-from foretoken.core.model.formats.gguf import ARCHITECTURES
+from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
 from known_models import KNOWN
@@ -25,6 +25,7 @@ def page() -> str:
         "FAMILIES": _families(),
         "TYPES": textwrap.fill(", ".join(f"`{name}`" for name in sorted(TYPES)), 110),
         "NUM_TYPES": str(len(TYPES)),
+        "GGUF": textwrap.fill(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)), 110),
         "KNOWN": _known(),
         "REFUSED": _refused(),
     }
@@ -40,14 +41,15 @@ def _families() -> str:
         for name in FAMILIES
     ]
     rows += [
-        "| all below | safetensors | torch, native on a CPU; torch on a GPU, not yet run there"
+        "| all below | safetensors; GGUF of those listed below"
+        " | torch, native on a CPU; torch on a GPU, not yet run there"
         " | measured at the start; the same for the tiny models of the tests | transformers |"
     ]
     return "\n".join(rows)
 
 
 def _formats(model_type: str) -> str:
-    return "safetensors, GGUF" if model_type in ARCHITECTURES.values() else "safetensors"
+    return "safetensors, GGUF" if model_type in GGUF_TYPES else "safetensors"
 
 
 def _known() -> str:

@@ -14,6 +14,7 @@ from ..errors import ModelLoadError
 from .checkpoint import gguf_file
 from .fields import Fields, read_json
 from .fold import NO_FOLD, Fold
+from .formats.quantized import read_scheme
 from .rope import RopeSpec, parse_rope
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -241,9 +242,7 @@ def _dtype(fields: Fields) -> DtypeName:
 
 def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would otherwise be computed wrongly without a word."""
-    if fields.has("quantization_config"):
-        problem = "is not supported: the weights must be plain float32, bfloat16 or float16"
-        raise fields.error("quantization_config", problem)
+    read_scheme(fields)
     if fields.flag("is_encoder_decoder", False):
         raise fields.error("is_encoder_decoder", "is not supported: decoders only")
     activation = fields.text("hidden_act", "silu")

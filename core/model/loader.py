@@ -26,7 +26,7 @@ from ..ops.base import (
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedWeight, stack
-from .checkpoint import Checkpoint, check_tensors, gguf_file, open_checkpoint
+from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import DecoderConfig, read_config
 from .decoder import Decoder, head_layout
 from .fields import UnsupportedConfig
@@ -79,7 +79,7 @@ def load_decoder(
     try:
         decoder = _own(path, options)
     except UnsupportedConfig as reason:
-        if impl == "own" or gguf_file(Path(path)) is not None:
+        if impl == "own":
             raise
         return _by_transformers(Path(path), options, str(reason))
     logger.info("%s: computed by its own decoder", decoder.config.model_type)
@@ -237,7 +237,6 @@ class _Assembly:
     ) -> None:
         self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
-        # No file of quantised weights holds a family that is scaled.
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._qkv_order = _qkv_order(config, device)
 
@@ -248,7 +247,7 @@ class _Assembly:
         table = self._cast(embedding)
         is_tied = config.tie_embeddings
         lm_head = embedding if is_tied else self._read(LM_HEAD)
-        if not self._keeps(lm_head):
+        if not self._keeps(lm_head) or fold.logit_scale != 1.0:
             lm_head = table if is_tied else self._cast(lm_head)
             lm_head = scaled(lm_head, fold.logit_scale)
         weights = DecoderWeights(
@@ -292,7 +291,9 @@ class _Assembly:
         ``order``: of the rows, where the family has another one than the kernels.
         """
         stacked = torch.cat([self._vector(f"{name}.bias") for name in names]) if bias else None
-        weight = self._stacked([self._read(f"{name}.weight") for name in names])
+        weight = self._stacked(
+            [self._read(f"{name}.weight") for name in names], keeps=factor == 1.0
+        )
         if isinstance(weight, Tensor):
             weight = scaled(weight, factor)
         if stacked is not None:
@@ -302,8 +303,12 @@ class _Assembly:
             stacked = None if stacked is None else stacked[order]
         return self._ops.pack_linear(weight, stacked)
 
-    def _stacked(self, weights: list[_Weight]) -> _Weight:
-        """As they are stored if all are of one kind that is kept, else cast."""
+    def _stacked(self, weights: list[_Weight], *, keeps: bool) -> _Weight:
+        """As they are stored if all are of one kind that is kept, else cast. A factor is rounded
+        into plain weights alone: scales of 16 bits would lose more.
+        """
+        if not keeps:
+            return torch.cat([self._cast(each) for each in weights])
         kept = [each for each in weights if isinstance(each, QuantizedWeight) and self._keeps(each)]
         joined = stack(kept) if len(kept) == len(weights) else None
         return joined or torch.cat([self._cast(each) for each in weights])

@@ -40,8 +40,6 @@ def inspect_model(path: Path) -> ModelReport:
     try:
         return _own(path)
     except UnsupportedConfig as reason:
-        if gguf_file(path) is not None:
-            return ModelReport(problem=str(reason))
         try:
             return _by_transformers(path)
         except ModelLoadError as error:

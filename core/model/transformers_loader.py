@@ -8,14 +8,14 @@ import warnings
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import ModelLoadError
@@ -24,9 +24,14 @@ from ..ops.batch import Segment
 from .checkpoint import gguf_file
 from .config import DecoderConfig, DtypeName
 from .fields import Fields, read_json
+from .formats.quantized import read_scheme
+from .formats.safetensors import TensorFiles
 from .rope import RopeSpec
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, Asked, AttentionSite, probe
+
+if TYPE_CHECKING:
+    from .formats.gguf import GgufFile
 
 logger = logging.getLogger(__name__)
 
@@ -99,21 +104,21 @@ class TextModel:
     asked: Asked | None
     config: DecoderConfig
     num_parameters: int
+    is_quantized: bool = False  # in its files
+    gguf: GgufFile | None = None
 
 
 def read_text_model(folder: Path) -> TextModel:
-    """The text model of a folder in Hugging Face layout, without its weights.
+    """The text model of a folder in Hugging Face layout or a GGUF file, without its weights.
 
     Raises `ModelLoadError` for one that cannot be served, and says why.
     """
-    if gguf_file(folder) is not None:
-        raise ModelLoadError(
-            f"{folder}: transformers' own modules are not used for GGUF files; "
-            "take the model's safetensors"
-        )
-    config = _read_config(folder)
+    file = gguf_file(folder)
+    gguf = None if file is None else _read_gguf(file)
+    config = _read_config(folder) if gguf is None else _made_config(gguf.values, gguf.where)
     text = config.get_text_config(decoder=True)
     _refuse(folder, config, text)
+    is_quantized = gguf is None and _forget_quantization(folder, config, text)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if model_class is None:
         problem = f"transformers {transformers.__version__} has no causal language model of it"
@@ -123,6 +128,8 @@ def read_text_model(folder: Path) -> TextModel:
         twin = _meta_twin(folder, model_class, text)
         asked = _probed(folder, text.model_type, twin)
     found = _decoder_config(folder, config, text, asked.sites if asked else None)
+    if is_quantized:  # as for quantised GGUF files
+        found = replace(found, dtype="bfloat16")
     count = sum(each.numel() for each in twin.parameters())
     return TextModel(
         folder=folder,
@@ -131,6 +138,8 @@ def read_text_model(folder: Path) -> TextModel:
         asked=asked,
         config=found,
         num_parameters=count,
+        is_quantized=is_quantized,
+        gguf=gguf,
     )
 
 
@@ -183,20 +192,51 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise ModelLoadError(f"{folder / 'config.json'}: transformers: {_short(error)}") from error
 
 
+def _read_gguf(path: Path) -> GgufFile:
+    """A file all of whose tensors transformers' modules have a place for."""
+    from .formats.gguf import GgufFile
+
+    file = GgufFile(path)
+    unknown = sorted(name for name in file.shapes if not name.startswith(("model.", "lm_head.")))
+    if unknown:
+        raise ModelLoadError(f"{path} has unexpected tensors: {', '.join(unknown[:4])}")
+    if any(each != 1 for each in file.divisors):
+        problem = "its RoPE has a divisor for each frequency, which its modules do not take"
+        raise ModelLoadError(f"{path}: {problem}; take the model's safetensors")
+    return file
+
+
+def _made_config(values: dict[str, Any], where: Path) -> PreTrainedConfig:
+    try:
+        with _quiet():
+            made: PreTrainedConfig = CONFIG_MAPPING[values["model_type"]](**values)
+            return made
+    except Exception as error:  # transformers raises whatever a field makes it raise
+        raise ModelLoadError(f"{where}: transformers: {_short(error)}") from error
+
+
 def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     for each in (config, text):
         if each.model_type in REFUSED:
             raise _refusal(folder, each.model_type, REFUSED[each.model_type])
         if getattr(each, "is_encoder_decoder", False):
             raise _refusal(folder, each.model_type, "is_encoder_decoder: decoders only are served")
-        if getattr(each, "quantization_config", None) is not None:
-            raise ModelLoadError(
-                f"{folder / 'config.json'}: quantization_config is not supported: take the plain "
-                "weights, and --quantize int8 or int4, or a GGUF file"
-            )
     if _rope_kind(text) == "dynamic":
         problem = "RoPE of the kind dynamic turns with the length of the batch"
         raise _refusal(folder, text.model_type, problem)
+
+
+def _forget_quantization(folder: Path, *configs: PreTrainedConfig) -> bool:
+    """Whether the files are quantised, which this engine undoes instead of transformers.
+
+    Raises `ModelLoadError` for a scheme that is not read.
+    """
+    where = folder / "config.json"
+    scheme = read_scheme(Fields(read_json(where), str(where)))
+    for config in configs:
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+    return scheme is not None
 
 
 def _refusal(folder: Path, model_type: str, why: str) -> ModelLoadError:
@@ -346,12 +386,15 @@ def _random(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
 
 
 def _load(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    files = source.gguf or (TensorFiles(source.folder) if source.is_quantized else None)
+    values = None if files is None else {name: _LazyTensor(files, name) for name in files.shapes}
     try:
         model, info = source.model_class.from_pretrained(
-            source.folder,
+            source.folder if files is None else None,
+            state_dict=values,
             config=source.text,
             dtype=dtype,
-            key_mapping=_TEXT_PREFIXES if _is_nested(source) else None,
+            key_mapping=_TEXT_PREFIXES if source.gguf is None and _is_nested(source) else None,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -362,6 +405,18 @@ def _load(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
     if missing:
         raise ModelLoadError(f"{source.folder} lacks tensors: {', '.join(missing[:4])}")
     return model
+
+
+class _LazyTensor:
+    """A tensor that transformers reads when it places it, as it does those of its own files."""
+
+    def __init__(self, files: TensorFiles | GgufFile, name: str) -> None:
+        self._files, self._name = files, name
+
+    def __getitem__(self, index: Any) -> Tensor:  # noqa: ANN401 - as a tensor's
+        value = self._files.read(self._name)
+        whole = value if isinstance(value, Tensor) else value.dequantize()
+        return whole[index]
 
 
 def _is_nested(source: TextModel) -> bool:

@@ -7,11 +7,11 @@ tokenizer is not this module's: api/text builds it from the same file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import gguf
 import numpy as np
@@ -25,17 +25,37 @@ from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedWeight
 from ..config import DecoderConfig, parse_config
 from ..fields import Fields
-from ..rope import RopeSpec
-from ..shapes import tensor_shapes
+from .gguf_architectures import (
+    ARCHITECTURES,
+    LAYER_NAMES,
+    MODEL_NAMES,
+    Architecture,
+    architecture_of,
+)
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # to model_type
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
+_NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_SINK_TENSOR = "self_attn.sinks.weight"  # a parameter without that ending
+_STACKED = ("gate_up_proj", "down_proj")  # of gpt-oss's experts
+_HARMONY_VOCAB, _HARMONY_CALL = 201088, 200012  # <|call|> ends an answer, too
+
+_Weight: TypeAlias = Tensor | QuantizedWeight
 
 
-class GgufCheckpoint:
-    """`Checkpoint` of a GGUF file. Tensors are memory-mapped until they are read.
+class _Source(NamedTuple):
+    """A tensor by the name of transformers: its shape, and how it is read."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], _Weight]
+    own_names: tuple[str, ...]
+
+
+class GgufFile:
+    """A GGUF file as what it was made from: the fields of a config.json, and tensors by the names
+    of transformers. Tensors are memory-mapped until they are read.
 
     Raises `ModelLoadError` for a file that is damaged or of an architecture that is not supported.
     """
@@ -45,116 +65,230 @@ class GgufCheckpoint:
         self._reader = _open(file)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._meta = _Metadata(self._reader, file)
-        self.config = self._config()
+        self._architecture = self._known_architecture()
+        self.values = self._values()
+        self._sources = self._find_sources()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the file, by the names of transformers where there is one."""
-        return {
-            self._names.get(name, name): tuple(int(n) for n in reversed(tensor.shape))
+        """Of every tensor in the file; one that is not known keeps the name it has there."""
+        known = {name: source.shape for name, source in self._sources.items()}
+        used = {own for source in self._sources.values() for own in source.own_names}
+        return known | {
+            name: _shape(tensor)
             for name, tensor in self._tensors.items()
-            if name != _ROPE_DIVISORS
+            if name not in used and name not in _NOT_WEIGHTS
         }
 
     @property
     def stored_dtype(self) -> str:
         """Of the output of the first layer's MLP; bfloat16 beside quantised matrices."""
-        tensor = self._tensors.get("blk.0.ffn_down.weight")
+        names = ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight")
+        tensor = next((self._tensors[name] for name in names if name in self._tensors), None)
         return "bfloat16" if tensor is None else _PLAIN.get(tensor.tensor_type, "bfloat16")
 
-    def read(self, name: str) -> Tensor | QuantizedWeight:
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        """Of RoPE's frequencies; empty where the file has none."""
+        return tuple(self._meta.tensor(_ROPE_DIVISORS))
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many matrices have which quantised type."""
+        found: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            if len(tensor.shape) > 1:
+                name = tensor.tensor_type.name
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    def read(self, name: str) -> _Weight:
         """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
-        own_name = self._own_names[name]
-        tensor = self._tensors[own_name]
-        rows = self._order_of(name)
-        value = _value(tensor, self.where)
-        if rows is None:
-            return value
-        return value[rows] if isinstance(value, Tensor) else value.rows(rows)
-
-    def _order_of(self, name: str) -> Tensor | None:
-        """The rows of a Llama's queries and keys lie in turned pairs there, here in halves."""
-        config = self.config
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-        if config.model_type != "llama" or heads is None:
-            return None
-        half = config.head_dim // 2
-        pairs = torch.arange(heads * config.head_dim).view(heads, half, 2)
-        return pairs.transpose(1, 2).reshape(-1)
-
-    @cached_property
-    def _names(self) -> dict[str, str]:
-        """From the file's names of tensors to those of transformers."""
-        return {own: name for name, own in self._own_names.items()}
-
-    @cached_property
-    def _own_names(self) -> dict[str, str]:
-        """From the names of transformers to the file's; tensors that the file lacks included."""
-        arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == self._meta.architecture)
-        table = gguf.get_tensor_name_map(arch, self.config.num_layers)
-        names = {}
-        for name in tensor_shapes(replace(self.config, tie_embeddings=False)):
-            own = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            if own is not None:
-                names[name] = own
-        return names
+        return self._sources[name].read()
 
     # -- config ---------------------------------------------------------------------------------
 
-    def _config(self) -> DecoderConfig:
-        meta = self._meta
-        model_type = ARCHITECTURES.get(meta.architecture)
-        if model_type is None:
+    def _known_architecture(self) -> Architecture:
+        name = self._meta.architecture
+        found = architecture_of(name, self._meta)
+        if found is None:
             supported = ", ".join(sorted(ARCHITECTURES))
-            message = f"architecture {meta.architecture!r} is not supported; {supported} are"
-            raise ModelLoadError(f"{self.where}: {message}")
+            message = f"architecture {name!r} is not supported; {supported} are"
+            raise ModelLoadError(f"{self.where}: {message}; take the model's safetensors")
+        return found
+
+    def _values(self) -> dict[str, Any]:
+        meta = self._meta
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelLoadError(f"{self.where} lacks tensors: token_embd.weight")
         width, heads = meta.number("embedding_length"), meta.number("attention.head_count")
         head_dim = meta.optional("attention.key_length", width // max(1, heads))
-        turning = meta.optional("rope.dimension_count", head_dim)
+        vocab_size = int(embedding.shape[1])
         values = {
-            "model_type": model_type,
-            "vocab_size": int(embedding.shape[1]),
+            "model_type": self._architecture.model_type,
+            "vocab_size": vocab_size,
             "hidden_size": width,
-            "intermediate_size": meta.number("feed_forward_length"),
+            "intermediate_size": meta.optional("feed_forward_length", 0)
+            or meta.number("expert_feed_forward_length"),
             "num_hidden_layers": meta.number("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": meta.optional("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": meta.number("context_length"),
-            "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": meta.optional("attention.layer_norm_rms_epsilon", 1e-5),
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "use_bias": "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "eos_token_id": meta.end_tokens(),
-            "rope_parameters": self._rope(),
-            "partial_rotary_factor": turning / head_dim,
+            "bos_token_id": None,
+            "eos_token_id": meta.end_tokens(vocab_size),
+            "pad_token_id": None,
             "dtype": self.stored_dtype,
         }
-        config = parse_config(Fields(values, str(self.where)))
-        return replace(config, rope=self._with_divisors(config.rope))
+        rope = self._rope(head_dim)
+        values |= self._architecture.fields(meta)
+        given = values.get("rope_parameters", {})
+        if "full_attention" not in given:
+            values["rope_parameters"] = rope | given
+        return values
 
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self, head_dim: int) -> dict[str, Any]:
         meta = self._meta
         rope: dict[str, Any] = {"rope_theta": meta.optional("rope.freq_base", 10000.0)}
+        turning = meta.optional("rope.dimension_count", head_dim)
+        if turning != head_dim:
+            rope["partial_rotary_factor"] = turning / head_dim
+            if not self._architecture.turns_part:
+                problem = f"rope.dimension_count {turning} of {head_dim} (partial_rotary_factor)"
+                raise ModelLoadError(f"{self.where}: {problem} is not supported")
         kind = meta.optional("rope.scaling.type", "none")
+        rope["rope_type"] = "default" if kind == "none" else kind
         if kind == "none":
             return rope
-        rope |= {"rope_type": kind, "factor": meta.optional("rope.scaling.factor", 1.0)}
+        rope["factor"] = meta.optional("rope.scaling.factor", 1.0)
         original = meta.optional("rope.scaling.original_context_length", 0)
         if original:
             rope["original_max_position_embeddings"] = original
         for name in ("beta_fast", "beta_slow"):
-            rope[name] = meta.optional(f"rope.scaling.yarn_{name}", None)
+            value = meta.optional(f"rope.scaling.yarn_{name}", None)
+            if value is not None:
+                rope[name] = value
         return rope
 
-    def _with_divisors(self, rope: RopeSpec) -> RopeSpec:
-        tensor = self._tensors.get(_ROPE_DIVISORS)
-        if tensor is None:
-            return rope
-        return replace(rope, divisors=tuple(float(each) for each in tensor.data.tolist()))
+    # -- tensors --------------------------------------------------------------------------------
+
+    def _find_sources(self) -> dict[str, _Source]:
+        found: dict[str, _Source] = {}
+        for own, tensor in self._tensors.items():
+            layer = _LAYER_TENSOR.fullmatch(own)
+            if layer is None:
+                name = MODEL_NAMES.get(own)
+                if name is not None:
+                    found[name] = self._plain(name, tensor)
+                continue
+            number, leaf, ending = layer.groups()
+            target = (LAYER_NAMES | dict(self._architecture.names)).get(leaf)
+            if target is None:
+                continue
+            name = f"model.layers.{number}.{target}.{ending}"
+            if "{}" in name:
+                found |= self._experts(name, tensor)
+            else:
+                found[name.replace(_SINK_TENSOR, _SINK_TENSOR[:-7])] = self._plain(name, tensor)
+        if self._architecture.experts == "gpt_oss":
+            for layer_number in range(self._meta.number("block_count")):
+                found |= self._gpt_oss_experts(layer_number)
+        return found
+
+    def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _Source:
+        rows = self._order_of(name)
+        offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
+
+        def read() -> _Weight:
+            value = _value(tensor.data, tensor, self.where)
+            if isinstance(value, Tensor):
+                value = value - offset if offset else value
+                return value if rows is None else value[rows]
+            return value if rows is None else value.rows(rows)
+
+        return _Source(_shape(tensor), read, (tensor.name,))
+
+    def _order_of(self, name: str) -> Tensor | None:
+        """The rows of queries and keys where they lie in turned pairs there, here in halves."""
+        fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        field = fields.get(name.split(".")[-2])
+        if not self._architecture.is_turned or field is None:
+            return None
+        heads, head_dim = int(self.values[field]), int(self.values["head_dim"])
+        pairs = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
+        return pairs.transpose(1, 2).reshape(-1)
+
+    def _experts(self, name: str, tensor: gguf.ReaderTensor) -> dict[str, _Source]:
+        """One by one what the file stacks."""
+
+        def read_one(index: int) -> Callable[[], _Weight]:
+            return lambda: _value(tensor.data[index], tensor, self.where)
+
+        count, *shape = _shape(tensor)
+        return {
+            name.format(index): _Source(tuple(shape), read_one(index), (tensor.name,))
+            for index in range(count)
+        }
+
+    def _gpt_oss_experts(self, layer: int) -> dict[str, _Source]:
+        """Gate and up row by row in one, matrices turned; as transformers has them."""
+        found = {}
+        for ending in ("weight", "bias"):
+            owns = [f"blk.{layer}.ffn_{part}_exps.{ending}" for part in ("gate", "up", "down")]
+            if not all(own in self._tensors for own in owns):
+                continue
+            for name, parts in zip(_STACKED, (owns[:2], owns[2:]), strict=True):
+                suffix = "" if ending == "weight" else "_bias"
+                count, rows, *columns = _shape(self._tensors[parts[0]])
+                shape = (count, *columns, rows * len(parts))
+                full_name = f"model.layers.{layer}.mlp.experts.{name}{suffix}"
+                found[full_name] = _Source(shape, self._joined(parts), tuple(parts))
+        return found
+
+    def _joined(self, parts: list[str]) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            tensors = [self._tensors[part] for part in parts]
+            values = [_wide(_value(each.data, each, self.where)) for each in tensors]
+            rows = torch.stack(values, dim=2).flatten(1, 2)  # alternating
+            return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
+
+        return read
+
+
+class GgufCheckpoint:
+    """`Checkpoint` of a GGUF file that this engine's own decoder computes.
+
+    Raises `UnsupportedConfig` for one that it does not.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.where = file
+        self.file = GgufFile(file)
+        config = parse_config(Fields(self.file.values, str(file)))
+        divisors = self.file.divisors
+        if divisors:
+            config = replace(config, rope=replace(config.rope, divisors=divisors))
+        self.config: DecoderConfig = config
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor in the file, by the names of transformers where there is one."""
+        return self.file.shapes
+
+    @property
+    def stored_dtype(self) -> str:
+        """Of the output of the first layer's MLP; bfloat16 beside quantised matrices."""
+        return self.file.stored_dtype
+
+    def read(self, name: str) -> _Weight:
+        """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
+        return self.file.read(name)
 
 
 def read_text(file: Path, name: str) -> str:
@@ -163,11 +297,16 @@ def read_text(file: Path, name: str) -> str:
     return "" if field is None else str(field.contents())
 
 
+_MOST_NUMBERS = 4096
+
+
 # -- metadata -----------------------------------------------------------------------------------
 
 
 class _Reader(gguf.GGUFReader):
-    """Passes over arrays, whose items become an object each: a vocabulary would take seconds."""
+    """Passes over long arrays and those of text, whose items become an object each: a vocabulary
+    would take seconds.
+    """
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
@@ -176,16 +315,21 @@ class _Reader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         raw_item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         item, size = GGUFValueType(raw_item[0]), 12
+        values: list[NDArray[Any]] = []
         if item == GGUFValueType.STRING:
             data, at = self.data.data, orig_offs + size
             for _ in range(int(count[0])):
                 at += 8 + int.from_bytes(data[at : at + 8], "little")
             size = at - orig_offs
         elif item in self.gguf_scalar_to_np:
-            size += int(count[0]) * np.dtype(self.gguf_scalar_to_np[item]).itemsize
+            kind = self.gguf_scalar_to_np[item]
+            if count[0] <= _MOST_NUMBERS:  # as many layers as a model may have
+                values.append(self._get(orig_offs + size, kind, int(count[0])))
+            size += int(count[0]) * np.dtype(kind).itemsize
         else:
             raise ValueError(f"an array of {item.name} is not supported")
-        return size, [raw_item, count], [], [GGUFValueType.ARRAY, item]
+        parts = [raw_item, count, *values]
+        return size, parts, [2] if values else [], [GGUFValueType.ARRAY, item]
 
 
 def _open(file: Path) -> gguf.GGUFReader:
@@ -213,10 +357,24 @@ class _Metadata:
         name = f"{self.architecture}.{name}"
         return self._get(name, (int, float, str)) if name in self._reader.fields else default
 
-    def end_tokens(self) -> list[int]:
+    def flags(self, name: str) -> list[bool]:
+        """An array of them; empty where the file has none."""
+        field = self._reader.fields.get(f"{self.architecture}.{name}")
+        if field is None or field.types[0] != GGUFValueType.ARRAY or not field.data:
+            return []
+        return [bool(each) for each in field.contents()]
+
+    def tensor(self, name: str) -> list[float]:
+        """The numbers of a small tensor; empty where the file has none."""
+        found = next((each for each in self._reader.tensors if each.name == name), None)
+        return [] if found is None else [float(each) for each in found.data.tolist()]
+
+    def end_tokens(self, vocab_size: int) -> list[int]:
         """Tokens that end an answer."""
         names = (f"tokenizer.ggml.{name}" for name in _END_TOKENS)
-        return [self._get(name, int) for name in names if name in self._reader.fields]
+        found = [self._get(name, int) for name in names if name in self._reader.fields]
+        is_harmony = self.architecture == "gpt-oss" and vocab_size == _HARMONY_VOCAB
+        return [*found, *([_HARMONY_CALL] if is_harmony else [])]
 
     def _get(self, name: str, kinds: type | tuple[type, ...]) -> Any:  # noqa: ANN401
         field = self._reader.fields.get(name)
@@ -231,16 +389,25 @@ class _Metadata:
 # -- tensors ------------------------------------------------------------------------------------
 
 
-def _value(tensor: gguf.ReaderTensor, file: Path) -> Tensor | QuantizedWeight:
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
+def _wide(value: _Weight) -> Tensor:
+    return value if isinstance(value, Tensor) else value.dequantize()
+
+
+def _value(data: NDArray[Any], tensor: gguf.ReaderTensor, file: Path) -> _Weight:
+    """``data``: the tensor's, or a part of its rows."""
     kind = tensor.tensor_type
-    if kind in _KEPT:
-        return _KEPT[kind](tensor.data.copy())  # what is mapped cannot be written
+    if kind in _KEPT and data.ndim == 2:
+        return _KEPT[kind](data.copy())  # what is mapped cannot be written
     if kind == GgmlType.BF16:
-        return torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
+        return torch.from_numpy(data.copy()).view(torch.bfloat16)
     if kind in _PLAIN:
-        return torch.from_numpy(tensor.data.copy())
+        return torch.from_numpy(data.copy())
     try:
-        return torch.from_numpy(gguf.dequantize(tensor.data, kind))
+        return torch.from_numpy(gguf.dequantize(data, kind))
     except NotImplementedError:
         message = f"{tensor.name} has the type {kind.name}, which is not supported"
         raise ModelLoadError(f"{file}: {message}") from None

@@ -18,14 +18,18 @@ from torch import Tensor
 
 from ...errors import ModelLoadError
 from ..config import read_folder_config
-from ..fields import read_json
+from ..fields import Fields, read_json
 from ..shapes import EMBEDDING
+from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_ITEM_BYTES = {
+    "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -34,7 +38,7 @@ class TensorEntry:
     """Where a tensor lies and what it is."""
 
     file: Path
-    dtype: str  # F32, F16 or BF16
+    dtype: str  # as the header names it
     shape: tuple[int, ...]
 
 
@@ -44,24 +48,64 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.where = folder
         self.config = read_folder_config(folder)
-        self.entries: dict[str, TensorEntry] = {}
-        self._open: dict[Path, Any] = {}  # safe_open handles, memory-mapped
-        for file, names in _files(folder).items():
-            self._add(file, names)
+        self.files = TensorFiles(folder)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the files."""
-        return {name: entry.shape for name, entry in self.entries.items()}
+        """Of every tensor in the files; quantised matrices by the names of plain ones."""
+        return self.files.shapes
 
     @property
     def stored_dtype(self) -> str:
-        """Of the embedding, which wins over what config.json says."""
-        entry = self.entries.get(EMBEDDING)
+        """Of the embedding, which wins over config.json; bfloat16 beside quantised matrices."""
+        if self.files.quantized:
+            return "bfloat16"
+        entry = self.files.entries.get(EMBEDDING)
         return self.config.dtype if entry is None else _DTYPES[entry.dtype]
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in its own dtype."""
+        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32."""
+        return self.files.read(name)
+
+
+class TensorFiles:
+    """The tensors of a folder. ``scheme``: how its matrices are quantised; None: they are plain.
+
+    Reads headers alone. Raises `ModelLoadError` for files that are missing, damaged or quantised
+    in a way that is not read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = folder / "config.json"
+        self.scheme: Scheme | None = read_scheme(Fields(read_json(config), str(config)))
+        self.entries: dict[str, TensorEntry] = {}
+        self.quantized: dict[str, QuantizedTensor] = {}
+        self._open: dict[Path, Any] = {}  # safe_open handles, memory-mapped
+        for file, names in _files(folder).items():
+            self._add(file, names)
+        if self.scheme is not None:
+            self.quantized = gather(self.scheme, Stored(self.entries, self._read))
+        self._used = {part for each in self.quantized.values() for part in each.parts.values()}
+        _refuse_odd(self.entries, self._used, is_quantised=self.scheme is not None)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor; quantised matrices by the names of plain ones."""
+        plain = {
+            name: entry.shape
+            for name, entry in self.entries.items()
+            if name not in self._used and not (self.scheme is not None and is_passed_over(name))
+        }
+        return plain | {name: each.shape for name, each in self.quantized.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32."""
+        found = self.quantized.get(name)
+        if found is None:
+            return self._read(name)
+        return found.value({role: self._read(part) for role, part in found.parts.items()})
+
+    def _read(self, name: str) -> Tensor:
         file = self.entries[name].file
         try:
             if file not in self._open:
@@ -77,6 +121,22 @@ class SafetensorsCheckpoint:
         if absent:
             raise ModelLoadError(f"{file} lacks {absent[0]}, which {INDEX_FILE} places there")
         self.entries |= {n: e for n, e in entries.items() if names is None or n in names}
+
+
+def _refuse_odd(
+    entries: Mapping[str, TensorEntry], used: Collection[str], *, is_quantised: bool
+) -> None:
+    """Refuse tensors whose items mean nothing without a scheme."""
+    for name, entry in entries.items():
+        if entry.dtype in _DTYPES or name in used:
+            continue
+        if is_quantised and (entry.dtype in ("I64", "BOOL") or is_passed_over(name)):
+            continue
+        beside = "" if is_quantised else " in a checkpoint without quantization_config"
+        raise ModelLoadError(
+            f"{entry.file}: {name} has dtype {entry.dtype}; only {', '.join(_DTYPES)} are "
+            f"supported{beside}"
+        )
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GgmlType
-from safetensors.torch import load_file
+from gguf_files import write_gguf as write
 
 from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.errors import ModelLoadError
@@ -25,7 +25,6 @@ from foretoken.core.ops.quantize import QuantizedWeight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = list(range(3, 23))
-ARCHS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # K-quants take rows of 256, the others of 32.
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
 DEQUANTISED = [
@@ -33,54 +32,6 @@ DEQUANTISED = [
     for kind in GgmlType
     if kind in gguf.quants._type_traits and kind not in (GgmlType.F32, GgmlType.F16)
 ]
-
-
-def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a Llama's queries or keys as GGUF orders them: turned pairs side by side."""
-    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
-    return halves.swapaxes(1, 2).reshape(rows.shape)
-
-
-def write(
-    folder: Path, file: Path, *, kind: GgmlType = GgmlType.F32, **more: tuple[str, Any]
-) -> Path:
-    """A checkpoint in Hugging Face layout as a GGUF file, its matrices quantised."""
-    config = json.loads((folder / "config.json").read_text())
-    arch = ARCHS[config["model_type"]]
-    writer = gguf.GGUFWriter(file, arch)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
-    writer.add_array("tokenizer.ggml.token_type", [1] * config["vocab_size"])
-    for name, (method, value) in more.items():
-        getattr(writer, method)(name.replace("__", "."), value)
-    model_arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.float().numpy()
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(
-            name.split(".")[-2]
-        )
-        if arch == "llama" and heads:
-            values = interleaved(values, config[heads])
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if values.ndim == 2:
-            writer.add_tensor(own, gguf.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(own, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def logits_of(path: Path, **options: Any) -> torch.Tensor:
@@ -215,7 +166,7 @@ def test_an_architecture_nobody_knows_is_refused_by_name(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match="architecture 'mamba' is not supported; llama"):
+    with pytest.raises(ModelLoadError, match=r"architecture 'mamba' is not supported; .*llama"):
         load_decoder(tmp_path / "other.gguf")
 
 

@@ -173,7 +173,10 @@ BAD_CONFIGS = {
     "zero factor": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be"),
     "zero theta": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    "quantized": (
+        {"quantization_config": {"bits": 4}},
+        "quantization_config: quant_method is missing",
+    ),
     "gelu": ({"hidden_act": "gelu"}, "'gelu' is not supported; silu is"),
     "encoder": ({"is_encoder_decoder": True}, "decoders only"),
     "text size": ({"hidden_size": "big"}, "hidden_size must be an integer"),
@@ -208,6 +211,10 @@ def damage_shape(header: dict[str, Any]) -> None:
     entry["shape"] = [32, 2]
 
 
+def in_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
@@ -236,8 +243,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         "the header of model.norm.weight is incomplete",
     ),
     "fp8": (
-        lambda f: edit_header(f, lambda h: h["model.norm.weight"].update(dtype="F8_E4M3")),
-        "dtype F8_E4M3; only F32, F16, BF16",
+        lambda f: edit_tensors(f, in_fp8),
+        "dtype F8_E4M3; only F32, F16, BF16 are supported in a checkpoint without quantization_c",
     ),
     "missing tensors": (
         lambda f: edit_tensors(f, lambda t: [t.pop(k) for k in list(t) if "layers.2." in k]),

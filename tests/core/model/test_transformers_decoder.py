@@ -303,7 +303,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "alibi": ("olmo2", {"model_type": "bloom"}, "ALiBi"),
     "dynamic": ("olmo2", DYNAMIC, "RoPE of the kind dynamic"),
     "encoder": ("olmo2", {"model_type": "t5"}, "is not supported"),
-    "quantised": ("olmo2", {"quantization_config": {"quant_method": "awq"}}, "take the plain"),
+    "quantised": ("olmo2", {"quantization_config": {"quant_method": "aqlm"}}, "take the plain"),
     "no type": ("olmo2", {"model_type": None}, "model_type is missing"),
 }
 

@@ -1,0 +1,169 @@
+"""GGUF files of many families: the logits of transformers' own model of the dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as GgmlType
+from gguf_files import ARCHS, rounded, write_gguf
+
+from checkpoints import ModelDriver, save
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.model import load_decoder
+from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES
+from foretoken.core.model.report import inspect_model
+from foretoken.core.ops.native import native_library
+from greedy_streams import generate, greedy
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+IDS = [int(i) for i in torch.randint(3, 190, (40,), generator=torch.Generator().manual_seed(1))]
+# Layers of both kinds where files have the kinds by rule; widths that 32 divides.
+_BOTH = ["sliding_attention", "full_attention"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma2": {"layer_types": _BOTH},
+    "gemma3_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "olmo3": {"layer_types": _BOTH},
+    "exaone4": {"layer_types": _BOTH},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False}
+    | {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "starcoder2": {"sliding_window": None},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {"norm_topk_prob": False, "use_sliding_window": False}
+    | {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3}
+    | {"attention_multiplier": 0.4, "logits_scaling": 2.0},
+    "gpt_oss": {"intermediate_size": 64, "layer_types": _BOTH},
+    "phi3": {
+        "sliding_window": None,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + 0.25 * i for i in range(8)],
+            "long_factor": [3.0] * 8,
+            "original_max_position_embeddings": 256,
+        },
+        "original_max_position_embeddings": 256,
+    },
+}
+
+
+def made(model_type: str, folder: Path, kind: GgmlType = GgmlType.F32) -> tuple[Any, Path]:
+    """A model whose matrices were rounded as the file rounds them, and that file."""
+    model = tiny_model(model_type, **SHAPES.get(model_type, {}))
+    save(model, folder / "plain")
+    file = write_gguf(folder / "plain", folder / "model.gguf", kind=kind)
+    if kind is not GgmlType.F32:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 2:
+                    parameter.copy_(rounded(parameter, kind))
+    return model, file
+
+
+def logits_of(path: Path, **options: Any) -> torch.Tensor:
+    driver = ModelDriver(load_decoder(path, **options), num_pages=8)
+    return driver.prefill(driver.add(IDS), len(IDS))
+
+
+def expected_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
+
+
+def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
+
+
+@pytest.mark.parametrize("model_type", ARCHS)
+def test_a_file_says_what_transformers_says(model_type: str, tmp_path: Path) -> None:
+    model, file = made(model_type, tmp_path)
+    check(logits_of(file), expected_of(model))
+    assert inspect_model(file).problem is None
+
+
+@pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q4_0, GgmlType.Q5_1])
+@pytest.mark.parametrize("model_type", ["granite", "olmo2", "qwen3", "smollm3"])
+def test_a_quantised_file_says_what_its_dequantised_weights_say(
+    model_type: str, kind: GgmlType, tmp_path: Path
+) -> None:
+    model, file = made(model_type, tmp_path, kind)
+    check(logits_of(file, dtype="float32"), expected_of(model))
+
+
+def test_factors_of_a_family_reach_weights_that_stay_packed(tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    _, file = made("granite", tmp_path, GgmlType.Q8_0)
+    wide = logits_of(file, dtype="float32")
+    rounded = logits_of(file, dtype="bfloat16", backend="native")
+    found = logits_of(file, backend="native")
+    assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path) -> None:
+    model, file = made(model_type, tmp_path)
+    prompts = [IDS[:7], IDS[5:30], IDS]
+    expected = [generate(model, prompt) for prompt in prompts]
+    assert greedy(load_decoder(file), prompts, expected) == expected
+
+
+def test_every_known_architecture_is_tested() -> None:
+    assert set(ARCHS.values()) == set(ARCHITECTURES)
+
+
+def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    _, file = made("seed_oss", tmp_path)
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def with_divisors(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 8, 8, dtype=np.float32))
+        add(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_divisors)
+        write_gguf(tmp_path / "plain", file)
+    with pytest.raises(
+        ModelLoadError, match=r"a divisor for each frequency.*take the model's safe"
+    ):
+        load_decoder(file)
+
+
+def test_unknown_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    import gguf
+    import numpy as np
+
+    _, file = made("seed_oss", tmp_path)
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def with_more(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.surprise.weight", np.zeros((2, 32), np.float32))
+        add(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_more)
+        write_gguf(tmp_path / "plain", file)
+    with pytest.raises(ModelLoadError, match=r"unexpected tensors: blk\.0\.surprise\.weight"):
+        load_decoder(file)

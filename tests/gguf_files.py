@@ -1,0 +1,234 @@
+"""Tiny GGUF files, written from checkpoints as llama.cpp's converters write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as GgmlType
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+Array = NDArray[Any]
+# Architectures by model type, and the names of leaves that gguf's table places elsewhere.
+ARCHS = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "phi3": "phi3", "granite": "granite",
+    "ernie4_5": "ernie4_5", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "glm4": "glm4", "smollm3": "smollm3", "olmo2": "olmo2", "olmo3": "olmo2",
+    "cohere": "command-r", "cohere2": "cohere2", "exaone4": "exaone4", "starcoder2": "starcoder2",
+    "seed_oss": "seed_oss", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+TURNED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+GEMMAS = ("gemma", "gemma2", "gemma3_text")
+
+
+def interleaved(rows: Array, num_heads: int) -> Array:
+    """Rows of queries or keys as GGUF orders Llama's: turned pairs side by side."""
+    halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def rounded(values: torch.Tensor, kind: GgmlType) -> torch.Tensor:
+    """What a matrix is once it was quantised, row by row."""
+    raw = gguf.quantize(np.ascontiguousarray(values.float().numpy()), kind)
+    return torch.from_numpy(np.array(gguf.dequantize(raw, kind))).view(values.shape)
+
+
+def write_gguf(
+    folder: Path, file: Path, *, kind: GgmlType = GgmlType.F32, **more: tuple[str, Any]
+) -> Path:
+    """A checkpoint in Hugging Face layout as a GGUF file, its matrices quantised."""
+    config = json.loads((folder / "config.json").read_text())
+    model_type = config["model_type"]
+    arch = ARCHS[model_type]
+    writer = gguf.GGUFWriter(file, arch)
+    _metadata(writer, config, arch)
+    for name, (method, value) in more.items():
+        getattr(writer, method)(name.replace("__", "."), value)
+    model_arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"])
+    for name, values in _tensors(folder, config).items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        if values.ndim < 2 or own.endswith(".bias"):
+            writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
+            continue
+        raw = gguf.quantize(np.ascontiguousarray(values), kind)
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(
+            own.split(".")[-2]
+        )
+        if model_type in TURNED and heads:
+            raw = interleaved(raw, config[heads])
+        writer.add_tensor(own, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
+    """By names of transformers, or of gguf's table; experts stacked, norms as files have them."""
+    found: dict[str, Array] = {}
+    experts: dict[str, list[Array]] = {}
+    tied = config.get("tie_word_embeddings")
+    turned = config["model_type"] in TURNED
+    for name, tensor in _sorted(load_file(folder / "model.safetensors")).items():
+        values = tensor.float().numpy()
+        if name == "lm_head.weight" and tied:
+            continue
+        if config["model_type"] in GEMMAS and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        if turned and name.endswith(("q_proj.bias", "k_proj.bias")):
+            heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+            values = interleaved(values, config[heads])
+        if ".experts." in name and config["model_type"] != "gpt_oss":
+            before, _, after = name.partition(".experts.")
+            experts.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(values)
+        elif config["model_type"] == "gpt_oss" and ".experts." in name:
+            found |= _gpt_oss(name, values)
+        else:
+            found[f"{name}.weight" if name.endswith("sinks") else name] = values
+    mixtral = {"block_sparse_moe.experts": "feed_forward.experts"}
+    for name, parts in experts.items():
+        for old, new in mixtral.items():
+            name = name.replace(old, new).removeprefix("model.") if old in name else name
+        found[name] = np.stack(parts)
+    return found
+
+
+def _sorted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def key(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+    return {name: tensors[name] for name in sorted(tensors, key=key)}
+
+
+def _gpt_oss(name: str, values: Array) -> dict[str, Array]:
+    is_bias = name.endswith("_bias")
+    stem = name.removesuffix("_bias").rpartition(".")[0]
+    ending = "bias" if is_bias else "weight"
+    rows = values if is_bias else np.ascontiguousarray(values.swapaxes(1, 2))
+    if "gate_up_proj" not in name:
+        return {f"{stem}.down_proj.{ending}": rows}
+    return {
+        f"{stem}.gate_proj.{ending}": np.ascontiguousarray(rows[:, 0::2]),
+        f"{stem}.up_proj.{ending}": np.ascontiguousarray(rows[:, 1::2]),
+    }
+
+
+# -- metadata -------------------------------------------------------------------------------------
+
+
+def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    rope = config["rope_parameters"]
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    share = full.get("partial_rotary_factor", 1.0)
+    if share != 1.0:
+        writer.add_rope_dimension_count(int(head_dim * share))
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
+    if eps:
+        writer.add_layer_norm_eps(eps)
+    eos = config.get("eos_token_id")
+    if isinstance(eos, int):
+        writer.add_eos_token_id(eos)
+    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"])])
+    writer.add_array("tokenizer.ggml.token_type", [1] * config["vocab_size"])
+    _MORE.get(config["model_type"], _nothing)(writer, config)
+
+
+def _nothing(writer: Any, config: dict[str, Any]) -> None:
+    pass
+
+
+def _window(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_sliding_window(config.get("sliding_window") or 0)
+
+
+def _phi3(writer: Any, config: dict[str, Any]) -> None:
+    _window(writer, config)
+    rope = config["rope_parameters"]
+    original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    writer.add_rope_scaling_orig_ctx_len(original)
+    for name in ("long", "short"):
+        if f"{name}_factor" in rope:
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+
+
+def _granite(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _gemma2(writer: Any, config: dict[str, Any]) -> None:
+    _window(writer, config)
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _pattern(writer: Any, config: dict[str, Any]) -> None:
+    if config.get("sliding_window"):
+        _window(writer, config)
+        flags = [each == "sliding_attention" for each in config["layer_types"]]
+        writer.add_sliding_window_pattern(flags)
+
+
+def _cohere(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_logit_scale(config["logit_scale"])
+    if "sliding_window" in config:
+        _window(writer, config)
+
+
+def _experts(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _gpt_oss_metadata(writer: Any, config: dict[str, Any]) -> None:
+    _window(writer, config)
+    _experts(writer, config)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    rope = config["rope_parameters"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+_MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
+    "phi3": _phi3,
+    "granite": _granite,
+    "gemma2": _gemma2,
+    "gemma3_text": _window,
+    "olmo3": _pattern,
+    "exaone4": _pattern,
+    "cohere": _cohere,
+    "cohere2": _cohere,
+    "mixtral": _experts,
+    "qwen2_moe": _experts,
+    "qwen3_moe": _experts,
+    "gpt_oss": _gpt_oss_metadata,
+}
