@@ -25,7 +25,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy core draft radix_cache api bench
 
 bench: $(VENV)/.bench
-	$(BIN)/foretoken bench engine $(ARGS)
+	$(BIN)/python -m foretoken.bench.lab.engine $(ARGS)
 
 # Mistakes are made one by one in a copy of the code: each must make a test fail. Some minutes.
 prove: $(VENV)/.test
@@ -45,21 +45,21 @@ simulate: $(VENV)/.test
 
 # Everything that is measured on a GPU; `make bench-gpu ARGS=--rehearse` needs none.
 bench-gpu:
-	bench/gpu_check.sh $(ARGS)
+	bench/lab/gpu_check.sh $(ARGS)
 
 # Where the time of a step goes.
 profile: $(VENV)/.serve
-	$(BIN)/foretoken bench profile $(ARGS)
+	$(BIN)/python -m foretoken.bench.lab.profile $(ARGS)
 
 # What does not install is skipped with a line; the rest is measured.
 bench-peers: $(VENV)/.bench
-	-$(BIN)/foretoken bench peers setup
-	$(BIN)/foretoken bench peers $(ARGS)
+	-$(BIN)/python -m foretoken.bench.lab.peers setup
+	$(BIN)/python -m foretoken.bench.lab.peers $(ARGS)
 
 # A real server under all that clients do to servers; exits 1 where something did not hold.
 MINUTES ?= 60
 soak: $(VENV)/.serve
-	$(BIN)/foretoken bench soak --minutes $(MINUTES) $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.draft.training.train $(ARGS)

@@ -28,8 +28,8 @@ from ..core.config import EngineConfig
 from ..core.errors import ForetokenError, InvalidRequest
 from ..core.execution.model_runner import ModelRunner
 from ..core.model.config import DecoderConfig, read_config
+from .machine import Meter, largest_cache, prompt_text, shape_of
 from .phases_data import Phases, load
-from .phases_limits import Meter, largest_cache, prompt_text, shape_of
 from .phases_measure import (
     BATCHES,
     QUICK,
@@ -137,7 +137,7 @@ def _model(name: str | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
     if name != RANDOM:
         yield name, {}
         return
-    from .pairs import qwen3_06b
+    from .shapes import qwen3_06b
 
     with tempfile.TemporaryDirectory() as folder:
         config = qwen3_06b()

@@ -9,8 +9,8 @@ from typing import Literal
 import msgspec
 
 from ..core.errors import InvalidRequest
-from .phases_roofline import Limits, Shape
 from .report import Spread
+from .roofline import Limits, Shape
 
 Depth = int | Literal["auto"]
 

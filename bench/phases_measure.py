@@ -19,8 +19,8 @@ from ..core.errors import ForetokenError, InvalidRequest
 from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata
 from .phases_data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
-from .phases_roofline import LENGTHS, POSITIONS, clipped
 from .report import Spread
+from .roofline import LENGTHS, POSITIONS, clipped
 
 DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, "auto")
 SHORT = 8  # tokens of a prompt that leaves nothing in the cache: less than a page

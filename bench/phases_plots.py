@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from .phases_data import DepthPoint, Phases
-from .phases_roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
 from .report import Spread
+from .roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
 
 # Okabe and Ito's colours: told apart by the colour-blind, and in grey.
 BLUE, ORANGE, GREEN, INK, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#777777"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .phases_data import DepthPoint, Phases, PrefillPoint
-from .phases_roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
 from .phases_tables import tables
+from .roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
 
 LOUD = 0.15  # of a median: repeats that lie further apart are told of
 

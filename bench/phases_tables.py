@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .phases_data import Phases
-from .phases_roofline import decode_floor, prefill_floor
 from .report import table
+from .roofline import decode_floor, prefill_floor
 
 
 def tables(phases: Phases) -> Iterator[tuple[str, str]]:

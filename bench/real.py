@@ -36,10 +36,10 @@ from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata
 from ..core.model.config import read_config
-from .pairs import qwen3_06b
 from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
 from .replay import ReplayRunner
 from .report import Spread, command, machine, table, write_json
+from .shapes import qwen3_06b
 
 SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
 RANDOM = "random-0.6b"

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 Row = Mapping[str, object]
+RESULTS = Path(__file__).parent / "results"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -56,9 +57,16 @@ def _cpu_model() -> str:
 def command() -> str:
     """The command line as typed, but for where this machine keeps its files."""
     program = Path(sys.argv[0])
-    by_name = program.name == "foretoken"
     said = [Path(each).name if Path(each).is_absolute() else each for each in sys.argv[1:]]
-    return " ".join(["foretoken" if by_name else f"foretoken bench {program.stem}", *said])
+    return " ".join(["foretoken" if program.name == "foretoken" else _as_module(program), *said])
+
+
+def _as_module(program: Path) -> str:
+    """How a file of this package is run: `foretoken bench serve`, or as a module of `bench/lab`."""
+    parts = [part for part in program.with_suffix("").parts if part != "__main__"]
+    if "lab" not in parts:
+        return f"foretoken bench {parts[-1]}"
+    return ".".join(["python -m foretoken.bench", *parts[parts.index("lab") :]])
 
 
 def table(rows: Sequence[Row]) -> str:

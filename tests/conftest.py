@@ -11,7 +11,7 @@ from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # a busy machine breaks no promise
 settings.load_profile("untimed")
-if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/gpu/conftest.py
+if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/ops/triton/conftest.py
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

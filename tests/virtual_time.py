@@ -7,9 +7,9 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from foretoken.bench.load import Job, Load
-from foretoken.bench.load_figures import Record
-from foretoken.bench.load_http import Failure
+from foretoken.bench.load.figures import Record
+from foretoken.bench.load.generator import Job, Load
+from foretoken.bench.load.http import Failure
 
 
 class _Jumping(selectors.SelectSelector):

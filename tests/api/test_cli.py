@@ -197,10 +197,8 @@ def test_a_known_failure_is_one_line_and_exit_1(monkeypatch, capsys):
 def test_bench_runs_the_named_module_with_the_rest_of_the_line(monkeypatch):
     seen = []
     module = SimpleNamespace(main=lambda argv: seen.append(argv))
-    monkeypatch.setitem(sys.modules, "foretoken.bench.toy", module)
-    entry = SimpleNamespace(name="toy")
-    monkeypatch.setattr(commands.pkgutil, "iter_modules", lambda path: [entry])
-    assert commands.main(["bench", "toy", "--deep", "5"]) == 0
+    monkeypatch.setitem(sys.modules, "foretoken.bench.serve", module)
+    assert commands.main(["bench", "serve", "--deep", "5"]) == 0
     assert seen == [["--deep", "5"]]
 
 

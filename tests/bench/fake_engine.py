@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "peers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "lab" / "peers"))
 
 from wire import Call, Generate, Job, Tokens, UnsupportedError, serve
 

@@ -17,31 +17,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foretoken.bench.gpu import check, lab, report
-from foretoken.bench.gpu.bed import fill
-from foretoken.bench.gpu.check import PARTS, Part
-from foretoken.bench.gpu.equality import difference
-from foretoken.bench.gpu.oracle import _compared, _ragged, _slots, tell_tests
-from foretoken.bench.gpu.report import PAGE, RESULTS, read_results, render
-from foretoken.bench.gpu.shapes import SHAPES, write_shape
-from foretoken.bench.gpu.stage import Place, Result, Stage
-from foretoken.bench.phases_roofline import Limits
+from foretoken.bench.lab.gpu import check, lab, report
+from foretoken.bench.lab.gpu.bed import fill
+from foretoken.bench.lab.gpu.check import PARTS, Part
+from foretoken.bench.lab.gpu.equality import difference
+from foretoken.bench.lab.gpu.oracle import _compared, _ragged, _slots, tell_tests
+from foretoken.bench.lab.gpu.report import PAGE, RESULTS, read_results, render
+from foretoken.bench.lab.gpu.shapes import SHAPES, write_shape
+from foretoken.bench.lab.gpu.stage import Place, Result, Stage
 from foretoken.bench.report import write_json
+from foretoken.bench.roofline import Limits
 from foretoken.core.errors import ForetokenError
 from foretoken.core.model.config import read_config
 from foretoken.core.ops.gauge import Activity, Gauge, _add_up
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.radix_cache import PrefixCache
 
-ROOT = Path(check.__file__).resolve().parents[2]
-SCRIPT = ROOT / "bench" / "gpu_check.sh"
+ROOT = Path(check.__file__).resolve().parents[3]
+SCRIPT = ROOT / "bench" / "lab" / "gpu_check.sh"
 
 
 def made_up(name: str = "decode", **more: object) -> Result:
     fields = {
         "stage": name,
         "title": PARTS[name].title,
-        "command": "bench/gpu_check.sh",
+        "command": "bench/lab/gpu_check.sh",
         "machine": {"cpu": "a processor", "load_average": 0.123456},
         "card": {"name": "a card"},
         "versions": {"torch": "2"},

@@ -7,11 +7,11 @@ import random
 import pytest
 from virtual_time import FakeDriver, make_load, run
 
-from foretoken.bench.load import arrivals
-from foretoken.bench.load_cli import ALL, WORKLOADS, parsed
-from foretoken.bench.load_cli import run as run_workload
-from foretoken.bench.workloads import Scene
-from foretoken.bench.workloads_text import TextCorpus
+from foretoken.bench.load.cli import ALL, WORKLOADS, parsed
+from foretoken.bench.load.cli import run as run_workload
+from foretoken.bench.load.corpus import TextCorpus
+from foretoken.bench.load.generator import arrivals
+from foretoken.bench.load.workloads import Scene
 
 CORPUS = TextCorpus(list(range(500)), list(range(50)))
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from foretoken.bench.load_figures import (
+from foretoken.bench.load.figures import (
     Record,
     apportion,
     chunk_gaps,

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from foretoken.bench.load_http import AnswerParser, Failure, Http
+from foretoken.bench.load.http import AnswerParser, Failure, Http
 
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nServer: x\r\n\r\n"

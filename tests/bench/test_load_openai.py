@@ -8,12 +8,12 @@ import string
 
 import pytest
 
-from foretoken.bench.load import Job, Load, Piece, Session
-from foretoken.bench.load_figures import Record
-from foretoken.bench.load_http import Failure, Http
-from foretoken.bench.load_openai import OpenAIDriver, messages
-from foretoken.bench.load_server import KvUsage, first_model, server_encode
-from foretoken.bench.workloads_text import TextCorpus
+from foretoken.bench.load.corpus import TextCorpus
+from foretoken.bench.load.figures import Record
+from foretoken.bench.load.generator import Job, Load, Piece, Session
+from foretoken.bench.load.http import Failure, Http
+from foretoken.bench.load.openai import OpenAIDriver, messages
+from foretoken.bench.load.server import KvUsage, first_model, server_encode
 
 PROMPT = (Piece("system", [1, 2]), Piece("user", [3]))
 CORPUS = TextCorpus(list(range(100)), [1, 2])
@@ -130,7 +130,7 @@ def test_a_chat_is_sent_as_messages_and_answered_in_text(server):
 
 
 def test_thoughts_count_as_tokens(server):
-    from foretoken.bench.load_openai import Answer
+    from foretoken.bench.load.openai import Answer
 
     record = Record("x", 0.0, times=[], counts=[])
     answer = Answer(record)
@@ -231,7 +231,7 @@ def test_nobody_listening_is_no_connection(server):
 
 
 def test_a_stream_without_an_end_is_a_cut_connection_and_junk_is_unreadable():
-    from foretoken.bench.load_openai import Answer
+    from foretoken.bench.load.openai import Answer
 
     answer = Answer(Record("x", 0.0, times=[], counts=[]))
     answer.feed(1.0, b'data: {"choices":[{"text":"a"}]}\n\n')

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from foretoken.bench import overload
-from foretoken.bench.overload import held
+from foretoken.bench.lab import overload
+from foretoken.bench.lab.overload import held
 
 
 def measured(server, *flags: str) -> tuple[list[dict], list[str]]:

@@ -13,16 +13,24 @@ from pathlib import Path
 import pytest
 from transformers import PretrainedConfig
 
-from foretoken.bench.peers import driver, engines, environments
-from foretoken.bench.peers.driver import Run
-from foretoken.bench.peers.engines import ENGINES, Engine
-from foretoken.bench.peers.limits import Limits, roofline
-from foretoken.bench.peers.measure import Prompts, WrongAnswerError, measure, warm_up
-from foretoken.bench.peers.rows import ROWS, Row, Setting, shrunk
-from foretoken.bench.peers.shapes import Shape
-from foretoken.bench.peers.table import Figures, agreement, best_other, line, notes, ratio, record
-from foretoken.bench.peers.wire import Answer, Call, Job, read_job, write
-from foretoken.bench.peers.worker import Worker, WorkerError
+from foretoken.bench.lab.peers import driver, engines, environments
+from foretoken.bench.lab.peers.driver import Run
+from foretoken.bench.lab.peers.engines import ENGINES, Engine
+from foretoken.bench.lab.peers.limits import Limits, roofline
+from foretoken.bench.lab.peers.measure import Prompts, WrongAnswerError, measure, warm_up
+from foretoken.bench.lab.peers.rows import ROWS, Row, Setting, shrunk
+from foretoken.bench.lab.peers.shapes import Shape
+from foretoken.bench.lab.peers.table import (
+    Figures,
+    agreement,
+    best_other,
+    line,
+    notes,
+    ratio,
+    record,
+)
+from foretoken.bench.lab.peers.wire import Answer, Call, Job, read_job, write
+from foretoken.bench.lab.peers.worker import Worker, WorkerError
 
 FAKE = Path(__file__).parent / "fake_engine.py"
 ROW = Row(
@@ -371,7 +379,10 @@ def test_what_is_not_installed_is_named_and_the_report_is_written(home, monkeypa
     monkeypatch.setattr(driver, "measured_limits", lambda threads: None)
     out = home / "peers.json"
     assert driver.main(["--threads", "1", "--repeats", "1", "--out", str(out)]) == 0
-    assert "absent: skipped: run foretoken bench peers setup absent" in capsys.readouterr().out
+    assert (
+        "absent: skipped: run python -m foretoken.bench.lab.peers setup absent"
+        in capsys.readouterr().out
+    )
     report = json.loads(out.read_text())
     assert report["skipped"] == ["absent"]
     assert report["runs"][0]["rows"][0]["engines"]["foretoken"]["values"]

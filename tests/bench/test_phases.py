@@ -29,7 +29,8 @@ from foretoken.bench.phases_report import (
     prefill_sentence,
     render,
 )
-from foretoken.bench.phases_roofline import (
+from foretoken.bench.report import Spread
+from foretoken.bench.roofline import (
     LENGTHS,
     Limits,
     Shape,
@@ -39,7 +40,6 @@ from foretoken.bench.phases_roofline import (
     prefill_floor,
     prefill_ridge,
 )
-from foretoken.bench.report import Spread
 
 LIMITS = Limits(read=1e9, matrix=1e11, drift=0.0, dtype="bfloat16", how="by hand")
 SHAPE = Shape(

@@ -1,4 +1,4 @@
-"""``foretoken bench profile``: its parts are those of a round and add up to it."""
+"""``python -m foretoken.bench.lab.profile``: its parts are those of a round and add up to it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from foretoken.bench import profile
-from foretoken.bench.profile import HOST, Timer
+from foretoken.bench.lab import profile
+from foretoken.bench.lab.profile import HOST, Timer
 
 
 def test_a_part_inside_another_is_counted_once() -> None:

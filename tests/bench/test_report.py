@@ -17,7 +17,8 @@ RESULTS = Path(report.__file__).parent / "results"
     ("argv", "said"),
     [
         (["/usr/bin/foretoken", "bench", "serve"], "foretoken bench serve"),
-        (["bench/engine.py", "--model", "/home/me/qwen"], "foretoken bench engine --model qwen"),
+        (["bench/lab/engine.py", "--model", "/home/me/qwen"],
+         "python -m foretoken.bench.lab.engine --model qwen"),
         (["foretoken", "bench", "phases", "--out", "a/b.json"],
          "foretoken bench phases --out a/b.json"),
     ],

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from foretoken.bench import offline, serve
-from foretoken.bench.load_report import busy_note, latency_rows, progress_line, stall_note, stalls
-from foretoken.bench.load_roofline import Roofline
-from foretoken.bench.workloads_noisy import LONG_OUTPUT
+from foretoken.bench.load.noisy_neighbour import LONG_OUTPUT
+from foretoken.bench.load.report import busy_note, latency_rows, progress_line, stall_note, stalls
+from foretoken.bench.roofline import Roofline
 
 
 def bench(server, tmp_path, *flags: str) -> tuple[int, dict]:

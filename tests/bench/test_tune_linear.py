@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from foretoken.bench.gpu import tune_linear
+from foretoken.bench.lab.gpu import tune_linear
 from foretoken.core.ops.triton.tiles import linear_launch, linear_tiles
 
 
 def test_the_plan_is_printed_without_triton_or_a_gpu() -> None:
     code = (
-        "import sys; from foretoken.bench.gpu.tune_linear import main; code = main(['--plan']);"
+        "import sys; from foretoken.bench.lab.gpu.tune_linear import main; code = main(['--plan']);"
         "sys.exit(code or any(name.split('.')[0] == 'triton' for name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

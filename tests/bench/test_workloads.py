@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from virtual_time import FakeDriver, make_load, run
 
-from foretoken.bench.load_figures import Record
-from foretoken.bench.load_openai import joined
-from foretoken.bench.workloads import MIXED, SHARED_PREFIX, Lengths, Scene, lengths
-from foretoken.bench.workloads_agents import AGENTS
-from foretoken.bench.workloads_noisy import NOISY_NEIGHBOUR, neighbour_figures
-from foretoken.bench.workloads_text import TextCorpus, chat_corpus, id_corpus, pool_text
-from foretoken.bench.workloads_trace import BLOCK, TRACE, read_trace, synthetic, write_trace
+from foretoken.bench.load.agents import AGENTS
+from foretoken.bench.load.corpus import TextCorpus, chat_corpus, id_corpus, pool_text
+from foretoken.bench.load.figures import Record
+from foretoken.bench.load.noisy_neighbour import NOISY_NEIGHBOUR, neighbour_figures
+from foretoken.bench.load.openai import joined
+from foretoken.bench.load.trace import BLOCK, TRACE, read_trace, synthetic, write_trace
+from foretoken.bench.load.workloads import MIXED, SHARED_PREFIX, Lengths, Scene, lengths
 
 POOL = [(index * 7919) % 5003 for index in range(20_000)]
 

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from foretoken.bench.streams import KINDS, MAX_TOKENS, streams
+from foretoken.bench.lab.streams import KINDS, MAX_TOKENS, streams
 
 
 def by_word(text: str) -> list[int]:

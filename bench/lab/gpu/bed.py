@@ -1,0 +1,102 @@
+"""Bed: a decoder, its KV pool and a runner, and steps of any shape on made-up contexts.
+
+No prompt is computed: pages hold random keys and values, which cost as much to read as any others.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from ....api.types.sampling_params import SamplingParams
+from ....core.config import EngineConfig
+from ....core.execution.model_runner import ModelRunner
+from ....core.interface.step import NO_DRAFT, Draft, PlanRow, SamplingMetadata, StepPlan
+from ....core.model import Decoder
+from ....core.ops.gauge import Gauge
+from ....core.ops.kv_pool import KVPool
+from ...report import Spread
+
+PAGE_SIZE = EngineConfig().sizes("cuda").page_size  # tokens
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Bed:
+    """Rows of sequence ``i`` lie on pages of its own."""
+
+    decoder: Decoder
+    pool: KVPool
+    runner: ModelRunner
+    pages_each: int  # of a sequence
+
+    @classmethod
+    def make(cls, decoder: Decoder, num_sequences: int, num_tokens: int) -> Bed:
+        """Room for so many sequences of so many tokens; ready for steps, as a server is."""
+        pages_each = -(-num_tokens // PAGE_SIZE)
+        pool = decoder.make_pool(num_sequences * pages_each, page_size=PAGE_SIZE)
+        fill(pool)
+        decoder.warm_up(pool, pages_each * PAGE_SIZE)
+        return cls(decoder, pool, ModelRunner(decoder, pool), pages_each)
+
+    def plan(self, num_rows: int, start: int, *, length: int = 1, num_drafts: int = 0) -> StepPlan:
+        """So many sequences, each with ``length`` tokens from ``start`` and a draft behind them."""
+        rows = [self._row(index, start, length, num_drafts) for index in range(num_rows)]
+        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=num_drafts == 0)
+
+    def _row(self, index: int, start: int, length: int, num_drafts: int) -> PlanRow:
+        drawn = np.random.default_rng(index).integers(
+            self.decoder.config.vocab_size, size=start + length + num_drafts
+        )
+        tokens, first = array("q", drawn.tobytes()), index * self.pages_each
+        guesses = tokens[start + length :]
+        return PlanRow(
+            request_id=str(index),
+            tokens=tokens[: start + length],
+            start=start,
+            stop=start + length,
+            page_ids=array("q", range(first, first + self.pages_each)),
+            sampling=SamplingMetadata(params=GREEDY, seed=index, prompt_len=start + length),
+            draft=Draft.of(guesses, "made up") if num_drafts else NO_DRAFT,
+        )
+
+    def part(self, row: PlanRow, start: int, stop: int) -> StepPlan:
+        """A chunk of a prompt; the last one yields a token."""
+        rows = [replace(row, start=start, stop=stop)]
+        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
+
+    def seconds(self, plan: StepPlan, *, repeats: int) -> Spread:
+        """Of a whole step: batch, forward pass, tokens chosen and read back."""
+        for _ in range(2):
+            self.runner.step(plan)
+        return Spread.of(list(self._timed(plan, repeats)))
+
+    def _timed(self, plan: StepPlan, repeats: int) -> Iterator[float]:
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self.runner.step(plan)  # ends when its tokens are read: nothing is left on the device
+            yield time.perf_counter() - began
+
+    def busy(self, gauge: Gauge, plan: StepPlan, *, repeats: int = 5) -> float:
+        """Seconds of a step in which the device did anything."""
+        with gauge.watch() as activity:
+            for _ in range(repeats):
+                self.runner.step(plan)
+        return activity.busy_seconds / repeats
+
+
+def fill(pool: KVPool) -> None:
+    """Random keys and values: zeros would spare the card power, and run faster."""
+    if pool.block.scales_at == 0:
+        pool.data.normal_()
+        return
+    pool.data.view(torch.uint8).random_(0, 127)  # finite numbers in int8 and in e4m3
+    _, scales = pool.split(pool.blocks)
+    if scales is not None:
+        scales.fill_(1 / 64)

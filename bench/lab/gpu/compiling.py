@@ -1,0 +1,84 @@
+"""Compiles every kernel that the other stages need, many models at a time.
+
+A kernel is compiled where it is first launched, one after another. Here processes do that side by
+side for models of the real widths and two layers, and Triton keeps what they compiled.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ....api.build.model_files import BUILTIN
+from ....core.execution.warm_up import warm_up
+from .bed import PAGE_SIZE, fill
+from .shapes import LLAMA, QWEN, SMALL
+from .stage import Place, Stage
+
+BUILTIN_PARTS = ("target", "draft")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.6B": (SMALL, {}),
+    "8B": (QWEN, {}),
+    "8B Llama": (LLAMA, {}),
+    "0.6B, batch": (SMALL, {"exact": "batch"}),
+    "8B, batch": (QWEN, {"exact": "batch"}),
+    "8B, int8": (QWEN, {"quantize": "int8"}),
+    "8B, fp8 keys and values": (QWEN, {"kv_dtype": "fp8"}),
+    **{f"built-in {part}": (part, {}) for part in BUILTIN_PARTS},
+}
+NUM_LAYERS = 2
+MAX_LEN, NUM_TOKENS, NUM_REQUESTS = 16384, 2048, 256  # of the largest steps
+POLL_SECONDS = 0.1
+
+
+def run(stage: Stage) -> None:
+    """All cases at once; how long each took until it was ready to serve."""
+    began = time.monotonic()
+    started = {name: _start(stage.place, name) for name in stage.few(*CASES)}
+    while started and stage.seconds_left > 0:
+        for name in [name for name, process in started.items() if process.poll() is not None]:
+            code = started.pop(name).returncode
+            stage.add("Compiling", {"model": name, "seconds": time.monotonic() - began})
+            if code:
+                stage.wrong(f"{name} ended with code {code}")
+        time.sleep(POLL_SECONDS)
+    for name, process in started.items():
+        process.kill()
+        stage.note(f"{name} was not done in time: later stages compile what it lacks.")
+    stage.note("All at once, each a process of its own; from then on nothing is compiled anew.")
+
+
+def _start(place: Place, name: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __spec__.name, str(place.work), name]
+    return subprocess.Popen([*command, *(["--rehearse"] if place.rehearses else [])])
+
+
+def compile_all(place: Place, name: str) -> None:
+    """Everything that a server of this model compiles."""
+    model, options = CASES[name]
+    if model in BUILTIN_PARTS:
+        decoder = place.decoder(BUILTIN / model, load_format="auto")
+    else:
+        decoder = place.decoder(place.shape(model, num_hidden_layers=NUM_LAYERS), **options)
+    num_tokens = 64 if place.rehearses else NUM_TOKENS
+    max_len = min(4 * num_tokens if place.rehearses else MAX_LEN, decoder.config.max_model_len)
+    pool = decoder.make_pool(
+        max_len // PAGE_SIZE, page_size=PAGE_SIZE, kv_dtype=options.get("kv_dtype", "auto")
+    )
+    fill(pool)
+    requests = 2 if place.rehearses else NUM_REQUESTS
+    warm_up(decoder, pool, max_len=max_len, num_tokens=num_tokens, num_requests=requests)
+
+
+def main(argv: Sequence[str]) -> None:
+    """One case: the folder of the stages, its name, and whether to rehearse."""
+    work, name, *flags = argv
+    compile_all(Place(work=Path(work), rehearses="--rehearse" in flags), name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,141 @@
+"""Decoding on the whole engine: time of a step beside the roofline, and the host's share of it."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+from ...machine import shape_of
+from ...phases_measure import Lab
+from ...report import Spread
+from ...roofline import Shape, decode_floor
+from ..profile import HOST, Round
+from .bed import PAGE_SIZE
+from .lab import open_lab, plant, random_prompts, runner, together
+from .overlap import run_overlap
+from .shapes import LLAMA, QWEN, SMALL
+from .stage import Stage
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+LOOKED_INTO = (1, 64, 256)  # batches whose kernels and whose host time are told
+REPEATS = 3
+SMALLER = ({"quantize": "int8"}, {"kv_cache_dtype": "fp8"})  # the 8B shape's bytes
+WATCHED = 12  # steps in which kernels are looked at, which takes its time
+NUM_KERNELS = 8  # told of, the longest first
+
+
+def run(stage: Stage) -> None:
+    """Random models of real shapes, 1,024 tokens behind each request; then fewer bytes of each."""
+    plain = {name: partial(_model, stage, name, {}) for name in stage.few(QWEN, SMALL, LLAMA)}
+    fewer = {str(more): partial(_model, stage, QWEN, more) for more in SMALLER}
+    stage.try_each(plain)
+    stage.try_each({f"overlap, {SMALL}": partial(run_overlap, stage, SMALL)})
+    if not stage.rehearses:
+        stage.try_each(fewer)
+
+
+async def _model(stage: Stage, name: str, more: dict[str, str]) -> None:
+    context, length = (64, 6) if stage.rehearses else (1024, 32)
+    batches = (1, 4) if stage.rehearses else LOOKED_INTO if more else BATCHES
+    room = context + length + 2 * PAGE_SIZE
+    options = {"kv_tokens": batches[-1] * room, "max_batch_tokens": 1024}
+    async with open_lab(stage, stage.place.shape(name), **options, **more) as lab:
+        prompts = random_prompts(batches[-1], context + 1, lab.built.vocab_size)
+        plant(lab.built.engine, prompts)
+        found = runner(lab.built)
+        shape = shape_of(found.decoder, found.pool)
+        name = " ".join([name, *more.values()])
+        for batch in batches:
+            await _batch(stage, lab, shape, name, prompts[:batch], length)
+        timed = Round(lab.built.engine)
+        for batch in sorted({*LOOKED_INTO} & {*batches}):
+            await _host(stage, lab, timed, name, prompts[:batch], length)
+
+
+async def _batch(
+    stage: Stage, lab: Lab, shape: Shape, name: str, prompts: list[list[int]], length: int
+) -> None:
+    await together(lab, prompts, length)
+    step = await _step(lab, prompts, length)
+    batch, position = len(prompts), len(prompts[0]) + length // 2
+    floor = decode_floor(shape, stage.result.limits, position, batch) if stage.result.limits else 0
+    busy = await _busy(stage, lab, name, prompts, length)
+    stage.add(
+        "Decode, 1,024 tokens behind each request",
+        {
+            "model": name,
+            "batch": batch,
+            "ms a step": step.scaled(1e3),
+            "tokens/s": batch / step.median,
+            "roofline ms": 1e3 * floor,
+            "of the roofline": floor / step.median,
+            "device busy ms": 1e3 * busy,
+            "host gap": 1 - busy / step.median if busy else "-",
+        },
+    )
+    if batch in LOOKED_INTO:
+        await _sampled(stage, lab, name, prompts, step.median)
+
+
+async def _sampled(
+    stage: Stage, lab: Lab, name: str, prompts: list[list[int]], greedy: float
+) -> None:
+    """The same with noise: what drawing costs."""
+    await together(lab, prompts, 4, temperature=1.0)
+    step = await _step(lab, prompts, WATCHED, temperature=1.0)
+    stage.add(
+        "Decode at temperature 1",
+        {
+            "model": name,
+            "batch": len(prompts),
+            "ms a step": step.scaled(1e3),
+            "over greedy": step.median / greedy,
+        },
+    )
+
+
+async def _step(
+    lab: Lab, prompts: list[list[int]], length: int, temperature: float = 0.0
+) -> Spread:
+    """Seconds of a step while all decode."""
+    runs = [await together(lab, prompts, length, temperature=temperature) for _ in range(REPEATS)]
+    return Spread.of([statistics.median(each.pace for each in run) for run in runs])
+
+
+async def _busy(stage: Stage, lab: Lab, name: str, prompts: list[list[int]], length: int) -> float:
+    """Seconds of a step in which the device did anything; its longest kernels are told of."""
+    length = min(length, WATCHED)
+    with stage.gauge.watch() as activity:
+        await together(lab, prompts, length)
+    if len(prompts) in LOOKED_INTO:
+        for kernel, seconds in activity.seconds_by_name.most_common(NUM_KERNELS):
+            stage.add(
+                "Kernels of a step",
+                {
+                    "model": name,
+                    "batch": len(prompts),
+                    "kernel": kernel[:60],
+                    "us a step": 1e6 * seconds / length,
+                    "share": seconds / activity.busy_seconds,
+                },
+            )
+    return activity.busy_seconds / length
+
+
+async def _host(
+    stage: Stage, lab: Lab, timed: Round, name: str, prompts: list[list[int]], length: int
+) -> None:
+    """Where the event loop and the model thread spend a round; a wait for the device included."""
+    timed.clear()
+    await together(lab, prompts, length)
+    parts = timed.parts()
+    stage.add(
+        "A round of the host, ms; forward: launching, verify: with the wait for the device",
+        {
+            "model": name,
+            "requests": len(prompts),
+            "round": parts["round"],
+            "forward": parts["forward"],
+        }
+        | {part: parts[part] for part in HOST},
+    )

@@ -1,0 +1,217 @@
+"""What must be equal on the device: bits of logits, and streams of tokens; and what that costs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....api.build.model_files import BUILTIN
+from ....core.model import Decoder
+from ....core.ops.batch import Segment
+from ...machine import prompt_text
+from ...phases_data import Depth
+from ...phases_measure import Lab, Served
+from ...report import Spread
+from .bed import PAGE_SIZE, Bed
+from .lab import open_lab, random_prompts
+from .shapes import QWEN, SMALL
+from .stage import Stage
+
+NUM_LAYERS = 4  # of the 8B shape: bits and ratios need no more
+CONTEXT = 600  # tokens behind the rows: more than two splits
+BESIDE = (0, 1, 2, 7, 15, 16, 31, 63, 64, 127, 191, 254)  # rows beside the one that is compared
+DEPTH = 4
+CHUNK = 40  # rows of a prompt before those that are compared
+EXACTNESS = ("spec", "batch", "off")
+
+
+def run(stage: Stage) -> None:
+    """Streams, bits, cost."""
+    models = {SMALL: stage.place.shape(SMALL)}
+    if not stage.rehearses:
+        models[f"{QWEN}, {NUM_LAYERS} layers"] = stage.place.shape(
+            QWEN, num_hidden_layers=NUM_LAYERS
+        )
+    stage.try_each(
+        {f"bits, {name}": partial(_bits, stage, name, path) for name, path in models.items()}
+        | {
+            "streams, built-in pair": partial(_streams, stage, None),
+            f"streams, {SMALL}": partial(_streams, stage, models[SMALL]),
+        }
+        | {f"cost, {name}": partial(_cost, stage, name, path) for name, path in models.items()}
+    )
+
+
+# -- bits ---------------------------------------------------------------------------------------
+
+
+def _bits(stage: Stage, name: str, folder: Path) -> None:
+    """Each exactness promises: "spec" for decode and verify rows, "batch" for prompts as well."""
+    for exact in stage.few(*EXACTNESS[:2]):
+        decoder = stage.place.decoder(folder, exact=exact)
+        with stage.part(f"bits, {name}, {exact}"):
+            _compare_rows(stage, name, exact, decoder)
+        del decoder
+
+
+def _compare_rows(stage: Stage, name: str, exact: str, decoder: Decoder) -> None:
+    """A row for all numbers of rows beside; where bits differ, and by how much, is an error."""
+    context = 70 if stage.rehearses else CONTEXT
+    beside = (0, 3) if stage.rehearses else BESIDE
+    scene = Scene(decoder, context, max(beside))
+    alone = torch.cat([scene.logits(context + at, 1, 0) for at in range(DEPTH + 1)])
+    equal: Counter[str] = Counter()
+    for num_beside in beside:
+        found = {
+            "decoded": (scene.logits(context, 1, num_beside), alone[:1]),
+            "verified": (scene.logits(context, DEPTH + 1, num_beside), alone),
+        }
+        if exact == "batch":
+            chunk = scene.logits(context - CHUNK, CHUNK + DEPTH + 1, num_beside)
+            found["in a prompt"] = (chunk[CHUNK:], alone)
+        for kind, (logits, expected) in found.items():
+            off = difference(logits, expected)
+            equal[kind] += off == 0
+            if off:
+                where = f"{num_beside} rows beside"
+                stage.wrong(f"{name}, {exact}: {kind}, {where}: bits differ by {off:.2g}")
+    row = {"model": name, "exact": exact, "rows beside": f"{len(beside)} cases to {max(beside)}"}
+    stage.add(
+        "Logits whose bits are those of a row alone",
+        row | {kind: f"{count} of {len(beside)}" for kind, count in equal.items()},
+    )
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest; 0 for equal bits, infinite where anything is not finite."""
+    if torch.equal(found, expected):
+        return 0.0
+    largest = float((found - expected).abs().max())
+    return largest if largest > 0 else math.inf
+
+
+class Scene:
+    """One sequence whose context is computed, and others to ride beside it."""
+
+    def __init__(self, decoder: Decoder, context: int, num_others: int) -> None:
+        length = context + DEPTH + 1
+        self._bed = Bed.make(decoder, num_others + 1, length)
+        rng = random.Random(3)
+        self._tokens = array("q", rng.choices(range(decoder.config.vocab_size), k=length))
+        self._context = context
+        for start in range(0, context, 64):
+            self.logits(start, min(64, context - start), 0)
+
+    def logits(self, start: int, count: int, num_beside: int) -> Tensor:
+        """Logits [count, vocab] of rows of the sequence; a row of each of the others follows."""
+        segments = [self._segment(0, start, count)]
+        segments += [self._segment(1 + i, self._context - i, 1) for i in range(num_beside)]
+        decoder = self._bed.decoder
+        batch = decoder.batch(segments, page_size=PAGE_SIZE)
+        return decoder.forward(batch, self._bed.pool).logits[:count].clone()
+
+    def _segment(self, index: int, start: int, count: int) -> Segment:
+        first, each = index * self._bed.pages_each, self._bed.pages_each
+        pages = array("q", range(first, first + each))
+        return Segment(self._tokens[start : start + count], start, pages, count)
+
+
+# -- streams ------------------------------------------------------------------------------------
+
+
+async def _streams(stage: Stage, folder: Path | None) -> None:
+    """Same request, same tokens: whatever guesses, whatever rides along, whatever was cached."""
+    for exact in stage.few(*EXACTNESS[:2]):
+        options: dict[str, Any] = {"exact": exact, "kv_tokens": 32768, "max_batch_tokens": 512}
+        options |= {"draft": "auto" if folder is None else "radix,ngram", "speculation": "auto"}
+        async with open_lab(stage, folder, **options) as lab:
+            for temperature in stage.few(0.0, 1.0):
+                await _compare_streams(stage, lab, folder, exact, temperature)
+
+
+async def _compare_streams(
+    stage: Stage, lab: Lab, folder: Path | None, exact: str, temperature: float
+) -> None:
+    prompts = _prompts(lab, folder, 3 if stage.rehearses else 16)
+    length = 8 if stage.rehearses else 32
+    alone = []
+    for seed, prompt in enumerate(prompts):
+        lab.flush()
+        alone.append(await lab.serve(prompt, length, temperature=temperature, seed=seed))
+    ways: dict[str, tuple[Depth, bool]] = {  # depth, from an empty cache
+        "together": (0, True),
+        "cached": (0, False),
+        "speculating": (DEPTH, True),
+        "speculating, cached": (DEPTH, False),
+        "auto, cached": ("auto", False),
+    }
+    row: dict[str, object] = {
+        "model": "built-in pair" if folder is None else SMALL,
+        "exact": exact,
+        "temperature": temperature,
+        "requests": len(prompts),
+    }
+    for way, (depth, is_cold) in ways.items():
+        if is_cold:
+            lab.flush()
+        served = await asyncio.gather(
+            *(
+                lab.serve(prompt, length, depth=depth, temperature=temperature, seed=seed)
+                for seed, prompt in enumerate(prompts)
+            )
+        )
+        row[way] = _num_equal(alone, served)
+    stage.add("Streams equal to those of requests alone, undrafted, cold", row)
+    if exact == "batch" and any(row[way] != len(prompts) for way in ways):
+        stage.wrong(f"{row['model']}, {exact}, temperature {temperature}: streams differ")
+
+
+def _num_equal(alone: Sequence[Served], served: Sequence[Served]) -> int:
+    return sum(a.token_ids == b.token_ids for a, b in zip(alone, served, strict=True))
+
+
+def _prompts(lab: Lab, folder: Path | None, count: int) -> list[list[int]]:
+    """Of different lengths, half of them with a prefix in common; real code for the real pair."""
+    vocab_size = lab.built.vocab_size
+    text = random_prompts(1, 4096, vocab_size)[0]
+    if folder is None:
+        text, _ = prompt_text(BUILTIN / "target", vocab_size, 4096)
+    shared = text[:200]
+    own = [text[300 + 90 * i :][: 20 + 7 * i] for i in range(count)]
+    return [shared + each if i % 2 else each for i, each in enumerate(own)]
+
+
+# -- cost ---------------------------------------------------------------------------------------
+
+
+def _cost(stage: Stage, name: str, folder: Path) -> None:
+    """Milliseconds of a step under each exactness."""
+    cases = {"1 row": (1, 1), "64 rows": (64, 1), "256 rows": (256, 1), "chunk": (1, 1024)}
+    context = 64 if stage.rehearses else 512
+    if stage.rehearses:
+        cases = {"1 row": (1, 1), "chunk": (1, 64)}
+    room = max(rows for rows, _ in cases.values()), context + max(n for _, n in cases.values())
+    found: dict[str, dict[str, Spread]] = {exact: {} for exact in EXACTNESS}
+    for exact in EXACTNESS:
+        bed = Bed.make(stage.place.decoder(folder, exact=exact), *room)
+        for case, (rows, length) in cases.items():
+            plan = bed.plan(rows, context, length=length)
+            found[exact][case] = bed.seconds(plan, repeats=3 if stage.rehearses else 10)
+        del bed, plan
+        stage.gauge.release()
+    for exact in EXACTNESS:
+        row: dict[str, object] = {"model": name, "exact": exact}
+        for case, seconds in found[exact].items():
+            row[f"{case}, ms"] = seconds.scaled(1e3)
+            row[f"{case}, over off"] = seconds.median / found["off"][case].median
+        stage.add("What exactness costs: ms of a step, and over off", row)

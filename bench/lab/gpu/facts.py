@@ -1,0 +1,50 @@
+"""What runs: the card, its clocks and driver, and the versions of what computes on it."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+
+from ....core.ops.gauge import Gauge
+from .stage import Place
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "foretoken")
+QUERY = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+)
+
+
+def card(place: Place) -> dict[str, object]:
+    """The device as torch sees it, and what its driver tells of it now."""
+    return Gauge(place.device).card() | ({} if place.rehearses else _told_by_driver())
+
+
+def versions() -> dict[str, str]:
+    """By package; Python's too."""
+    from ...._version import __version__
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = __version__ if name == "foretoken" else "absent"
+    return found
+
+
+def _told_by_driver() -> dict[str, object]:
+    """Clocks in MHz, power in watts. What cannot be asked is told as a reason."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"driver_version": f"not told: {error}"}
+    return dict(zip(QUERY, (cell.strip() for cell in done.stdout.split(",")), strict=False))

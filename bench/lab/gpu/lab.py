@@ -1,0 +1,87 @@
+"""A whole engine on the device, and prompts that are in its cache without being computed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from ....api.build.engine_builder import Built, build
+from ....core.engine.engine import Engine
+from ....core.errors import ForetokenError
+from ....core.execution.model_runner import ModelRunner
+from ...phases_measure import Lab, Served, Sizes
+from .bed import PAGE_SIZE, fill
+from .stage import Stage
+
+MAX_RUNNING = 256
+THROUGHPUT = 1000.0  # times that a step may be longer for prompts: as peers do, prompts go first
+
+
+@asynccontextmanager
+async def open_lab(
+    stage: Stage,
+    folder: Path | None,
+    **options: Any,  # noqa: ANN401 - EngineConfig's
+) -> AsyncIterator[Lab]:
+    """A started engine; nothing else has the device meanwhile. None: the built-in pair."""
+    given: dict[str, Any] = {
+        "page_size": PAGE_SIZE,
+        "max_running": MAX_RUNNING,
+        "max_queued": 4 * MAX_RUNNING,
+    }
+    if folder is not None:
+        given |= {"load_format": "random", "draft": "none", "speculation": "off"}
+    built = build(folder, stage.place.config(**given | options))
+    fill(runner(built).pool)  # so its memory is there, too, before anything is timed
+    await built.engine.start()
+    try:
+        yield Lab(built, (), Sizes())
+    finally:
+        await built.engine.close()
+
+
+def runner(built: Built) -> ModelRunner:
+    """What computes its steps."""
+    return cast(ModelRunner, built.engine.runner)
+
+
+def random_prompts(count: int, num_tokens: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts that share nothing."""
+    rng = random.Random(seed)
+    return [rng.choices(range(vocab_size), k=num_tokens) for _ in range(count)]
+
+
+def plant(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Put prompts into the cache, all but the last token, with whatever their pages hold.
+
+    So requests begin to decode at once, at the same time; while no step runs. Raises
+    `ForetokenError` where the pool is too small.
+    """
+    cache = engine.scheduler.cache
+    for prompt in prompts:
+        tokens = array("q", prompt)
+        lease = cache.acquire(tokens)
+        if not cache.extend(lease, len(tokens)):
+            raise ForetokenError("the pool is too small for the prompts of this benchmark")
+        cache.release(lease, tokens, len(tokens) - 1)
+
+
+async def together(
+    lab: Lab,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    **options: Any,  # noqa: ANN401 - Lab.serve's
+) -> list[Served]:
+    """All of them at once, each answered with so many tokens."""
+    asked = (lab.serve(prompt, num_tokens, **options) for prompt in prompts)
+    return list(await asyncio.gather(*asked))
+
+
+def output_rate(served: Sequence[Served], seconds: float) -> float:
+    """Tokens a second."""
+    return sum(len(each.token_ids) for each in served) / seconds

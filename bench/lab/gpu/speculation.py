@@ -1,0 +1,101 @@
+"""Speculation on over off at rising batch sizes, with drafts that are right four times in five.
+
+The drafts are an oracle's: they replay the answer of an earlier run and spoil a fifth of it. So
+acceptance is simulated; the time of every step is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from ...phases_data import Depth
+from ...phases_measure import Lab, Served
+from ...report import Spread
+from .bed import PAGE_SIZE
+from .lab import open_lab, plant, random_prompts
+from .shapes import QWEN, SMALL
+from .stage import Stage
+
+ORACLE = "oracle:0.8"
+DEPTHS: tuple[Depth, ...] = (0, 4, "auto")
+BATCHES = (1, 4, 16, 64)
+REPEATS = 3
+TABLE = "Speculation on over off, simulated acceptance (oracle:0.8)"
+
+
+def run(stage: Stage) -> None:
+    """The 8B shape first."""
+    stage.note("Acceptance is simulated: drafts are an earlier run's answers, a fifth of it wrong.")
+    stage.try_each({name: partial(_model, stage, name) for name in stage.few(QWEN, SMALL)})
+
+
+async def _model(stage: Stage, name: str) -> None:
+    context, length = (64, 12) if stage.rehearses else (1024, 96)
+    batches = (1, 2) if stage.rehearses else BATCHES
+    room = context + length + 4 * PAGE_SIZE
+    options = {
+        "kv_tokens": 2 * batches[-1] * room,
+        "max_batch_tokens": 1024,
+        "draft": ORACLE,
+        "speculation": "auto",
+    }
+    async with open_lab(stage, stage.place.shape(name), **options) as lab:
+        prompts = random_prompts(batches[-1], context + 1, lab.built.vocab_size)
+        plant(lab.built.engine, prompts)
+        for batch in batches:
+            with stage.part(f"{name}, batch {batch}"):
+                await _batch(stage, lab, name, prompts[:batch], length)
+
+
+async def _batch(
+    stage: Stage, lab: Lab, name: str, prompts: Sequence[Sequence[int]], length: int
+) -> None:
+    runs: dict[Depth, list[list[Served]]] = {depth: [] for depth in DEPTHS}
+    for repeat in range(REPEATS + 1):
+        for depth in DEPTHS:
+            runs[depth].append(await _run(lab, prompts, length, depth, repeat))
+    plain = [_seconds(run) for run in runs[0][1:]]  # the first warms up, and tells the oracle
+    for depth in DEPTHS[1:]:
+        kept = runs[depth][1:]
+        served = [each for run in kept for each in run]
+        proposed = sum(each.usage.proposed_tokens for each in served)
+        accepted = sum(each.usage.accepted_tokens for each in served)
+        on = [_seconds(run) for run in kept]
+        stage.add(
+            TABLE,
+            {
+                "model": name,
+                "batch": len(prompts),
+                "depth": depth,
+                "on / off": Spread.of([a / b for a, b in zip(plain, on, strict=True)]),
+                "tokens/s off": len(prompts) * length / Spread.of(plain).median,
+                "tokens/s on": len(prompts) * length / Spread.of(on).median,
+                "accepted of the drafts": accepted / proposed if proposed else "-",
+                "tokens a step": sum(len(s.token_ids) for s in served)
+                / sum(s.usage.verify_steps for s in served),
+                "answers equal": f"{_num_equal(runs[0][-1], kept[-1])} of {len(prompts)}",
+            },
+        )
+
+
+async def _run(
+    lab: Lab, prompts: Sequence[Sequence[int]], length: int, depth: Depth, repeat: int
+) -> list[Served]:
+    """All at once, greedy; the seeds decide which drafts are wrong, and nothing else."""
+    first = 1000 * repeat
+    asked = (
+        lab.serve(prompt, length, depth=depth, seed=seed)
+        for seed, prompt in enumerate(prompts, first)
+    )
+    return list(await asyncio.gather(*asked))
+
+
+def _seconds(run: Sequence[Served]) -> float:
+    """From the first token of any to the last of all."""
+    return max(each.times[-1] for each in run) - min(each.times[0] for each in run)
+
+
+def _num_equal(some: Sequence[Served], others: Sequence[Served]) -> int:
+    return sum(a.token_ids == b.token_ids for a, b in zip(some, others, strict=True))

@@ -1,0 +1,210 @@
+"""Stage: one part of the check under way, in a process of its own, and what it has found so far.
+
+What is found is written at once, so that a stage that fails or runs out of time keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import msgspec
+
+from ....core.config import EngineConfig
+from ....core.model import Decoder, load_decoder
+from ....core.ops.gauge import Gauge
+from ...report import Row, write_json
+from ...roofline import Limits
+from .shapes import TINY, write_shape
+
+T = TypeVar("T")
+PACKAGE = __name__.partition(".")[0]
+Tables = dict[str, list[dict[str, object]]]
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What one stage found: the JSON that is kept."""
+
+    stage: str
+    title: str
+    command: str
+    machine: dict[str, object]
+    card: dict[str, object]
+    versions: dict[str, str]
+    simulated: bool = False  # a rehearsal: tiny shapes, no GPU, figures that mean nothing
+    status: str = "running"  # ok, failed, out of time, not run
+    seconds: float = 0.0
+    limits: Limits | None = None  # the roofline, measured in the same run
+    tables: Tables = {}
+    notes: list[str] = []
+    errors: list[str] = []
+
+
+def read_result(path: Path) -> Result:
+    """What a stage wrote. Raises msgspec's own errors for a file that is none."""
+    return msgspec.json.decode(path.read_bytes(), type=Result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the stages run: on a GPU in earnest, or on this processor to rehearse."""
+
+    work: Path  # a folder for checkpoints and results, shared by the stages
+    rehearses: bool
+
+    @property
+    def device(self) -> str:
+        """Of the models."""
+        return "cpu" if self.rehearses else "cuda"
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights; Triton's interpreter multiplies bfloat16 wrongly."""
+        return "float32" if self.rehearses else "bfloat16"
+
+    @property
+    def backend(self) -> str:
+        """By name: where its kernels cannot be had, a stage fails rather than time another's."""
+        return "torch" if self.rehearses else "triton"
+
+    def shape(self, name: str, **changes: object) -> Path:
+        """The folder of a model to build; a rehearsal has but the tiny one."""
+        parts = (name, *(f"{key}-{value}" for key, value in changes.items()))
+        if self.rehearses:
+            return write_shape(self.work / "tiny", TINY)
+        return write_shape(self.work / "-".join(parts), name, **changes)
+
+    def decoder(self, folder: Path, **options: Any) -> Decoder:  # noqa: ANN401 - load_decoder's
+        """A decoder with random weights on the device, by the backend that serves there."""
+        given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend}
+        given["load_format"] = "random"
+        return load_decoder(folder, device=self.device, **given | options)
+
+    def config(self, **options: Any) -> EngineConfig:  # noqa: ANN401 - EngineConfig's
+        """An engine's options on the device."""
+        given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend}
+        given["device"] = self.device
+        given["cache_quota"] = 1.0  # what is planted in the cache is all of one tenant's
+        if self.rehearses:
+            given["threads"] = 1
+        return EngineConfig(**given | options)
+
+    def result(self, stage: str) -> Path:
+        """The JSON of a stage."""
+        return self.work / f"gpu-{stage}.json"
+
+
+class Stage:
+    """What a stage is told, and where it puts what it finds."""
+
+    def __init__(self, place: Place, result: Result, seconds: float) -> None:
+        self.place, self.result = place, result
+        self._until = time.monotonic() + seconds
+        self._began = time.monotonic()
+
+    @cached_property
+    def gauge(self) -> Gauge:
+        """The device's clock."""
+        return Gauge(self.place.device)
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether this is no measurement."""
+        return self.place.rehearses
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the stage is ended."""
+        return self._until - time.monotonic()
+
+    def few(self, *cases: T) -> tuple[T, ...]:
+        """All of them in earnest; one will do to rehearse."""
+        return cases[:1] if self.rehearses else cases
+
+    # -- what is found --------------------------------------------------------------------------
+
+    def add(self, table: str, row: Row) -> None:
+        """One more row of a table."""
+        self.result.tables.setdefault(table, []).append(dict(row))
+        print(table, *(f"{key}={value}" for key, value in row.items()), sep="; ", flush=True)
+        self.save()
+
+    def note(self, text: str) -> None:
+        """A sentence below the tables."""
+        self.result.notes.append(text)
+        self.save()
+
+    def wrong(self, text: str) -> None:
+        """Something that must not be: the stage has failed."""
+        self.result.errors.append(text)
+        self.save()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """What is logged is found, too: graphs that cannot be captured raise nothing, say."""
+        logger, listener = logging.getLogger(PACKAGE), _Listener(self.result)
+        logger.addHandler(listener)
+        try:
+            yield
+        finally:
+            logger.removeHandler(listener)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part whose failure is told and costs nothing else of the stage."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.wrong(f"{name}: {type(error).__name__}: {first_line(error)}")
+        finally:
+            self.gauge.release()
+
+    def try_each(self, parts: Mapping[str, Callable[[], Coroutine[Any, Any, None] | None]]) -> None:
+        """Parts one after another, as long as there is time; each on an event loop of its own."""
+        for name, run in parts.items():
+            if self.seconds_left < 0:
+                self.note(f"No time was left for {name}.")
+                continue
+            with self.part(name):
+                work = run()
+                if work is not None:
+                    asyncio.run(work)
+
+    def save(self) -> None:
+        """Write what there is."""
+        self.result.seconds = time.monotonic() - self._began
+        write_json(self.place.result(self.result.stage), msgspec.to_builtins(self.result))
+
+
+class _Listener(logging.StreamHandler[TextIO]):
+    """Prints what is logged, and keeps errors as errors and warnings as notes, each once.
+
+    The model's thread logs: whoever saves the result next writes them.
+    """
+
+    def __init__(self, result: Result) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self._result = result
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        is_error, text = record.levelno >= logging.ERROR, f"logged: {record.getMessage()}"
+        known = self._result.errors if is_error else self._result.notes
+        if text not in known:
+            known.append(text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:300]

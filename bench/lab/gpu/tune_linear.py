@@ -1,0 +1,198 @@
+"""Times other tiles for each linear layer than those of core/ops/triton/tiles.py, on a GPU.
+
+``python -m foretoken.bench.lab.gpu.tune_linear`` prints, for each shape and number of rows, the
+tiles in use beside the others, the library and the time that reading the weight takes; ``--plan``
+only what would be timed, for which no GPU is needed. What wins here belongs into tiles.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ....core.ops.device import choose_device
+from ....core.ops.gauge import Gauge
+from ....core.ops.triton.tiles import (
+    FEW_ROWS,
+    MANY_ROWS,
+    LinearLaunch,
+    LinearTiles,
+    linear_launch,
+    linear_tiles,
+)
+from ...report import command, table, write_json
+
+if TYPE_CHECKING:
+    from ....core.ops.triton.tiled_linear import TiledLinear
+
+ROWS = (1, 8, 64, 256)
+REPEATS = 20
+READ_BYTES = 2**30  # of which the read roofline is measured
+COLD_BYTES = 2**28  # of weights read in turn: several times a GPU's cache, as between two steps
+SHAPES: dict[str, tuple[int, int]] = {  # [out, in]
+    "8b qkv": (6144, 4096),
+    "8b o": (4096, 4096),
+    "8b gate_up": (24576, 4096),
+    "8b down": (4096, 12288),
+    "8b lm_head": (151936, 4096),
+    "0.6b qkv": (4096, 1024),
+    "0.6b o": (1024, 2048),
+    "0.6b gate_up": (6144, 1024),
+    "0.6b down": (1024, 3072),
+    "0.6b lm_head": (151936, 1024),
+}
+LIBRARY = "F.linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to compute a weight, and how it is launched for some rows."""
+
+    tiles: LinearTiles
+    launch: LinearLaunch
+    is_used: bool  # whether it is what tiles.py says
+
+    @property
+    def name(self) -> str:
+        """Rows and columns of a tile, pieces, stages."""
+        pieces = f" in {self.tiles.pieces}" if self.tiles.pieces > 1 else ""
+        apart = " apart" if self.launch.is_apart else ""
+        tile = f"{self.launch.rows} x {self.tiles.columns}"
+        return f"{tile}{pieces}{apart}, {self.launch.num_stages} stages"
+
+
+def choices(out_features: int, in_features: int, num_rows: int, *, is_int8: bool) -> list[Choice]:
+    """What is in use first, then the same with other stages and rows, then other tiles."""
+    used = linear_tiles(out_features, in_features, torch.bfloat16, is_int8=is_int8)
+    launch = linear_launch(used, out_features, num_rows)
+    others = [(used, replace(launch, num_stages=stages)) for stages in (3, 4, 5)]
+    if num_rows > FEW_ROWS and not is_int8:
+        for rows in (FEW_ROWS, MANY_ROWS, 2 * MANY_ROWS):
+            others.append((used, linear_launch(used, out_features, num_rows, rows=rows)))
+    for columns, pieces in itertools.product((64, 128), (1, 2, 4, 8)):
+        tiles = replace(used, columns=columns, pieces=pieces)
+        others.append((tiles, linear_launch(tiles, out_features, num_rows)))
+    unique = [each for each in dict.fromkeys(others) if each != (used, launch)]
+    return [Choice(used, launch, True), *(Choice(*each, False) for each in unique)]
+
+
+def plan(names: Sequence[str], *, is_int8: bool) -> list[dict[str, object]]:
+    """A line for each shape and number of rows."""
+    return [
+        {
+            "shape": name,
+            "out": out_features,
+            "in": in_features,
+            "rows": num_rows,
+            "in use": found[0].name,
+            "others": len(found) - 1,
+        }
+        for name in names
+        for out_features, in_features in [SHAPES[name]]
+        for num_rows in ROWS
+        for found in [choices(out_features, in_features, num_rows, is_int8=is_int8)]
+    ]
+
+
+class Tuner:
+    """Times one shape after another on one device."""
+
+    def __init__(self, device: torch.device, *, is_int8: bool) -> None:
+        self.gauge = Gauge(device)
+        self.is_int8 = is_int8
+        data = torch.ones(READ_BYTES // 4, device=device)
+        self.read_rate = data.nbytes / min(self.gauge.seconds(data.sum, repeats=REPEATS))
+
+    def shape(self, name: str) -> Iterator[dict[str, object]]:
+        """A line for each number of rows and choice."""
+        from ....core.ops.triton.tiled_linear import pack_tiled
+
+        plain = [self._weight(name) for _ in range(self._num_copies(name))]
+        packed = [pack_tiled(weight, None, is_int8=self.is_int8) for weight in plain]
+        x = torch.randn(ROWS[-1], SHAPES[name][1], device=self.gauge.device).bfloat16()
+        whole = _tiled(x, packed[:1], None)[0]
+        floor = packed[0].weight.nbytes / self.read_rate
+        for num_rows in ROWS:
+            few = x[:num_rows].clone()
+            spent = self._seconds(partial(_by_library, few, plain))
+            yield _line(name, num_rows, LIBRARY, spent / len(plain), floor)
+            for choice in choices(*SHAPES[name], num_rows, is_int8=self.is_int8):
+                tiled = [replace(each, tiles=choice.tiles) for each in packed]
+                spent = self._seconds(partial(_tiled, few, tiled, choice.launch))
+                is_same = torch.equal(_tiled(few, tiled[:1], choice.launch)[0], whole[:num_rows])
+                line = _line(name, num_rows, choice.name, spent / len(tiled), floor)
+                yield line | {"in use": choice.is_used, "bits of those in use": is_same}
+
+    def _weight(self, name: str) -> Tensor:
+        return torch.randn(SHAPES[name], device=self.gauge.device).bfloat16()
+
+    def _num_copies(self, name: str) -> int:
+        out_features, in_features = SHAPES[name]
+        return max(1, COLD_BYTES // (out_features * in_features * (1 if self.is_int8 else 2)))
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        return statistics.median(self.gauge.seconds(self.gauge.graph(call), repeats=REPEATS))
+
+
+def _by_library(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [F.linear(x, each) for each in weights]
+
+
+def _tiled(x: Tensor, weights: Sequence[TiledLinear], launch: LinearLaunch | None) -> list[Tensor]:
+    from ....core.ops.triton.tiled_linear import tiled_linear
+
+    return [tiled_linear(x, each, launch=launch) for each in weights]
+
+
+def _line(name: str, num_rows: int, how: str, seconds: float, floor: float) -> dict[str, object]:
+    out_features, in_features = SHAPES[name]
+    return {
+        "shape": name,
+        "rows": num_rows,
+        "tiles": how,
+        "microseconds": 1e6 * seconds,
+        "of the read roofline": floor / seconds,
+        "TFLOP/s": 2 * num_rows * out_features * in_features / seconds / 1e12,
+        "in use": False,
+        "bits of those in use": False,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time the shapes that are named, or all; the exit code."""
+    parser = argparse.ArgumentParser(prog="tune_linear", description=__doc__)
+    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; all if none")
+    parser.add_argument("--plan", action="store_true", help="print what would be timed, and stop")
+    parser.add_argument("--int8", action="store_true", help="weights as int8")
+    parser.add_argument("--json", type=Path, help="where to write the figures too")
+    args = parser.parse_args(argv)
+    names: list[str] = args.shapes or list(SHAPES)
+    if unknown := [name for name in names if name not in SHAPES]:
+        parser.error(f"shapes: {', '.join(unknown)} is not one of {', '.join(SHAPES)}")
+    if args.plan:
+        print(table(plan(names, is_int8=args.int8)))
+        return 0
+    tuner = Tuner(choose_device("cuda"), is_int8=args.int8)
+    lines: list[dict[str, object]] = []
+    for name in names:
+        found = list(tuner.shape(name))
+        print(table(found), flush=True)
+        lines += found
+    if args.json is not None:
+        report = {"command": command(), "card": tuner.gauge.card(), "read": tuner.read_rate}
+        write_json(args.json, report | {"lines": lines})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

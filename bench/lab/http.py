@@ -1,0 +1,239 @@
+"""What the HTTP side costs without a model: `python -m foretoken.bench.lab.http`.
+
+Requests per second of small whole chats, and what is added to the time of a token when many are
+streamed, both beside bare starlette on the same uvicorn that answers the same bytes. The client is
+in a process of its own. Rounds alternate, so that a neighbour's load meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..report import Spread, command, machine, table, write_json
+from .http_client import (
+    CHAT,
+    TEXT,
+    get,
+    http_request,
+    one_answer,
+    requests_per_second,
+    stream_times,
+)
+
+NUM_STREAMS = 32
+CONNECTIONS = 16
+MESSAGES = [{"role": "user", "content": "Say a word."}]
+TOKEN_IDS = list(range(100, 108))
+AIMS = {"chats_per_second_ratio": " (aim: at least 0.7)", "added_token_ms": " (aim: under 0.2)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A running server."""
+
+    name: str
+    port: int
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has used, on all its threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def server(kind: str, *args: str) -> Iterator[Target]:
+    """A server in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as sock:
+        port: int = sock.getsockname()[1]
+        child = [sys.executable, "-m", __spec__.name, "--serve", kind, "--fd", str(sock.fileno())]
+        with subprocess.Popen([*child, *args], pass_fds=[sock.fileno()]) as process:
+            try:
+                yield Target(kind, port, process.pid)
+            finally:
+                process.kill()
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Be one of the two servers, until killed."""
+    import uvloop
+
+    from .null_engine import serve_bare, serve_ours
+
+    sock = socket.socket(fileno=options.fd)
+    work: Coroutine[Any, Any, None]
+    if options.serve == "ours":
+        work = serve_ours(sock, NUM_STREAMS)
+    else:
+        chat, text, chunk = options.bytes.read_bytes().split(b"\0")
+        work = serve_bare(sock, NUM_STREAMS, {CHAT: chat, TEXT: text}, chunk)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)
+
+
+def requests() -> dict[str, bytes]:
+    """What is asked for: a chat, whose text is rendered and tokenised, and bare token ids."""
+    from .null_engine import REPLY_TOKENS
+
+    rest = {"max_tokens": REPLY_TOKENS, "temperature": 0}
+    return {
+        CHAT: http_request(CHAT, {"messages": MESSAGES, **rest}),
+        TEXT: http_request(TEXT, {"prompt": TOKEN_IDS, **rest}),
+    }
+
+
+def stream_request() -> bytes:
+    """A chat as a stream."""
+    from .null_engine import NUM_TICKS
+
+    rest = {"max_tokens": NUM_TICKS, "temperature": 0, "stream": True}
+    return http_request(CHAT, {"messages": MESSAGES, **rest})
+
+
+async def recorded(port: int, mark: bytes) -> bytes:
+    """What ours says: whole answers, and one chunk of a stream, for the other to repeat."""
+    wholes = [await one_answer(port, request) for request in requests().values()]
+    _, text = await stream_times(port, stream_request(), NUM_STREAMS, mark)
+    chunk = next(line for line in text.split(b"\r\n") if line.startswith(b"data") and mark in line)
+    return b"\0".join([*wholes, chunk])
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What was measured of one server, round by round."""
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {CHAT: [], TEXT: []})  # ms
+    token_cpu: list[float] = field(default_factory=list)  # us
+    medians: list[float] = field(default_factory=list)  # ms
+    slowest: list[float] = field(default_factory=list)  # ms, the 99th percentile
+
+    def row(self, name: str) -> dict[str, object]:
+        """A line of the table."""
+        return {
+            "server": name,
+            "chats/s": Spread.of(self.rates[CHAT]),
+            "cpu ms": Spread.of(self.cpu[CHAT]),
+            "token-id requests/s": Spread.of(self.rates[TEXT]),
+            "their cpu ms": Spread.of(self.cpu[TEXT]),
+            "streamed token ms, median": Spread.of(self.medians),
+            "99%": Spread.of(self.slowest),
+            "its cpu us": Spread.of(self.token_cpu),
+        }
+
+
+async def measure(
+    targets: Sequence[Target], options: argparse.Namespace, mark: bytes
+) -> list[Rounds]:
+    """All rounds, in turn."""
+    rounds = [Rounds() for _ in targets]
+    for _ in range(options.repeats):
+        for path, request in requests().items():
+            for target, own in zip(targets, rounds, strict=True):
+                await measure_rate(target, path, request, options.seconds, own)
+        for target, own in zip(targets, rounds, strict=True):
+            await measure_tokens(target, mark, own)
+    return rounds
+
+
+async def measure_rate(
+    target: Target, path: str, request: bytes, seconds: float, rounds: Rounds
+) -> None:
+    """One round of whole answers."""
+    before = target.cpu_seconds()
+    rate = await requests_per_second(target.port, request, CONNECTIONS, seconds)
+    rounds.rates[path].append(rate)
+    rounds.cpu[path].append(1e3 * (target.cpu_seconds() - before) / (rate * seconds))
+
+
+async def measure_tokens(target: Target, mark: bytes, rounds: Rounds) -> None:
+    """One round of streams: from a tick in the server to each token's arrival at the client."""
+    before = target.cpu_seconds()
+    streams, _ = await stream_times(target.port, stream_request(), NUM_STREAMS, mark)
+    used = target.cpu_seconds() - before
+    ticks = msgspec.json.decode(await get(target.port, "/ticks"), type=list[float])
+    times = [
+        1e3 * (arrived - ticked)
+        for stream in streams
+        for ticked, arrived in zip(ticks, stream, strict=True)
+    ]
+    rounds.medians.append(statistics.median(times))
+    rounds.slowest.append(statistics.quantiles(times, n=100)[98])
+    rounds.token_cpu.append(1e6 * used / len(times))
+
+
+def ratio(ours: Sequence[float], bare: Sequence[float]) -> Spread:
+    """Ours over the other, round by round."""
+    return Spread.of([one / other for one, other in zip(ours, bare, strict=True)])
+
+
+def summary(ours: Rounds, bare: Rounds) -> dict[str, Spread]:
+    """The figures that there are aims for, and the same by processor time, which noise spares."""
+    added = [one - other for one, other in zip(ours.medians, bare.medians, strict=True)]
+    return {
+        "chats_per_second_ratio": ratio(ours.rates[CHAT], bare.rates[CHAT]),
+        "chats_per_cpu_second_ratio": ratio(bare.cpu[CHAT], ours.cpu[CHAT]),
+        "token_id_requests_per_second_ratio": ratio(ours.rates[TEXT], bare.rates[TEXT]),
+        "token_id_requests_per_cpu_second_ratio": ratio(bare.cpu[TEXT], ours.cpu[TEXT]),
+        "added_token_ms": Spread.of(added),
+    }
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.http")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/http.json"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one round of requests")
+    for name, kind in (("--serve", str), ("--fd", int), ("--bytes", Path)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes JSON to ``--out``."""
+    options = parsed(argv)
+    if options.serve:
+        serve(options)
+        return
+    from .null_engine import NUM_TICKS, TICK_SECONDS, WORD
+
+    mark = f'"content":"{WORD}"'.encode()
+    with tempfile.TemporaryDirectory() as folder, server("ours") as ours:
+        said = Path(folder, "said")
+        said.write_bytes(asyncio.run(recorded(ours.port, mark)))
+        with server("bare", "--bytes", os.fspath(said)) as bare:
+            ours_rounds, bare_rounds = asyncio.run(measure((ours, bare), options, mark))
+    host, found = machine(), summary(ours_rounds, bare_rounds)
+    rows = [ours_rounds.row("ours"), bare_rounds.row("bare")]
+    print(command(), *(f"{key}: {value}" for key, value in host.items()), "", sep="\n")
+    print(table(rows), "", sep="\n")
+    print(*(f"{name}: {spread}{AIMS.get(name, '')}" for name, spread in found.items()), sep="\n")
+    report = {
+        "command": command(),
+        "machine": host,
+        "num_streams": NUM_STREAMS,
+        "num_tokens": NUM_TICKS,
+        "tick_seconds": TICK_SECONDS,
+        "connections": CONNECTIONS,
+        "rows": rows,
+        **found,
+    }
+    write_json(options.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Where the time of a step goes, from event loop to event loop.
+
+Run: ``python -m foretoken.bench.lab.profile``.
+
+Streams of plain decoding run side by side through the SDK, text and all. Each part of a round is
+timed by a wrapper around the one function that does it, about a third of a microsecond a call.
+The host's part is everything but the forward pass: what a bigger model or a faster machine would
+not make smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...api.sdk.async_llm import AsyncLLM
+from ...api.types.sampling_params import SamplingParams
+from ...core.engine.engine import Engine
+from ...core.execution.model_runner import ModelRunner
+from ..report import command, machine, table, write_json
+from ..shapes import qwen3_06b, write_pair
+
+PROMPT_LEN = 32  # tokens, different for each stream
+
+
+class Timer:
+    """Seconds and calls by part; a part inside another is subtracted from the outer one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = threading.local()
+
+    def clear(self) -> None:
+        """Forget what was measured so far."""
+        self.seconds.clear()
+
+    def wrap(self, holder: Any, name: str, part: str) -> None:  # noqa: ANN401 - any object
+        """Time calls of ``holder.name`` as ``part``."""
+        inner = getattr(holder, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
+            outer, self._inner.seconds = getattr(self._inner, "seconds", 0.0), 0.0
+            began = self.clock()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                whole = self.clock() - began
+                self.seconds[part] += whole - self._inner.seconds
+                self._inner.seconds = outer + whole
+
+        setattr(holder, name, timed)
+
+
+HOST = ("schedule", "drafts", "hop", "batch", "verify", "commit", "learn", "rest")
+"""Parts of a round that are not the forward pass, in the order in which they come."""
+BESIDE = ("deliver", "index")
+"""What the event loop does while the model thread computes; readers run then, too."""
+
+
+class Round:
+    """Times the rounds of one engine."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.timer = timer = Timer(clock)
+        self.num_rounds = 0
+        self.rows = 0
+        scheduler, runner = engine.scheduler, engine.runner
+        assert isinstance(runner, ModelRunner)
+        timer.wrap(scheduler, "schedule", "schedule")
+        timer.wrap(scheduler.speculator, "plan", "drafts")
+        timer.wrap(scheduler.speculator, "observe", "drafts")
+        timer.wrap(scheduler.speculator, "work", "index")
+        timer.wrap(runner, "_batch", "batch")
+        timer.wrap(runner.decoder, "forward", "forward")
+        timer.wrap(runner, "_verify", "verify")
+        timer.wrap(runner, "launch", "in the model thread")
+        timer.wrap(runner, "_finish", "in the model thread")
+        timer.wrap(scheduler, "commit", "commit")
+        timer.wrap(engine, "_deliver", "deliver")
+        timer.wrap(engine.metrics, "observe_step", "learn")
+        timer.wrap(engine, "_report_step", "learn")
+        self._count(engine)
+
+    def _count(self, engine: Any) -> None:  # noqa: ANN401 - its private parts
+        turn, start = engine._turn, engine._thread.start
+
+        def started(work: Any) -> Any:  # noqa: ANN401 - passed on
+            job, began = start(work), time.perf_counter()
+            end = job.end
+
+            def ended(*outcome: Any) -> None:  # noqa: ANN401 - passed on
+                end(*outcome)
+                self.timer.seconds["step"] += time.perf_counter() - began
+
+            job.end = ended
+            return job
+
+        engine._thread.start = started
+
+        async def counted() -> None:
+            began = time.perf_counter()
+            await turn()
+            self.timer.seconds["round"] += time.perf_counter() - began
+            self.num_rounds += 1
+
+        engine._turn = counted
+
+    def clear(self) -> None:
+        """Begin to count."""
+        self.timer.clear()
+        self.num_rounds = 0
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds a round, by part; "round" is the whole."""
+        seconds = dict(self.timer.seconds)
+        computed = sum(seconds.get(part, 0.0) for part in ("batch", "forward", "verify"))
+        own = seconds.pop("in the model thread", 0.0)
+        seconds["batch"] = seconds.get("batch", 0.0) + own  # what is left of the step
+        seconds["hop"] = seconds.pop("step") - computed - own
+        known = [part for part in (*HOST, "forward") if part != "rest"]
+        seconds["rest"] = seconds["round"] - sum(seconds.get(part, 0.0) for part in known)
+        scale = 1e3 / max(1, self.num_rounds)
+        return {
+            part: seconds.get(part, 0.0) * scale for part in ("round", "forward", *HOST, *BESIDE)
+        }
+
+
+async def _stream(llm: AsyncLLM, index: int, length: int, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=index, max_tokens=length,
+                            ignore_eos=True)  # fmt: skip
+    prompt = [(7 * index + at) % 4000 + 10 for at in range(PROMPT_LEN)]
+    async for _ in llm.stream(prompt, params):
+        pass
+
+
+async def measure(
+    llm: AsyncLLM, num_streams: int, length: int, temperature: float, timed: Round
+) -> dict[str, object]:
+    """Run ``num_streams`` streams of ``length`` tokens, the first few steps not counted."""
+    await asyncio.gather(*(_stream(llm, i, 8, temperature) for i in range(num_streams)))
+    timed.clear()
+    cpu, began = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(_stream(llm, i, length, temperature) for i in range(num_streams)))
+    seconds = time.perf_counter() - began
+    parts = timed.parts()
+    host = parts["round"] - parts["forward"]
+    return {
+        "streams": num_streams,
+        "temperature": temperature,
+        "tok/s": num_streams * length / seconds,
+        "cores busy": (time.process_time() - cpu) / seconds,
+        "ms a round": parts["round"],
+        "forward": parts["forward"],
+        **{part: parts[part] for part in HOST},
+        "host": f"{host / parts['round']:.1%}",
+        "host us a token": 1e3 * host / num_streams,
+        **{f"({part})": parts[part] for part in BESIDE},
+    }
+
+
+@contextmanager
+def _profiled(functions: bool) -> Iterator[None]:
+    """The event loop's functions, by own time."""
+    if not functions:
+        yield
+        return
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        yield
+    finally:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+
+
+async def _run(args: argparse.Namespace, model: str) -> list[dict[str, object]]:
+    options: dict[str, Any] = {"speculation": args.speculation, "max_running": 256}
+    if args.threads:
+        options["threads"] = args.threads
+    rows = []
+    async with AsyncLLM(model, **options) as llm:
+        timed = Round(llm.engine, time.thread_time if args.cpu else time.perf_counter)
+        for temperature in args.temperatures:
+            for num_streams in args.streams:
+                with _profiled(args.functions):
+                    row = await measure(llm, num_streams, args.length, temperature, timed)
+                rows.append(row)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m foretoken.bench.lab.profile", description=__doc__
+    )
+    parser.add_argument("--model", help="'builtin', 'random-0.6b' or a folder", default="builtin")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--length", type=int, default=200, help="tokens of each stream")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--speculation", default="off", help="off, auto or a number")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        help="processor time of each part, for a busy machine; then hop and rest mean nothing",
+    )
+    parser.add_argument("--functions", action="store_true", help="the loop's functions, too")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/profile.json"))
+    args = parser.parse_args(argv)
+    report: dict[str, object] = {"command": command(), "machine": machine()}
+    print(*(f"{key}: {value}" for key, value in report.items()), sep="\n")
+    rows = _with_model(args, lambda model: asyncio.run(_run(args, model)))
+    print(f"\nmilliseconds a round of {args.model}\n\n{table(rows)}", flush=True)
+    write_json(args.out, {**report, "rows": rows})
+
+
+def _with_model(
+    args: argparse.Namespace, run: Callable[[str], list[dict[str, object]]]
+) -> list[dict[str, object]]:
+    if args.model != "random-0.6b":
+        return run(args.model)
+    with tempfile.TemporaryDirectory() as name:
+        write_pair(Path(name), qwen3_06b(), torch.bfloat16, eps=0.06)
+        return run(str(Path(name) / "target"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Load on a server or an engine: workloads, sessions, figures, reports."""

@@ -1,0 +1,153 @@
+"""Noisy neighbour: what a long prompt does to the streams that run when it joins.
+
+In each round some streams run; once all are steady a long prompt joins. The gaps between their
+tokens are told apart by their middle: before it joined, and from then to its first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
+
+from ..report import Spread
+from .figures import Record, gaps_between, percentile, token_gaps
+from .generator import Ask, Job, Piece, Session
+from .http import Failure
+from .workloads import Scene, Workload, positive
+
+LONG_OUTPUT = 8  # tokens that follow the long prompt
+STREAM, LONG = "stream", "long"
+AIM = 2.0  # p99 while it joins over p99 before
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rounds", type=positive, default=3, help="each with its own long prompt")
+    add("--streams", type=positive, default=8, help="that run when the long prompt joins")
+    add("--long", type=positive, default=4096, help="tokens of the long prompt")
+    add("--prompt-len", type=positive, default=64, help="of a stream")
+    add("--output-len", type=positive, default=256, help="of a stream")
+    add("--steady", type=positive, default=16, help="chunks of a stream before it counts")
+    add("--before", type=positive, default=48, help="chunks of each that are counted alone")
+
+
+class _Steady:
+    """Tells when every stream has had so many chunks."""
+
+    def __init__(self, num_streams: int, num_chunks: int) -> None:
+        self.reached = asyncio.Event()
+        self._left, self._num_chunks = num_streams, num_chunks
+
+    def watch(self, record: Record) -> None:
+        """Told of every chunk of every stream."""
+        if len(record.times) == self._num_chunks:
+            self._left -= 1
+            if not self._left:
+                self.reached.set()
+
+
+async def _round(scene: Scene, index: int, ask: Ask) -> None:
+    args = scene.args
+    steady = _Steady(args.streams, args.steady + args.before)
+    tasks = [
+        asyncio.create_task(_stream(scene, ask, steady, (index, number)))
+        for number in range(args.streams)
+    ]
+    try:
+        await _until(steady.reached, tasks)
+        length = scene.fitted(args.long, LONG_OUTPUT)
+        prompt = [Piece("user", scene.corpus.cut((LONG, index), length))]
+        await ask(Job(name=f"{LONG}/{index}", prompt=prompt, output_len=LONG_OUTPUT))
+        await asyncio.gather(*tasks)  # not cut off: usage comes with the last chunk
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _stream(scene: Scene, ask: Ask, steady: _Steady, key: tuple[int, int]) -> None:
+    length = scene.fitted(scene.args.prompt_len, scene.args.output_len)
+    prompt = [Piece("user", scene.corpus.cut((STREAM, key), length))]
+    name, output_len = f"{STREAM}/{key[0]}", scene.args.output_len
+    await ask(Job(name=name, prompt=prompt, output_len=output_len, watch=steady.watch))
+
+
+async def _until(reached: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for the streams to be steady; raises `Failure` when one ends before that."""
+    waiter = asyncio.create_task(reached.wait())
+    done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    if waiter in done:
+        return
+    waiter.cancel()
+    for task in done:
+        task.result()  # raises what it failed of
+    raise Failure("not steady", "a stream ended before the others were steady")
+
+
+def noisy_neighbour(scene: Scene) -> list[Session]:
+    """One session for each round."""
+    args = scene.args
+    return [
+        Session(partial(_round, scene, index), planned=args.streams + 1)
+        for index in range(args.rounds)
+    ]
+
+
+# -- figures ------------------------------------------------------------------------------------
+
+
+def neighbour_figures(records: Iterable[Record], steady: int) -> dict[str, object] | None:
+    """ITL of the streams before a long prompt joined and while it was read; None of no round."""
+    ordered = sorted(records, key=_round_of)
+    groups = (list(group) for _, group in groupby(ordered, key=_round_of))
+    rounds = [found for group in groups if (found := _one_round(group, steady)) is not None]
+    if not rounds:
+        return None
+    figures = {name: Spread.of([each[name] for each in rounds]) for name in rounds[0]}
+    return {"rounds": len(rounds), **figures, "aim": AIM}
+
+
+def _round_of(record: Record) -> str:
+    return record.name.partition("/")[2]
+
+
+def _one_round(records: Sequence[Record], steady: int) -> dict[str, float] | None:
+    streams = [record for record in records if record.name.startswith(STREAM) and record.times]
+    longs = [r for r in records if r.name.startswith(LONG) and r.times and r.error is None]
+    if not longs or not streams:
+        return None
+    long = longs[0]
+    before = [gap for r in streams for gap in gaps_between(r, 0.0, long.sent, steady)]
+    during = [gap for r in streams for gap in gaps_between(r, long.sent, long.times[0])]
+    if not before or not during:
+        return None
+    alone, joined = _p99(token_gaps(before)), _p99(token_gaps(during))
+    gap_alone, gap_joined = (_p99([end - begin for begin, end, _ in x]) for x in (before, during))
+    return {
+        "streams_left": float(sum(r.ended > long.times[0] for r in streams)),
+        "itl_p99_before_ms": 1e3 * alone,
+        "itl_p99_during_ms": 1e3 * joined,
+        "itl_ratio": joined / alone,
+        "chunk_gap_p99_before_ms": 1e3 * gap_alone,
+        "chunk_gap_p99_during_ms": 1e3 * gap_joined,
+        "chunk_gap_ratio": gap_joined / gap_alone,
+        "long_ttft_ms": 1e3 * long.ttft,
+        "long_tokens": float(long.prompt_tokens or 0),
+    }
+
+
+def _p99(values: Iterable[float]) -> float:
+    return percentile(sorted(values), 0.99)
+
+
+NOISY_NEIGHBOUR = Workload(
+    "noisy-neighbour",
+    "a long prompt joins running streams",
+    _flags,
+    noisy_neighbour,
+    has_loop=True,
+    temperature=1.0,  # greedy streams fall into loops, and drafts of a loop are always right
+)

@@ -1,0 +1,278 @@
+"""A driver for any server with OpenAI's completions or chat completions.
+
+Nothing but the standard is relied on. What a server may not know (``ignore_eos``, usage in each
+chunk) is tried once before the load and left out where it is refused, which the report tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from ...api.client.errors import ServerFailed
+from ...api.client.sse import EventParser
+from .figures import Record, apportion
+from .generator import Content, Corpus, Job, Piece
+from .http import Failure, Http
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+REFUSED = (400, 422)
+MAX_RAW_BYTES = 2000  # of an answer, kept for what it says of an error
+DROPS = (  # in this order, one more each time; what is told of it
+    ("continuous_usage_stats", "tokens of a chunk are shared out by its characters"),
+    ("ignore_eos", "answers may end early: lengths are not exact"),
+    ("stream_options", "tokens are counted as chunks"),
+    ("max_tokens", "max_completion_tokens is sent in its place"),
+)
+Encode = Callable[[str], Awaitable[list[int]]]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def words(self) -> str:
+        """All that was generated, thoughts included."""
+        if self.delta is None:
+            return self.text or ""
+        thought = self.delta.reasoning_content or self.delta.reasoning or ""
+        return thought + (self.delta.content or "")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Speculation(msgspec.Struct):
+    proposed_tokens: int | None = None
+    accepted_tokens: int | None = None
+    verify_steps: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    speculation: _Speculation | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class Answer:
+    """Reads one stream; what it learns goes into the record."""
+
+    def __init__(self, record: Record, watch: Callable[[Record], None] | None = None) -> None:
+        self.text: list[str] = []
+        self.counting: str | None = None  # how the tokens of its chunks are known
+        self.lens: list[int] = []  # characters of each chunk
+        self.is_whole = False  # [DONE], or a finish_reason
+        self.raw = b""  # of an answer that is no stream
+        self._record, self._watch = record, watch
+        self._parser = EventParser()
+        self._num_told = 0  # tokens by the last usage
+        self._is_counted = True  # the server told the tokens of every chunk so far
+        self._usage: _Usage | None = None
+
+    def feed(self, now: float, data: bytes) -> None:
+        """Bytes that came; raises `Failure` for an error in the stream."""
+        if len(self.raw) < MAX_RAW_BYTES:
+            self.raw += data
+        try:
+            events = self._parser.feed(data)
+        except ServerFailed as error:
+            raise Failure("unreadable stream", str(error)) from None
+        for event in events:
+            if event.data == "[DONE]":
+                self.is_whole = True
+            else:
+                self._read(now, event.data)
+
+    def _read(self, now: float, data: str) -> None:
+        try:
+            chunk = decode_chunk(data)
+        except msgspec.DecodeError as error:
+            raise Failure("unreadable stream", str(error)) from None
+        if bytes(chunk.error) not in (b"", b"null"):
+            raise Failure("error in the stream", bytes(chunk.error).decode()[:200])
+        words = "".join(choice.words for choice in chunk.choices)
+        if words:
+            self._add(now, words, chunk.usage)
+        for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                self._record.finish_reason, self.is_whole = choice.finish_reason, True
+        self._usage = chunk.usage or self._usage
+
+    def _add(self, now: float, words: str, usage: _Usage | None) -> None:
+        record = self._record
+        told = None if usage is None else usage.completion_tokens
+        self._is_counted = self._is_counted and told is not None
+        record.times.append(now)
+        record.counts.append(1 if told is None else max(0, told - self._num_told))
+        self._num_told = told or self._num_told
+        self.text.append(words)
+        self.lens.append(len(words))
+        if self._watch is not None:
+            self._watch(record)
+
+    def finish(self) -> None:
+        """After the last byte: usage, and the tokens of chunks where they were not told."""
+        if not self.is_whole:
+            raise Failure("connection cut", "the stream ended without a finish_reason")
+        record, usage = self._record, self._usage
+        if usage is None:
+            return
+        record.prompt_tokens = usage.prompt_tokens
+        details, speculation = usage.prompt_tokens_details, usage.speculation
+        record.cached_tokens = None if details is None else details.cached_tokens
+        if speculation is not None:
+            record.proposed_tokens = speculation.proposed_tokens
+            record.accepted_tokens = speculation.accepted_tokens
+            record.verify_steps = speculation.verify_steps
+        if self._is_counted:
+            self.counting = "told by the server, chunk by chunk"
+        elif usage.completion_tokens is not None:
+            record.counts[:] = apportion(usage.completion_tokens, self.lens)
+            self.counting = "usage at the end, shared out by characters"
+
+
+class OpenAIDriver:
+    """Sends jobs to one endpoint of one server."""
+
+    def __init__(
+        self,
+        http: Http,
+        model: str,
+        endpoint: str,
+        *,
+        temperature: float = 0.0,
+        timeout: float = 600.0,
+        corpus: Corpus,
+        encode: Encode | None = None,
+    ) -> None:
+        """``encode`` turns answers into token ids; without it, text of the corpus replaces them."""
+        self.http = http
+        self.path = PATHS[endpoint]
+        self.notes: list[str] = []
+        self.num_stand_ins = 0
+        self.countings: Counter[str] = Counter()  # how the tokens of chunks were known
+        self._uncounted: list[tuple[Record, Answer]] = []
+        self._corpus = corpus
+        self._is_chat = endpoint == "chat"
+        self._encode = encode
+        self._timeout = timeout
+        self._body: dict[str, object] = {
+            "model": model,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "temperature": temperature,
+            "ignore_eos": True,
+        }
+        self._length_field = "max_tokens"
+
+    async def ask(self, job: Job, record: Record) -> Content:
+        """Stream one answer; raises `Failure`."""
+        answer = Answer(record, job.watch)
+        body = msgspec.json.encode(self._request(job))
+        try:
+            async with asyncio.timeout(self._timeout):
+                status = await self.http.post(self.path, body, answer.feed)
+        except TimeoutError:
+            raise Failure("timeout", f"after {self._timeout:g} s") from None
+        except asyncio.CancelledError:
+            self._uncounted.append((record, answer))
+            raise
+        if status != 200:
+            raise Failure(f"HTTP {status}", answer.raw.decode("utf-8", "replace")[:200])
+        answer.finish()
+        if answer.counting is None:
+            self._uncounted.append((record, answer))
+        else:
+            self.countings[answer.counting] += 1
+        return await self._content("".join(answer.text), record)
+
+    async def settle(self) -> None:
+        """Count the tokens of answers without usage, by their text where it can be tokenised."""
+        for record, answer in self._uncounted:
+            if self._encode is not None and answer.text:
+                count = len(await self._encode("".join(answer.text)))
+                record.counts[:] = apportion(count, answer.lens)
+        if self._uncounted:
+            how = "one each" if self._encode is None else "by tokenising the text again"
+            self.countings[f"no usage, or cut by us: {how}"] += len(self._uncounted)
+        self._uncounted.clear()
+
+    async def probe(self, job: Job) -> None:
+        """Find out what the server takes; raises `Failure` when nothing is served at all."""
+        drops = iter(DROPS)
+        while True:
+            try:
+                await self.ask(job, Record("probe", 0.0, times=[], counts=[]))
+                return
+            except Failure as failure:
+                if failure.kind not in [f"HTTP {status}" for status in REFUSED]:
+                    raise
+                drop = next(drops, None)
+                if drop is None:
+                    raise
+                self._drop(*drop)
+
+    def _drop(self, name: str, what_then: str) -> None:
+        self.notes.append(f"{name} was refused: {what_then}")
+        if name == "continuous_usage_stats":
+            self._body["stream_options"] = {"include_usage": True}
+        elif name == "max_tokens":
+            self._length_field = "max_completion_tokens"
+        else:
+            del self._body[name]
+
+    def _request(self, job: Job) -> dict[str, object]:
+        body = {**self._body, self._length_field: job.output_len}
+        if job.speculation is not None:
+            body["speculation"] = job.speculation
+        if self._is_chat:
+            return {**body, "messages": messages(job.prompt)}
+        return {**body, "prompt": joined(job.prompt)}
+
+    async def _content(self, text: str, record: Record) -> Content:
+        if self._is_chat:
+            return text
+        if self._encode is not None:
+            return await self._encode(text)
+        self.num_stand_ins += 1
+        return self._corpus.cut(("answer", self.num_stand_ins), record.num_tokens)
+
+
+def joined(prompt: Sequence[Piece]) -> Content:
+    """A prompt of pieces of one kind as one."""
+    if all(isinstance(piece.content, list) for piece in prompt):
+        return [token_id for piece in prompt for token_id in piece.content]  # type: ignore[misc]
+    return "".join(piece.content for piece in prompt)  # type: ignore[misc]
+
+
+def messages(prompt: Sequence[Piece]) -> list[dict[str, object]]:
+    """The messages of a chat; neighbours of one role become one, as templates insist."""
+    found: list[dict[str, object]] = []
+    for piece in prompt:
+        if found and found[-1]["role"] == piece.role:
+            found[-1]["content"] = f"{found[-1]['content']}\n{piece.content}"
+        else:
+            found.append({"role": piece.role, "content": piece.content})
+    return found

@@ -1,0 +1,188 @@
+"""What stands round a load on a server: one of our own if none is named, and what it tells."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from .corpus import Encode
+from .http import Failure, Http
+
+START_SECONDS = 300.0
+STOP_SECONDS = 30.0
+SAMPLE_SECONDS = 0.5
+_URL = re.compile(r"http://[^\s/]+:\d+(?=\s|$)")
+_USAGE = re.compile(rb"^(\w+):kv_cache_usage_perc(?:\{[^}]*\})? ([0-9.eE+-]+)", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def own_server(args: Sequence[str]) -> Iterator[str]:
+    """``foretoken serve`` on a free port of the loopback interface; its address."""
+    command = [sys.executable, "-m", "foretoken.api.cli.commands", "serve", *args, "--port", "0"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    output = _Output(process)
+    try:
+        yield output.url()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        output.close()
+
+
+class _Output:
+    """Reads what a server prints, so that it never waits for a reader."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lines: deque[str] = deque(maxlen=20)
+        self._url: str | None = None
+        self._known = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.append(line)
+            if self._url is None and (found := _URL.search(line)):
+                self._url = found[0]
+                self._known.set()
+        self._known.set()  # the end: it will not come any more
+
+    def url(self) -> str:
+        """Once it is ready; raises SystemExit with what it said if it never is."""
+        self._known.wait(START_SECONDS)
+        if self._url is None:
+            raise SystemExit(f"the server did not start:\n{''.join(self._lines)}")
+        return self._url
+
+    def close(self) -> None:
+        self._thread.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+# -- what a server tells ------------------------------------------------------------------------
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+async def wait_healthy(http: Http, seconds: float) -> None:
+    """Until /health says 200. A server that has none is taken as healthy."""
+    try:
+        async with asyncio.timeout(seconds):
+            while (await _health(http)) >= 500:  # noqa: ASYNC110 - nobody tells us
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        raise SystemExit(f"the server at {http.host}:{http.port} is not healthy") from None
+
+
+async def _health(http: Http) -> int:
+    try:
+        return (await http.get("/health"))[0]
+    except Failure as failure:
+        raise SystemExit(f"{http.host}:{http.port}: {failure}") from None
+
+
+async def first_model(http: Http, wanted: str | None) -> tuple[str, int | None]:
+    """Name and longest context, the latter if told; the first model where none is wanted."""
+    status, body = await http.get("/v1/models")
+    found: list[_Model] = []
+    if status == 200:
+        with contextlib.suppress(msgspec.DecodeError):
+            found = msgspec.json.decode(body, type=_Models).data
+    named = [model for model in found if wanted in (None, model.id)]
+    if named:
+        return named[0].id, named[0].max_model_len
+    if wanted is not None:
+        return wanted, None
+    raise SystemExit(f"/v1/models names no model (status {status}): give --model")
+
+
+async def server_encode(http: Http, model: str) -> Encode | None:
+    """Tokenise by POST /tokenize, which foretoken, vLLM and SGLang have; None where it is not."""
+
+    async def encode(text: str) -> list[int]:
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        status, answer = await http.post_whole("/tokenize", msgspec.json.encode(body))
+        if status != 200:
+            raise Failure(f"HTTP {status} of /tokenize", answer[:200].decode("utf-8", "replace"))
+        return msgspec.json.decode(answer, type=_Tokens).tokens
+
+    try:
+        found = await encode("def main():\n")
+    except (Failure, msgspec.DecodeError):
+        return None
+    return encode if found else None
+
+
+@dataclass(slots=True)
+class KvUsage:
+    """Shares of the KV pool that were held, 0 to 1, as sampled."""
+
+    shares: list[float] = field(default_factory=list)
+    source: str = ""
+
+    def read(self, metrics: bytes) -> bool:
+        """Take a sample out of Prometheus' text; whether it was there."""
+        found = _USAGE.search(metrics)
+        if found is not None:
+            self.source = f"{found[1].decode()}:kv_cache_usage_perc"
+            self.shares.append(float(found[2]))
+        return found is not None
+
+    def figures(self) -> dict[str, float] | None:
+        """Mean and highest; None where nothing was told."""
+        if not self.shares:
+            return None
+        return {"mean": sum(self.shares) / len(self.shares), "max": max(self.shares)}
+
+
+@contextlib.asynccontextmanager
+async def sampled(http: Http) -> AsyncIterator[KvUsage]:
+    """Read /metrics twice a second; once and never again where it says nothing of the KV pool."""
+    usage = KvUsage()
+
+    async def sample() -> None:
+        while usage.read((await http.get("/metrics"))[1]):  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    task = asyncio.create_task(sample())
+    try:
+        yield usage
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Failure):
+            await task

@@ -1,0 +1,199 @@
+"""The workloads of ``bench serve`` and ``bench offline``: which requests, in which order.
+
+Everything follows from the seed. Lengths are tokens, one number or a range ``LOW:HIGH``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from .corpus import TextCorpus
+from .generator import Ask, Job, Piece, Session
+
+SHORTEST = 8  # tokens of a prompt that was cut to fit
+ROOM = 16  # tokens that a template or a tokenizer may add
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """One length or a range, both ends included."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """Any of them, all alike."""
+        return rng.randint(self.low, self.high)
+
+    def draw_log(self, rng: random.Random) -> int:
+        """Any of them, each order of magnitude alike: many short ones, a few long ones."""
+        return round(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+def lengths(text: str) -> Lengths:
+    """``64`` or ``16:64``; for argparse."""
+    low, _, high = text.partition(":")
+    try:
+        found = Lengths(int(low), int(high or low))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no length such as 64 or 16:64") from None
+    if not 1 <= found.low <= found.high:
+        raise argparse.ArgumentTypeError(f"'{text}' does not rise from 1 or more")
+    return found
+
+
+def positive(text: str) -> int:
+    """A whole number from 1; for argparse."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """A whole number from 0; for argparse."""
+    return 0 if text == "0" else positive(text)
+
+
+def above_zero(text: str) -> float:
+    """A number above 0, maybe inf; for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:  # also nan
+        raise argparse.ArgumentTypeError(f"'{text}' is not above 0")
+    return value
+
+
+@dataclass(slots=True)
+class Scene:
+    """What workloads are made from; ``max_len`` is the most tokens a request may have."""
+
+    args: argparse.Namespace
+    corpus: TextCorpus
+    max_len: int | None
+    seed: int = 0
+    num_cut: int = 0  # prompts that were made shorter to fit
+    num_ended: int = 0  # agents whose conversation was full
+    notes: list[str] = field(default_factory=list)
+
+    def rng(self, name: str) -> random.Random:
+        """Draws of its own for each purpose."""
+        return random.Random(f"{self.seed}/{name}")
+
+    def fits(self, prompt_len: int, output_len: int) -> bool:
+        """Whether a request has room."""
+        return self.max_len is None or prompt_len + output_len + ROOM <= self.max_len
+
+    def fitted(self, prompt_len: int, output_len: int) -> int:
+        """The length of a prompt, cut where it would not fit."""
+        if self.fits(prompt_len, output_len):
+            return prompt_len
+        assert self.max_len is not None
+        self.num_cut += 1
+        return max(SHORTEST, self.max_len - output_len - ROOM)
+
+    def told(self) -> list[str]:
+        """What was not as asked for."""
+        found = list(self.notes)
+        if self.num_cut:
+            found.append(f"{self.num_cut} prompts were cut to fit {self.max_len} tokens")
+        if self.num_ended:
+            found.append(f"{self.num_ended} agents ended early: {self.max_len} tokens were full")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A kind of load; the defaults are what is taken where no flag says otherwise."""
+
+    name: str
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    sessions: Callable[[Scene], Sequence[Session]]
+    concurrency: int = 8
+    request_rate: float | None = None  # open loop at so many requests a second
+    has_schedule: bool = False  # sessions come with their own arrivals
+    has_loop: bool = False  # and no other one: neither rate nor concurrency
+    temperature: float = 0.0
+
+
+def single(name: str, prompt: Sequence[Piece], output_len: int, at: float | None = None) -> Session:
+    """A session of one request."""
+
+    async def run(ask: Ask) -> None:
+        await ask(Job(name=name, prompt=prompt, output_len=output_len))
+
+    return Session(run, at=at)
+
+
+# -- shared prefix ------------------------------------------------------------------------------
+
+
+def _shared_prefix_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--requests", type=positive, default=32, help="in all")
+    add("--groups", type=positive, default=4, help="each with a prefix of its own")
+    add("--prefix-len", type=lengths, default=Lengths(512, 512), help="of a group")
+    add("--suffix-len", type=lengths, default=Lengths(32, 32), help="of a request")
+    add("--output-len", type=lengths, default=Lengths(16, 48), help="of an answer")
+
+
+def shared_prefix(scene: Scene) -> list[Session]:
+    """Requests of a few groups; a group shares its system prompt."""
+    args, rng = scene.args, scene.rng("shared-prefix")
+    prefixes = []
+    for group in range(args.groups):
+        room = args.suffix_len.high + args.output_len.high
+        length = scene.fitted(args.prefix_len.draw(rng), room)
+        prefixes.append(Piece("system", scene.corpus.cut(("prefix", group), length)))
+    found = []
+    for index in range(args.requests):
+        suffix = scene.corpus.cut(("suffix", index), args.suffix_len.draw(rng))
+        prompt = (rng.choice(prefixes), Piece("user", suffix))
+        found.append(single("shared-prefix", prompt, args.output_len.draw(rng)))
+    return found
+
+
+# -- mixed --------------------------------------------------------------------------------------
+
+
+def _mixed_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--requests", type=positive, default=48, help="in all")
+    add("--input-len", type=lengths, default=Lengths(16, 1024), help="drawn by its logarithm")
+    add("--output-len", type=lengths, default=Lengths(16, 64), help="of an answer")
+
+
+def mixed(scene: Scene) -> list[Session]:
+    """Prompts that have nothing in common, many short and a few long."""
+    args, rng = scene.args, scene.rng("mixed")
+    found = []
+    for index in range(args.requests):
+        output_len = args.output_len.draw(rng)
+        length = scene.fitted(args.input_len.draw_log(rng), output_len)
+        prompt = (Piece("user", scene.corpus.cut(("mixed", index), length)),)
+        found.append(single("mixed", prompt, output_len))
+    return found
+
+
+SHARED_PREFIX = Workload(
+    "shared-prefix",
+    "groups of requests that share a system prompt",
+    _shared_prefix_flags,
+    shared_prefix,
+)
+MIXED = Workload(
+    "mixed",
+    "prompts of mixed lengths, arriving by chance (open loop)",
+    _mixed_flags,
+    mixed,
+    request_rate=4.0,
+)
