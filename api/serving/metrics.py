@@ -51,7 +51,7 @@ class ServerMetrics(Collector):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    # -- as `visits.Counts` ---------------------------------------------------------------------
+    # -- as `request_log.Counts` ----------------------------------------------------------------
 
     def began(self) -> None:
         """One more is under way."""

@@ -1,8 +1,8 @@
 """Engine: the asyncio loop between callers and the model thread.
 
-One loop, one model thread. The loop's task alone changes requests and the cache, and it is
-suspended while the model thread runs a step; callers only append to the inbox and read streams.
-So there are no locks.
+One loop, one model thread. Requests and the cache change on the loop's thread alone: in the
+engine's task, which is suspended while the model thread runs a step, and in calls of others on that
+loop (`submit`, `flush_cache`). So there are no locks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ dataclass takes several times as long to construct and is tracked by the garbage
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import TypeVar, cast
@@ -47,7 +47,7 @@ class SamplingMetadata:
     _forms: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """The only list of parameters that edit logits; a new one is added here."""
+        """The only place that says which parameters edit logits before the temperature."""
         params = self.params
         reads_history = (
             params.repetition_penalty != 1.0
@@ -64,6 +64,18 @@ class SamplingMetadata:
     def has_processors_at(self, position: int) -> bool:
         """Whether logits processors apply at this output position."""
         return self.has_processors or position < self.params.min_tokens
+
+    def token_id_fields(self) -> dict[str, Collection[int]]:
+        """The token ids that the caller's parameters name, by parameter.
+
+        Ids of ``stop_ids`` that the caller did not write (a model's own) are left out.
+        """
+        return {
+            "logit_bias": self.params.logit_bias or (),
+            "allowed_token_ids": self.params.allowed_token_ids or (),
+            "bad_words": [token_id for word in self.bad_words_ids for token_id in word],
+            "stop_token_ids": self.params.stop_token_ids,
+        }
 
     def form(self, make: Callable[..., Form], *args: Hashable) -> Form:
         """Return ``make(self, *args)``, made once: a backend's form of this request.

@@ -1,7 +1,7 @@
 """Ops: the operations of a decoder step, behind which the backends stand.
 
 The torch backend is the oracle: another backend is right when it agrees with it. Every operation
-keeps a row's bits independent of the rows beside it (SPECULATION.md, section 5) unless the
+keeps a row's bits independent of the rows beside it unless the
 backend was made with ``exact="off"``.
 """
 
@@ -70,8 +70,7 @@ class LayersOutput(NamedTuple):
     """What the layers of a decoder leave, until its next pass.
 
     A backend that copies the rows to its device itself says where ``logit_rows`` are there. One
-    that goes on behind the layers leaves the ``logits``, and the ``tokens`` where it could choose
-    all that was to be drawn.
+    that also computes the output layer fills in ``logits``; if it sampled every row, ``tokens``.
     """
 
     hidden: Tensor  # [T, hidden]: the final norm's output

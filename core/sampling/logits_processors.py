@@ -58,17 +58,8 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
 
 
 def out_of_vocabulary(sampling: SamplingMetadata, vocab_size: int) -> str | None:
-    """The complaint about the first field with a token id that the vocabulary lacks, or None.
-
-    Ids of ``stop_ids`` that the caller did not write (a model's own) are ignored: never drawn.
-    """
-    fields: dict[str, Sequence[int]] = {
-        "logit_bias": tuple(sampling.params.logit_bias or ()),
-        "allowed_token_ids": sampling.params.allowed_token_ids or (),
-        "bad_words": [token_id for word in sampling.bad_words_ids for token_id in word],
-        "stop_token_ids": sampling.params.stop_token_ids,
-    }
-    for name, ids in fields.items():
+    """The complaint about the first field with a token id that the vocabulary lacks, or None."""
+    for name, ids in sampling.token_id_fields().items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             worst = max(ids) if min(ids) >= 0 else min(ids)
             return f"{name} has token id {worst}, but the vocabulary has {vocab_size} tokens"

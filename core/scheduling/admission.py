@@ -55,15 +55,11 @@ def check_fits(request: Request, capacity: int) -> None:
 
 def check_token_ids(request: Request, vocab_size: int) -> None:
     """Raise `InvalidRequest` for ids outside the vocabulary: a negative one would wrap round."""
-    params = request.sampling.params
     fields: dict[str, Collection[int]] = {
         "prompt": request.tokens,
         "prediction": request.prediction or (),
-        "logit_bias": params.logit_bias or (),
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": params.stop_token_ids,
     }
-    for param, ids in fields.items():
+    for param, ids in (fields | request.sampling.token_id_fields()).items():
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             message = f"{param} holds a token id outside 0..{vocab_size - 1}"
             raise InvalidRequest(message, param=param)

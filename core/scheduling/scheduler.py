@@ -306,7 +306,7 @@ class Scheduler:
     # -- commit ---------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> list[Event]:
-        """Apply a step's outcome: the only place where ``tokens`` and ``num_computed`` grow.
+        """Apply a step's outcome: only here a running request's tokens and ``num_computed`` grow.
 
         A request may have ended while a step planned ahead was computed.
         """
