@@ -34,7 +34,8 @@ class Model:
         self.grammars = Grammars(self.tokenizer, len(hf), frozenset({END}))
         self._runner = runner
         texts = [self.tokenizer.token_bytes(i) for i in range(len(hf))]
-        self._tag_end = self.tokenizer.encode_word("</parameter>")  # no other end of free text
+        ends = ("</parameter>", "</arg_value>", '<|"|>', "<escape>", "<|end|>")  # of free text
+        self._tag_ends = [self.tokenizer.encode_word(end) for end in ends]
         self._weights = np.array([40.0 if set(b'"}])>\n<') & set(t) else 1.0 for t in texts])
 
     def close(self) -> None:
@@ -73,9 +74,11 @@ class Model:
             weights[END] = 0.0
             if not weights.any():
                 return list(ids)
-            if rng.random() < 0.2 and matcher.allowed(ids, 0, self._tag_end) is not None:
-                ids.extend(self._tag_end)
-                continue
+            if rng.random() < 0.2:
+                fits = [e for e in self._tag_ends if matcher.allowed(ids, 0, e) is not None]
+                if fits:
+                    ids.extend(fits[int(rng.integers(len(fits)))])
+                    continue
             ids.append(int(rng.choice(len(weights), p=weights / weights.sum())))
         raise AssertionError(f"no end: {self.tokenizer.decode(ids)}")
 

@@ -29,6 +29,32 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     return [_shortened(message) for message in messages]
 
 
+def with_numbered_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The same conversation with ids of the form ``functions.name:index``, whose names Kimi's
+    templates write in the place of the calls'. Calls are counted from the first one on.
+    """
+    ids: dict[str, str] = {}
+    return [_numbered(message, ids) for message in messages]
+
+
+def _numbered(message: Mapping[str, Any], ids: dict[str, str]) -> Mapping[str, Any]:
+    changed = dict(message)
+    if isinstance(changed.get("tool_calls"), list | tuple):
+        changed["tool_calls"] = [_renamed(call, ids) for call in changed["tool_calls"]]
+    given = changed.get("tool_call_id")
+    if isinstance(given, str) and given in ids:
+        changed["tool_call_id"] = ids[given]
+    return changed
+
+
+def _renamed(call: Mapping[str, Any], ids: dict[str, str]) -> Mapping[str, Any]:
+    function = call.get("function")
+    name = function.get("name", "") if isinstance(function, Mapping) else ""
+    written = f"functions.{name}:{len(ids)}"
+    ids[str(call.get("id", written))] = written
+    return {**call, "id": written}
+
+
 def _shortened(message: Mapping[str, Any]) -> Mapping[str, Any]:
     changed = dict(message)
     if isinstance(changed.get("tool_call_id"), str):

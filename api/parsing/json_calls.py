@@ -14,6 +14,7 @@ from .events import CallArguments
 from .input_buffer import Cut, Malformed, Reading, Source, collected
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+TOOL_NAME = "tool_name"  # Cohere's key of a name
 EXTRA_KEYS = ("type", "id")  # that a call without a mark may have
 _IN_STRING = re.compile(r'[^"\\]+')
 _IN_OBJECT = re.compile(r'[^"{}\[\]<]+')
@@ -69,7 +70,7 @@ class JsonCall:
 
     def _member(self) -> Reading[None]:
         key = yield from _key(self._source)
-        if key == "name" and not self._name:
+        if (key == "name" or (key == TOOL_NAME and not self._is_bare)) and not self._name:
             self._name = self._call.check((yield from json_string(self._source)))
             if self._held:
                 yield from self._whole(self._held)

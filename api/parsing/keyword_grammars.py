@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import InvalidRequest
 from ..structured.grammar_text import lark_text, num_chars
 from ..types.sampling_params import MAX_GRAMMAR_CHARS
-from . import tool_call_formats as f
 from .lark import Lark, value
-from .qwen_coder import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, kinds, listed_values
+from .tagged import Tags, kinds, listed_values
 
 if TYPE_CHECKING:
     from ..types.results import Tool
@@ -38,7 +37,7 @@ def pythonic_block(lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
 
 
 def _keywords(lark: Lark, tool: Tool, name: str) -> str:
-    properties = _properties(tool)
+    properties = properties_of(tool)
     if not properties and (tool.parameters or {}).get("additionalProperties") is not False:
         lark.rule("KEY", r"/[a-z_][a-z0-9_]{0,63}/")
         lark.rule("keyword", f'KEY "=" {value({}, strict=False)}')
@@ -46,12 +45,12 @@ def _keywords(lark: Lark, tool: Tool, name: str) -> str:
     members = []
     for key, schema in properties.items():
         written = f"{lark_text(key + '=')} {value(schema, strict=tool.strict)}"
-        members.append((written, key in _required(tool)))
-    return _listed(lark, members, name)
+        members.append((written, key in required_of(tool)))
+    return listed(lark, members, name)
 
 
-def _listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str) -> str:
-    """All of them in order, those that are not required perhaps, with commas between them.
+def listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str, *, comma: str = ", ") -> str:
+    """All members in order, those that are not required perhaps, with commas between them.
 
     Two chains of rules: ``first`` where nothing was written yet, ``rest`` behind something.
     """
@@ -61,35 +60,40 @@ def _listed(lark: Lark, members: Sequence[tuple[str, bool]], name: str) -> str:
         member = lark.rule(f"{name}_{index}", written)
         skips = ("", "") if is_required else (f" | {first}", f" | {rest}")
         first = lark.rule(f"{name}_first_{index}", f"{member} {rest}{skips[0]}")
-        rest = lark.rule(f"{name}_rest_{index}", f'", " {member} {rest}{skips[1]}')
+        rest = lark.rule(f"{name}_rest_{index}", f"{lark_text(comma)} {member} {rest}{skips[1]}")
     return first
 
 
-def qwen_coder_block(lark: Lark, tools: Sequence[Tool], _: bool) -> str:
+def tagged_block(lark: Lark, tools: Sequence[Tool], tags: Tags) -> str:
     """One function with tags; several calls are several blocks."""
     # A text is whatever comes before the tag.
-    lark.up_to(PARAMETER_END, "plain")
-    end = lark_text(f"{FUNCTION_END}\n")
+    lark.up_to(tags.value_end, "plain")
+    close = f'{lark.mark(tags.function_end)} "\\n"' if tags.function_end else ""
 
     def written(tool: Tool) -> str:
-        begin = lark_text(f"\n{FUNCTION}{tool.name}>\n")
-        return f"{begin} {_tagged(tool)} {end}"
+        begin = lark_text(f"\n{tags.function}{tool.name}{tags.named}\n")
+        if not tags.function:
+            begin = lark_text(f"{tool.name}\n")
+        return f"{begin} {_tagged(lark, tool, tags)} {close}"
 
-    return f"{lark.each(tools, written)} {lark.mark(f.HERMES_END)}"
+    return f"{lark.each(tools, written)} {lark.mark(tags.end)}"
 
 
-def _tagged(tool: Tool) -> str:
+def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
     parts = []
-    for key, schema in _properties(tool).items():
-        begin, end = lark_text(f"{PARAMETER}{key}>\n"), lark_text(f"\n{PARAMETER_END}\n")
+    brk, behind = (r'"\n"', r'"\n"') if tags.has_breaks else ("", r'"\n"')
+    for key, schema in properties_of(tool).items():
+        marks = r' "\n" '.join(map(lark.mark, tags.value))
+        begin = f"{lark.mark(tags.parameter)} {lark_text(key)} {marks} {brk}"
+        end = f"{brk} {lark.mark(tags.value_end)} {behind}"
         if "string" not in (kinds(schema, tool.parameters or {}) or {"string"}):
             part = f"{begin} {value(schema, strict=tool.strict)} {end}"
         elif texts := [each for each in listed_values(schema) if isinstance(each, str)]:
             part = f"{begin} ({' | '.join(map(lark_text, texts))}) {end}"
         else:
             _check_text(tool, schema)
-            part = rf'{begin} plain "\n"'
-        parts.append(part if key in _required(tool) else f"({part})?")
+            part = f"{begin} plain {behind}"
+        parts.append(part if key in required_of(tool) else f"({part})?")
     return " ".join(parts)
 
 
@@ -99,14 +103,14 @@ def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"{message} in this model's format", param="tools")
 
 
-def _properties(tool: Tool) -> dict[str, Mapping[str, Any]]:
+def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     """Schemas of the arguments, each that refers to something with what is defined."""
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
         message = f"tools: {tool.name} cannot be strict: {found[0]} at the top cannot be followed"
         raise InvalidRequest(f"{message} in this model's format", param="tools")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties: dict[str, Any] = {key: {} for key in _required(tool)}
+    properties: dict[str, Any] = {key: {} for key in required_of(tool)}
     properties |= dict(schema.get("properties", {}))
     if not all(map(_KEY.fullmatch, properties)):
         message = f"tools: the arguments of {tool.name} need names of letters, digits and _"
@@ -132,7 +136,8 @@ def _refers(schema: Mapping[str, Any]) -> bool:
     return False
 
 
-def _required(tool: Tool) -> Sequence[str]:
+def required_of(tool: Tool) -> Sequence[str]:
+    """Names of the arguments that must be there."""
     required = (tool.parameters or {}).get("required")
     listed = required if isinstance(required, list | tuple) else ()
     return [key for key in listed if isinstance(key, str)]

@@ -45,14 +45,17 @@ class Lark:
         token_id = self._vocab.get(mark)
         return lark_text(mark) if token_id is None else f"<[{token_id}]>"
 
-    def up_to(self, mark: str, name: str, *, through: Set[int] = frozenset()) -> str:
+    def up_to(
+        self, mark: str, name: str, *, through: Set[int] = frozenset(), marks: Sequence[str] = ()
+    ) -> str:
         """Whatever text, and the mark where it comes first.
 
-        ``through``: special tokens that may be in it, too; no others are text.
+        ``through``: special tokens that may be in it, too; no others are text. ``marks``: others
+        that it must not hold, where marks are tokens.
         """
         token_id = self._vocab.get(mark)
         if token_id is not None:
-            text = self.without(mark, name)
+            text = self.without_any((mark, *marks), name)
             others = ",".join(map(str, sorted(through - {token_id})))
             before = f"({text} <[{others}]>)* {text}" if others else text
             return self.rule(name, f"{before} <[{token_id}]>")
@@ -68,7 +71,11 @@ class Lark:
 
     def without(self, mark: str, name: str) -> str:
         """Whatever text does not hold the mark, not even spelt by other tokens."""
-        return self._all_but(name, f"(?s:.*){_quoted(mark)}(?s:.*)")
+        return self.without_any((mark,), name)
+
+    def without_any(self, marks: Iterable[str], name: str) -> str:
+        """Whatever text holds none of the marks."""
+        return self._all_but(name, f"(?s:.*)({'|'.join(map(_quoted, marks))})(?s:.*)")
 
     def not_beginning(self, marks: Iterable[str], name: str) -> str:
         """Whatever text does not begin with one of these, white space aside."""

@@ -8,18 +8,33 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidRequest
+from ..structured.grammar_text import lark_text
 from .events import OutputParser, PlainParser
 from .families import FAMILIES, family_of
+from .harmony import HARMONY
 from .input_buffer import ReaderParser
 from .lark import Lark
-from .reasoning import MISTRAL_THINK, THINK, Thinking, ThinkingState, thinking_parser
+from .reasoning import (
+    COHERE_THINK,
+    GEMMA_THINK,
+    KIMI_THINK,
+    MISTRAL_THINK,
+    SEED_THINK,
+    THINK,
+    Thinking,
+    ThinkingState,
+    thinking_parser,
+)
 
 if TYPE_CHECKING:
     from ..types.results import Tool, ToolChoice
     from ..types.sampling_params import SamplingParams
 
 MAX_TOOLS = 1024
-THINKING = {"think": THINK, "mistral": MISTRAL_THINK}
+THINKING = {
+    "think": THINK, "mistral": MISTRAL_THINK, "gemma4": GEMMA_THINK, "cohere": COHERE_THINK,
+    "kimi": KIMI_THINK, "seed": SEED_THINK,
+}  # fmt: skip
 TOOL_PARSERS = ("auto", "none", *FAMILIES)
 REASONING_PARSERS = ("auto", "none", *THINKING)
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -56,6 +71,8 @@ class Syntax:
             tool_parser = family_of(template)
         if reasoning_parser == "auto":
             reasoning_parser = _reasoning_parser(template, vocab)
+        if tool_parser in FAMILIES and FAMILIES[tool_parser].reads_thoughts:
+            reasoning_parser = "none"  # its own reader does
         return cls(tool_parser, THINKING.get(reasoning_parser), template, vocab, special_ids)
 
     @property
@@ -71,6 +88,8 @@ class Syntax:
         characters), which may have opened the thinking.
         """
         parser: OutputParser = PlainParser()
+        if self._reads_thoughts:
+            return ReaderParser(FAMILIES[self.tool_parser].reader(tools))
         if tools and self.has_tools:
             parser = ReaderParser(FAMILIES[self.tool_parser].reader(tools))
         if self.thinking is None:
@@ -82,7 +101,8 @@ class Syntax:
 
         ``tools``: whether any may be called.
         """
-        marks = FAMILIES[self.tool_parser].marks if tools and self.has_tools else ()
+        are_read = (tools and self.has_tools) or self._reads_thoughts
+        marks = FAMILIES[self.tool_parser].marks if are_read else ()
         if self.thinking is not None:
             marks = (*marks, self.thinking.begin, self.thinking.end)
         return self.special_ids & {self.vocab[mark] for mark in marks if mark in self.vocab}
@@ -108,6 +128,10 @@ class Syntax:
         if tools and choice is not None and choice.mode != "none":
             check_tools(tools, choice)
             body = self._answer(lark, form, tools, choice)
+        if self._reads_thoughts:
+            if body is not None and body == form:
+                body = HARMONY.around(lark, body)
+            return None if body is None else lark.text(body)
         state = self._state(prompt_tail)
         if body is None or (body == form and state is ThinkingState.CLOSED):
             return None
@@ -115,6 +139,10 @@ class Syntax:
             return lark.text(body)
         special = self.shown_ids(tools=True)  # marks of tools inside a thought are thought
         return lark.text(_with_thought(lark, self.thinking, body, state, special))
+
+    @property
+    def _reads_thoughts(self) -> bool:
+        return self.has_tools and FAMILIES[self.tool_parser].reads_thoughts
 
     def _state(self, prompt_tail: str) -> ThinkingState:
         return self.thinking.state(prompt_tail) if self.thinking else ThinkingState.CLOSED
@@ -130,6 +158,8 @@ class Syntax:
         if choice.mode == "required":
             return grammar.calls(lark, tools, parallel=not choice.is_single)
         if form is not None:
+            if self._reads_thoughts:
+                form = HARMONY.around(lark, form)
             return f"{form} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
         if any(tool.strict for tool in tools):
             return grammar.mixed(lark, tools, parallel=not choice.is_single)
@@ -150,7 +180,10 @@ def _with_thought(
     behind = lark.rule("behind", f"{thought} {lark.breaks()} {answer}")
     if state is ThinkingState.OPEN:
         return behind
-    return f"{answer} | {lark.lazily(marks.begin, 'open')} {behind}"
+    opened = lark.lazily(marks.begin, "open")
+    if marks.label:
+        opened = f"{opened} {lark_text(marks.label)}"
+    return f"{answer} | {opened} {behind}"
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:

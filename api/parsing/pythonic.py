@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Container
 
-from .calls import CallState, attempt
+from .calls import CallState, attempt, marked_calls
 from .events import CallArguments, Words
 from .input_buffer import Cut, Malformed, Reading, Source
 
@@ -38,6 +38,34 @@ def read_pythonic(source: Source, names: Container[str]) -> Reading[None]:
     if space and (yield from source.peek()):
         yield Words(space)
     yield from source.rest(Words)
+
+
+def read_marked_pythonic(source: Source, begin: str, end: str) -> Reading[None]:
+    """Words and calls: LFM2's list between marks, OLMo 3's with a call a line."""
+
+    def read(call: CallState) -> Reading[None]:
+        return _marked(call, begin, end)
+
+    yield from marked_calls(source, begin, read, end)
+
+
+def _marked(call: CallState, begin: str, end: str) -> Reading[None]:
+    source = call.source
+    yield from source.expect(begin)
+    yield from source.white()
+    is_list = yield from source.literal("[")
+    while True:
+        yield from source.white()
+        yield from _call(call)
+        yield from source.white()
+        if (yield from source.literal(",")):
+            continue
+        if is_list or (yield from source.ahead(end[:1])) or not (yield from source.peek()):
+            break
+    if is_list:
+        yield from source.closing("]")
+        yield from source.white()
+    yield from source.closing(end)
 
 
 def _calls(call: CallState) -> Reading[None]:

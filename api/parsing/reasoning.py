@@ -13,15 +13,19 @@ from .input_buffer import ReaderParser, Reading, Source
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The marks around a thought. Line breaks right behind a mark belong to it."""
+    """The marks around a thought. Line breaks right behind a mark belong to it.
+
+    ``label``: what stands behind the first mark besides, as text.
+    """
 
     begin: str
     end: str
+    label: str = ""
 
     def state(self, prompt_tail: str) -> ThinkingState:
         """Where the prompt leaves the model."""
         tail = prompt_tail.rstrip()
-        if tail.endswith(self.begin):
+        if tail.endswith(self.begin + self.label):
             return ThinkingState.OPEN
         return ThinkingState.CLOSED if tail.endswith(self.end) else ThinkingState.FREE
 
@@ -36,6 +40,10 @@ class ThinkingState(Enum):
 
 THINK = Thinking("<think>", "</think>")
 MISTRAL_THINK = Thinking("[THINK]", "[/THINK]")
+GEMMA_THINK = Thinking("<|channel>", "<channel|>", "thought")
+COHERE_THINK = Thinking("<|START_THINKING|>", "<|END_THINKING|>")
+KIMI_THINK = Thinking("\u25c1think\u25b7", "\u25c1/think\u25b7")
+SEED_THINK = Thinking("<seed:think>", "</seed:think>")
 
 
 def thinking_parser(marks: Thinking, state: ThinkingState, inner: OutputParser) -> OutputParser:
@@ -48,7 +56,7 @@ def thinking_parser(marks: Thinking, state: ThinkingState, inner: OutputParser) 
 
 def _read(source: Source, *, marks: Thinking, is_open: bool, inner: OutputParser) -> Reading[None]:
     space = "" if is_open else (yield from source.white())
-    if is_open or (yield from source.literal(marks.begin)):
+    if is_open or (yield from source.literal(marks.begin + marks.label)):
         yield from _line_breaks(source)
         if (yield from source.until(marks.end, Thought)):
             yield from source.literal(marks.end)

@@ -20,8 +20,18 @@ MISTRAL_CALLS, MISTRAL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 DEEPSEEK_CALLS_BEGIN, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_SEP = "<｜tool▁sep｜>"
+KIMI_SECTION, KIMI_SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+GRANITE_CALLS = "<|tool_call|>"
+PHI_CALLS_END = "<|/tool_call|>"
+COHERE_CALLS, COHERE_CALLS_END = "<|START_ACTION|>", "<|END_ACTION|>"
+HUNYUAN_CALLS, HUNYUAN_CALLS_END = "<tool_calls>", "</tool_calls>"
+LFM2_CALLS, LFM2_CALLS_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO_CALLS, OLMO_CALLS_END = "<function_calls>", "</function_calls>"
 FENCE_BEGIN, FENCE_END = "```json", "```"
 _NAME = re.compile(r"[\w.:-]+")
+_KIMI_INDEX = re.compile(r":\d+$")
 _SLACK = re.compile(r"[\s}]+")  # models close a brace too many
 
 
@@ -101,6 +111,53 @@ def _mistral_list(call: CallState) -> Reading[None]:
         if not (yield from source.literal(",")):
             break
     yield from source.closing("]")
+
+
+def read_json_list(source: Source, begin: str, end: str) -> Reading[None]:
+    """Granite, Phi, Cohere and others: a list of calls, or one of them, between marks."""
+
+    def read(call: CallState) -> Reading[None]:
+        return _json_list(call, begin, end)
+
+    yield from marked_calls(source, begin, read, end)
+
+
+def _json_list(call: CallState, begin: str, end: str) -> Reading[None]:
+    source = call.source
+    yield from source.expect(begin)
+    yield from source.white()
+    if (yield from source.literal("[")):
+        yield from _mistral_list(call)
+    else:
+        yield from JsonCall(call, mark=end).read()
+    if end:
+        yield from source.white()
+        yield from source.literal(end)
+
+
+def read_kimi(source: Source) -> Reading[None]:
+    """Kimi K2: each call between marks, behind ``functions.name:index``; all between marks."""
+    yield from marked_calls(source, KIMI_SECTION, _kimi_calls, KIMI_SECTION_END)
+
+
+def _kimi_calls(call: CallState) -> Reading[None]:
+    source = call.source
+    yield from source.expect(KIMI_SECTION)
+    while True:
+        yield from source.white()
+        yield from source.expect(KIMI_CALL)
+        yield from source.white()
+        written = yield from _name(source)
+        name = call.check(_KIMI_INDEX.sub("", written).removeprefix("functions."))
+        yield from source.white()
+        yield from source.expect(KIMI_ARGUMENTS)
+        yield from _named_arguments(call, name, KIMI_CALL_END)
+        yield from source.white()
+        yield from source.closing(KIMI_CALL_END)
+        yield from source.white()
+        if not (yield from source.ahead(KIMI_CALL)):
+            break
+    yield from source.closing(KIMI_SECTION_END)
 
 
 def read_deepseek(source: Source) -> Reading[None]:

@@ -16,9 +16,10 @@ from uuid import uuid4
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
-from ..parsing.calls import with_short_ids
+from ..parsing.calls import with_numbered_ids, with_short_ids
 from ..parsing.events import CallArguments, CallBegin, CallEnd, Event, OutputParser, Thought, Words
 from ..parsing.generic import GENERIC, as_text, needs_text
+from ..parsing.harmony import with_thinking
 from ..parsing.output_format import Syntax, check_tools
 from ..structured.grammar_text import num_chars
 from ..text.chat_template import check_messages
@@ -242,6 +243,10 @@ class Turns:
         messages, tools = ask.messages, [tool.body for tool in ask.tools]
         if self.syntax.tool_parser == "mistral":
             messages = with_short_ids(messages)
+        elif self.syntax.tool_parser == "kimi":
+            messages = with_numbered_ids(messages)
+        elif self.syntax.tool_parser == "harmony":
+            messages = with_thinking(messages)
         elif self.syntax.tool_parser == GENERIC:
             check_messages(messages)
             if needs_text(messages, ask.tools):

@@ -14,6 +14,9 @@ INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
 MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
 
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
+
+
 class TooLong(Exception):  # noqa: N818
     """A text of a template, or a list or a number, has more characters than it may."""
 
@@ -66,16 +69,38 @@ class ChatTemplate:
         settings = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             with self._bounded(most_chars):
-                return str(self._hf.apply_chat_template(list(messages), **settings))
+                return self._render(messages, settings)
         except RecursionError:  # its traceback would be as long as what is nested is deep
             param = deeper(messages, options)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
+        """Some templates read what a tool need not have: they get it, empty, where they fail."""
+        from jinja2 import UndefinedError
+
+        try:
+            return str(self._hf.apply_chat_template(list(messages), **settings))
+        except (UndefinedError, TypeError):
+            tools = completed(settings.get("tools") or ())
+            if tools is None:
+                raise
+            whole = {**settings, "tools": tools}
+            return str(self._hf.apply_chat_template(list(messages), **whole))
 
     @cached_property
     def _reserved_options(self) -> set[str]:
         names = set(inspect.signature(self._hf.apply_chat_template).parameters)
         free = {"add_generation_prompt", "continue_final_message"}
         return names - free | {"self", "messages", "conversations"}  # what names end up as inside
+
+
+def completed(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    """The same tools, each with a description and with parameters; None if all have them."""
+    whole: list[Mapping[str, Any]] = [
+        {**tool, "function": {"description": "", "parameters": NO_PARAMETERS, **tool["function"]}}
+        for tool in tools
+    ]
+    return None if whole == list(tools) else whole
 
 
 def check_messages(messages: object) -> None:

@@ -20,6 +20,26 @@ CALLS = {
     "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
     '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
 }
+CALLS |= {
+    "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+    "gemma4": '<|tool_call>call:f{a:<|"|>x, "y"<|"|>,b:[1,{c:true}]}<tool_call|>',
+    "function-gemma": "<start_function_call>call:f{a:<escape>x<escape>}<end_function_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n'
+    '</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    "seed": "<seed:tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n"
+    "</seed:tool_call>",
+    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+    '{"a": 1}}\n]<|END_ACTION|>',
+    "phi4": '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f"}]',
+    "hunyuan": '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>',
+    "lfm2": "<|tool_call_start|>[f(a='x'), f()]<|tool_call_end|>",
+    "olmo3": "<function_calls>\nf(a='x')\nf()\n</function_calls>",
+}
 ODDS = [
     "{",
     "}",
@@ -68,7 +88,7 @@ def test_parts_do_not_depend_on_the_cuts(family, reasoning, data):
     )
     assert whole == by_chars == cut
     found = by_kind(whole)
-    if reasoning == "none" and not found.calls:
+    if reasoning == "none" and not found.calls and family != "harmony":  # marks are no words
         assert found.words == text
     assert all(name for name, _, _ in found.calls)
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from parsing import WEATHER, F, read, syntax
+from parsing import WEATHER, F, Read, read, syntax
 from walking import Model
 
 from foretoken import InvalidRequest, SamplingParams
+from foretoken.api.parsing.call_grammars import GEMMA, TAGGED
 from foretoken.api.parsing.families import FAMILIES
 from foretoken.api.parsing.lark import value
-from foretoken.api.parsing.qwen_coder import kinds
+from foretoken.api.parsing.tagged import kinds
 from foretoken.api.structured.grammar_text import json_rule
 from foretoken.api.types.results import Tool, ToolChoice
 
@@ -60,6 +61,24 @@ def hermes(body: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
+GEMMAS = {name: family for name, family in FAMILIES.items() if name in GEMMA}
+WHOLE = [name for name in FAMILIES if name not in GEMMAS]  # whose values are JSON, or nearly
+BEGINNINGS = {"llama3": "{", "pythonic": "[", "harmony": "<|channel|>commentary"}
+TYPED = Tool(
+    name="typed",
+    parameters={
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "is_on": {"type": "boolean"},
+            "kind": {"enum": ["a b", "c"]},
+            "more": {},
+        },
+        "required": ["text", "kind"],
+    },
+)
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as runner:
@@ -103,10 +122,10 @@ def check_calls(calls: list[tuple[str, str, bool]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "template"), [*((family, "") for family in FAMILIES), ("deepseek", "```json")]
+    ("family", "template"), [*((family, "") for family in WHOLE), ("deepseek", "```json")]
 )
 def test_forced_calls_are_read_as_valid_calls(model, family, template):
-    tools = (STRICT, NODE, F) if family != "qwen3-coder" else (TEXT, NODE, F)
+    tools = (TEXT, NODE, F) if family in TAGGED else (STRICT, NODE, F)
     syntax = model.syntax(family, template=template)
     text = syntax.constrain(ANY, tools=tools, choice=REQUIRED)
     for seed in range(6):
@@ -139,7 +158,7 @@ def test_several_calls_only_where_they_may_be(model, family, template, answer):
     assert not model.accepts(syntax.constrain(ANY, tools=[F], choice=single), answer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_one_call_of_one_tool_where_that_is_what_is_asked(plain, family):
     syntax = plain.syntax(family)
     choice = ToolChoice(mode="required", name="tree", parallel=False)
@@ -151,13 +170,13 @@ def test_one_call_of_one_tool_where_that_is_what_is_asked(plain, family):
         check_calls(found.calls)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_words_are_free_and_calls_among_them_valid(model, family):
     syntax = model.syntax(family)
     text = syntax.constrain(ANY, tools=(NODE, F), choice=AUTO)
     assert model.accepts(text, "Plain words, <b>tags</b> and (brackets).")
     assert model.accepts(text, "")
-    begin = {"llama3": "{", "pythonic": "["}.get(family) or f"Hm.\n{FAMILIES[family].marks[0]}"
+    begin = BEGINNINGS.get(family) or f"Hm.\n{FAMILIES[family].marks[0]}"
     for seed in range(3):
         ids = model.walk(text, seed, begin)
         answer = model.spell(ids, syntax.shown_ids(tools=True))
@@ -327,3 +346,45 @@ def test_a_schema_that_is_too_long_is_refused_before_it_is_written(monkeypatch, 
     monkeypatch.setattr(json, "dumps", lambda *_, **__: pytest.fail("written"))
     with pytest.raises(InvalidRequest, match="at most"):
         write({"properties": {f"p{i}": {"type": "string"} for i in range(60_000)}})
+
+
+@pytest.mark.parametrize("family", GEMMAS)
+def test_calls_without_json_are_of_the_types_of_the_schema(model, family):
+    syntax = model.syntax(family)
+    text = syntax.constrain(ANY, tools=[TYPED], choice=REQUIRED)
+    for seed in range(6):
+        answer = model.spell(model.walk(text, seed), syntax.shown_ids(tools=True))
+        found = read(lambda: syntax.parser(tools=[TYPED]), answer)
+        assert found.words == "", answer
+        assert found.calls
+        for _, arguments, is_done in found.calls:
+            assert is_done
+            values = json.loads(arguments)
+            assert isinstance(values["text"], str)
+            assert values["kind"] in ("a b", "c")
+            assert isinstance(values.get("count", 1), int)
+            assert values.get("is_on", True) in (True, False)
+    auto = syntax.constrain(ANY, tools=[replace(F, strict=True)], choice=AUTO)
+    assert model.accepts(auto, "Plain words.")
+
+
+@pytest.mark.parametrize("family", GEMMAS)
+def test_what_gemmas_form_can_not_follow_is_refused(plain, family):
+    with pytest.raises(InvalidRequest, match="cannot be strict"):
+        plain.syntax(family).constrain(ANY, tools=[STRICT], choice=REQUIRED)
+
+
+def test_a_form_of_harmony_stands_in_the_last_channel(model):
+    syntax = model.syntax("harmony")
+    form = SamplingParams(choice=("yes", "no"))
+    text = syntax.constrain(form)
+    final = "<|channel|>final<|message|>yes"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert model.accepts(text, final)
+    assert model.accepts(text, thought + final)
+    assert not model.accepts(text, "yes")
+    assert read(syntax.parser, thought + final) == Read(words="yes", thought="Hm.")
+    with_tools = syntax.constrain(form, tools=[F], choice=AUTO)
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    assert model.accepts(with_tools, call)
+    assert model.accepts(with_tools, final)

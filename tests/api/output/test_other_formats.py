@@ -151,3 +151,121 @@ def test_calls_inside_a_thought_are_thought():
 def test_mistrals_thoughts_have_marks_of_their_own():
     model = syntax("none", reasoning="mistral")
     assert read(model.parser, "[THINK]hm[/THINK]Hi") == Read(thought="hm", words="Hi")
+
+
+# -- formats with readers of their own ------------------------------------------------------------
+
+
+def of(family: str, text: str, *, reasoning: str = "none", tail: str = "", tools=TOOLS) -> Read:
+    model = syntax(family, reasoning=reasoning)
+    return read(lambda: model.parser(tools=tools, prompt_tail=tail), text)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Need it.<|end|><|start|>assistant"
+
+
+def test_harmony_has_thoughts_calls_and_words_in_channels():
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    assert of("harmony", ANALYSIS + call) == Read(
+        thought="Need it.", calls=[("f", '{"a": 1}', True)]
+    )
+    final = "<|channel|>final<|message|>It is <|x|> 3.<|return|>"
+    assert of("harmony", ANALYSIS + final) == Read(thought="Need it.", words="It is <|x|> 3.")
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    assert of("harmony", preamble + call).words == "I look."
+
+
+def test_harmony_takes_the_recipient_from_the_role_too():
+    text = ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
+    assert of("harmony", "<|start|>assistant" + text).calls == [("f", '{"a": 1}', True)]
+    assert of("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>").calls == [
+        ("f", "{}", True)
+    ]
+
+
+def test_harmony_that_breaks_off_stays_open():
+    text = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": '
+    assert of("harmony", text).calls == [("f", '{"a": ', False)]
+    assert of("harmony", "<|channel|>analysis<|message|>Need").thought == "Need"
+
+
+def test_harmony_without_tools_tells_thoughts_apart_and_gives_words():
+    final = "<|channel|>final<|message|>Hi"
+    assert of("harmony", ANALYSIS + final, tools=()) == Read(thought="Need it.", words="Hi")
+    assert of("harmony", "Just words.", tools=()) == Read(words="Just words.")
+
+
+def test_gemmas_arguments_become_json():
+    found = of(
+        "gemma4",
+        'Well.\n<|tool_call>call:f{city:<|"|>Pa"ris\n<|"|>,n:-3.5,on:true,none:null,'
+        'l:[1,<|"|>x<|"|>,{}],o:{k:{j:2}},w:word}<tool_call|>',
+    )
+    [(name, arguments, is_done)] = found.calls
+    assert (found.words, name, is_done) == ("Well.\n", "f", True)
+    assert json.loads(arguments) == {
+        "city": 'Pa"ris\n', "n": -3.5, "on": True, "none": None, "l": [1, "x", {}],
+        "o": {"k": {"j": 2}}, "w": "word",
+    }  # fmt: skip
+    assert of("gemma4", "<|tool_call>call:f{a:").calls == [("f", '{"a": ', False)]
+    assert of("gemma4", "<|tool_call>tell:f{}") == Read(words="<|tool_call>tell:f{}")
+
+
+def test_gemmas_thoughts_stand_in_a_channel():
+    text = "<|channel>thought\nhm\n<channel|>Hi"
+    assert of("gemma4", text, reasoning="gemma4") == Read(thought="hm\n", words="Hi")
+    closed = of("gemma4", "Hi", reasoning="gemma4", tail="<|channel>thought\n<channel|>")
+    assert closed == Read(words="Hi")
+
+
+GLM_CALL = (
+    "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n<arg_key>s</arg_key>\n"
+    "<arg_value>one\n two\n</arg_value>\n<arg_key>l</arg_key>\n<arg_value>[1, 2]</arg_value>\n"
+    "</tool_call>"
+)
+
+
+def test_glms_values_are_of_the_types_of_the_schema():
+    for text in (GLM_CALL, GLM_CALL.replace(">\n<", "><").replace("f\n", "f")):
+        [(name, arguments, is_done)] = of("glm", text, tools=[TYPED]).calls
+        assert (name, is_done) == ("f", True)
+        assert json.loads(arguments) == {"n": 3, "s": "one\n two\n", "l": [1, 2]}
+    assert of("glm", "<tool_call>f</tool_call>", tools=[TYPED]).calls == [("f", "{}", True)]
+
+
+def test_minimax_writes_several_calls_between_one_pair_of_marks():
+    call = '<invoke name="f">\n<parameter name="n">3</parameter>\n</invoke>\n'
+    text = f"<minimax:tool_call>\n{call}{call}</minimax:tool_call>"
+    assert of("minimax", text, tools=[TYPED]) == Read(calls=[("f", '{"n": 3}', True)] * 2)
+    thought = of("minimax", f"hm</think>\n\n{text}", reasoning="think", tail="<think>\n")
+    assert thought.thought == "hm"
+    assert thought.calls
+
+
+def test_kimis_names_lose_what_is_written_around_them():
+    call = "<|tool_call_begin|>functions.f:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call.format(0)}{call.format(1)}<|tool_calls_section_end|>"
+    assert of("kimi", f"Hm.{text}") == Read(words="Hm.", calls=[("f", "{}", True)] * 2)
+    thought = of("kimi", "◁think▷hm◁/think▷Hi", reasoning="kimi")
+    assert thought == Read(thought="hm", words="Hi")
+
+
+def test_lists_of_calls_between_marks():
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    one = ("f", '{"a": 1}', True)
+    assert of("granite", f"<|tool_call|>[{call}, {call}]") == Read(calls=[one, one])
+    assert of("granite", f"<|tool_call|>{call}") == Read(calls=[one])
+    assert of("phi4", f"<|tool_call|>[{call}]<|/tool_call|>") == Read(calls=[one])
+    assert of("hunyuan", f"<tool_calls>[{call}]</tool_calls>") == Read(calls=[one])
+    cohere = '{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}'
+    text = f"<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[{cohere}]<|END_ACTION|>"
+    assert of("cohere", text, reasoning="cohere") == Read(thought="hm", calls=[one])
+
+
+def test_python_between_marks():
+    one = ("f", '{"a": "x"}', True)
+    assert of("lfm2", "<|tool_call_start|>[f(a='x')]<|tool_call_end|>Done") == Read(
+        words="Done", calls=[one]
+    )
+    text = "<function_calls>\nf(a='x')\nf(a='x')\n</function_calls>"
+    assert of("olmo3", f"Sure.\n{text}") == Read(words="Sure.\n", calls=[one, one])

@@ -107,7 +107,7 @@ MUTATIONS = (
     Mutation(
         "qwen-coder-keeps-the-last-line-break",
         "_text",
-        'held = "\\n" if text.endswith("\\n") else ""',
+        'held = "\\n" if tags.has_breaks and text.endswith("\\n") else ""',
         'held = ""',
         ("test_calls_of_qwen_coder_by_the_types_of_the_schema",),
         "the line break before the tag is not in the value",

@@ -1,0 +1,172 @@
+"""Reading harmony: the channels in which gpt-oss thinks, calls tools and answers.
+
+``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...``; a call
+is a message of the commentary to ``functions.f``. Source: OpenAI's harmony response format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..structured.grammar_text import lark_text
+from .calls import CallState, attempt
+from .events import CallArguments, Event, Thought, Words
+from .input_buffer import Malformed, Reading, Source
+from .json_calls import object_text
+from .lark import Lark, arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..types.results import Tool
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+MAX_HEADER_CHARS = 512
+_ENDS = (END, CALL, RETURN)
+_ALL_BEGIN = "<|"
+_NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_FUNCTIONS = "functions."
+_ROLE = re.compile(r"[\w.=: -]+")
+
+
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The same conversation with thoughts where harmony's template looks for them.
+
+    Of a message with calls it takes content or a thought, not both.
+    """
+    return [
+        {**message, "thinking": message["reasoning_content"]}
+        if message.get("reasoning_content") and not message.get("content")
+        else message
+        for message in messages
+    ]
+
+
+def read_harmony(source: Source, *, has_tools: bool) -> Reading[None]:
+    """Thoughts, calls and words; marks are none of them. Text without marks is words."""
+    while (yield from source.peek()):
+        header = yield from _header(source)
+        if header is None:
+            yield from _body(source, Words)
+            continue
+        channel, recipient = _NAMED.search(header), _RECIPIENT.search(header)
+        is_analysis = channel is not None and channel[1] == "analysis"
+        if recipient is not None and has_tools and not (
+            is_analysis and not recipient[1].startswith(_FUNCTIONS)
+        ):  # fmt: skip
+            yield from _call(source, recipient[1].removeprefix(_FUNCTIONS))
+        else:
+            yield from _body(source, Thought if is_analysis else Words)
+
+
+def _header(source: Source) -> Reading[str | None]:
+    """What stands before a message, which is taken; None where a message has none."""
+    if not (yield from source.ahead(START)) and not (yield from source.ahead(CHANNEL)):
+        return None
+    pieces: list[str] = []
+    while sum(map(len, pieces)) < MAX_HEADER_CHARS:
+        if (yield from source.literal(MESSAGE)):
+            return "".join(pieces)
+        mark = yield from _mark(source, (START, CHANNEL, CONSTRAIN))
+        if mark:
+            pieces.append(mark)
+        elif run := (yield from source.run(_ROLE)):
+            pieces.append(run)
+        else:
+            break
+    return "".join(pieces)
+
+
+def _mark(source: Source, marks: Sequence[str]) -> Reading[str]:
+    """One of these, which is taken; "" where none of them comes."""
+    for mark in marks:
+        if (yield from source.literal(mark)):
+            return mark
+    return ""
+
+
+def _body(source: Source, wrap: Callable[[str], Event]) -> Reading[None]:
+    """The text of a message, and the mark behind it."""
+    while (yield from source.until(_ALL_BEGIN, wrap)):
+        if (yield from _mark(source, _ENDS)):
+            return
+        for mark in (START, CHANNEL):
+            if (yield from source.ahead(mark)):
+                return
+        if (yield from _mark(source, (MESSAGE, CONSTRAIN))):
+            continue
+        yield wrap(source.take(len(_ALL_BEGIN)))
+
+
+def _call(source: Source, name: str) -> Reading[None]:
+    yield from attempt(CallState(source), partial(_called, name=name))
+    yield from source.white()
+    yield from _mark(source, _ENDS)
+
+
+def _called(call: CallState, *, name: str) -> Reading[None]:
+    source, name = call.source, call.check(name)
+    yield from source.white()
+    first = yield from source.peek()
+    if first == "{":
+        yield from call.begin(name)
+        yield from object_text(source, CALL)
+        yield from call.end()
+    elif first in ("", "<"):
+        yield from call.whole(name, "{}")
+    else:  # arguments that are no object
+        yield from call.begin(name)
+        yield from source.until(_ALL_BEGIN, CallArguments)
+        raise Malformed
+
+
+# -- grammars -------------------------------------------------------------------------------------
+
+
+class HarmonyGrammar:
+    """Rules for whole answers: a thought where the model likes, then what is asked for."""
+
+    def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """A call and nothing else, which ends the answer: there is never a second one."""
+        del parallel
+        return lark.rule("calls", f"{_thought(lark)} {self._call(lark, tools)}")
+
+    def mixed(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Words as the model likes, or a valid call."""
+        del parallel
+        words = f"{_opened(lark, 'final')} {lark.without_any(MARKS, 'inside')}"
+        free = lark.not_beginning((CHANNEL,), "words")
+        call = self._call(lark, tools)
+        return lark.rule("mixed", f"{_thought(lark)} ({words} | {call}) | {free}")
+
+    def around(self, lark: Lark, form: str) -> str:
+        """Words of a form."""
+        return lark.rule("final", f"{_thought(lark)} {_opened(lark, 'final')} {form}")
+
+    def _call(self, lark: Lark, tools: Sequence[Tool]) -> str:
+        def written(tool: Tool) -> str:
+            to = lark_text(f"{_FUNCTIONS}{tool.name} ")
+            return f'{to} {lark.mark(CONSTRAIN)} "json" {lark.mark(MESSAGE)} {arguments(tool)}'
+
+        channel = f'{lark.mark(CHANNEL)} "commentary to="'
+        return lark.rule("call", f"{channel} {lark.each(tools, written)}")
+
+
+def _opened(lark: Lark, channel: str) -> str:
+    return f"{lark.mark(CHANNEL)} {lark_text(channel)} {lark.mark(MESSAGE)}"
+
+
+def _thought(lark: Lark) -> str:
+    thought = lark.up_to(END, "thought", marks=MARKS)
+    opened = _opened(lark, "analysis")
+    again = f'{lark.mark(START)} "assistant"'
+    return f"({lark.rule('analysis', f'{opened} {thought} {again}')})?"
+
+
+HARMONY = HarmonyGrammar()
