@@ -80,12 +80,13 @@ def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
     config = decoder.config
     width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_layer = config.hidden_size * (width + config.num_heads * config.head_dim)
-    per_layer += 3 * config.hidden_size * config.intermediate_size
+    matrices = 3 if config.activation.gated else 2
+    per_layer += matrices * config.hidden_size * config.intermediate_size
     return Shape(
         block_params=config.num_layers * per_layer,
         head_params=config.vocab_size * config.hidden_size,
         query_width=config.num_heads * config.head_dim,
-        windows=config.windows,
+        windows=tuple(layer.window for layer in config.layers),
         weight_bytes=sum(map(_num_bytes, _linears(decoder))),
         kv_bytes=pool.num_bytes / (pool.num_pages * pool.page_size),
     )
@@ -94,7 +95,7 @@ def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
 def _linears(decoder: Decoder) -> Iterator[PackedLinear]:
     """All that a step reads; norms are too small to count."""
     for layer in decoder.weights.layers:
-        yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+        yield from layer.linears
     yield decoder.weights.lm_head
 
 

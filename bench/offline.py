@@ -91,8 +91,7 @@ def weight_bytes(llm: AsyncLLM) -> int:
     """Bytes of the target's matrices as they are in memory, quantised or not."""
     runner = cast("ModelRunner", llm.engine.runner)
     weights = runner.decoder.weights
-    linears = [linear for each in weights.layers
-               for linear in (each.qkv, each.o, each.gate_up, each.down)]  # fmt: skip
+    linears = [linear for layer in weights.layers for linear in layer.linears]
     return sum(linear.weight.nbytes for linear in [*linears, weights.lm_head])
 
 

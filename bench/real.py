@@ -35,7 +35,7 @@ from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
 from ..core.interface.step import SamplingMetadata
-from ..core.model.config import read_config
+from ..core.model.families import read_config
 from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
 from .replay import ReplayRunner
 from .report import Spread, command, machine, table, write_json

@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from turns import Turns
 
-from foretoken.core.ops.base import HeadLayout, HeadNorm
+from foretoken.core.ops.base import FIRST_TABLE, HeadLayout, HeadNorm, Tables
 from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -19,6 +20,7 @@ from foretoken.core.ops.triton.triton_ops import TritonOps
 
 HEADS = HeadLayout(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
 TURNS = Turns(torch.arange(1, 9) / 7.0)
+OTHER_TURNS = Turns(torch.arange(1, 9) / 5.0)
 NUM_PAGES = 80
 PAGE_SIZE = 16
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -65,9 +67,10 @@ def write(
     pool: KVPool,
     qkv: Tensor,
     norm: HeadNorm | None = None,
+    tables: Tables = FIRST_TABLE,
 ) -> tuple[Tensor, object]:
-    plan = ops.plan(placed(batch, ops), pool, HEADS, TURNS)
-    return ops.rope_write(qkv.clone(), 1, plan, norm), plan
+    plan = ops.plan(placed(batch, ops), pool, HEADS, TURNS, OTHER_TURNS)
+    return ops.rope_write(qkv.clone(), 1, plan, norm, tables), plan
 
 
 def random_qkv(batch: RaggedBatch, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,13 +87,18 @@ def tolerance(dtype: torch.dtype = torch.float32) -> float:
     return TOLERANCE[dtype] * (1 if torch.get_default_device().type == "cpu" else ON_GPU)
 
 
-def assert_attention_agrees(segments: list[Segment], pool: KVPool, window: int | None) -> None:
+def assert_attention_agrees(
+    segments: list[Segment],
+    pool: KVPool,
+    window: int | None,
+    **rule: Any,
+) -> None:
     batch = make_batch(segments)
     qkv = random_qkv(batch, pool.dtype)
     other, num_rows = twin(pool), int(batch.lens.sum())
     q, plan = write(oracle := TorchOps(), batch, pool, qkv)
-    expected = oracle.attention(q, 1, plan, window)  # type: ignore[arg-type]
+    expected = oracle.attention(q, 1, plan, window, **rule)  # type: ignore[arg-type]
     q, plan = write(ops := TritonOps(), batch, other, qkv)
-    out = ops.attention(q, 1, plan, window)  # type: ignore[arg-type]
+    out = ops.attention(q, 1, plan, window, **rule)  # type: ignore[arg-type]
     atol = tolerance(pool.dtype)
     torch.testing.assert_close(out[:num_rows], expected[:num_rows], atol=atol, rtol=0)

@@ -53,7 +53,28 @@ _LONGROPE = _rope(
     original_max_position_embeddings=256,
 ) | {"original_max_position_embeddings": 256}
 
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": None}
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_ROPES = {
+    "full_attention": _yarn()["rope_parameters"] | {"rope_theta": 3e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+}
+
+_EXPERTS = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 36,
+}
+_GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.6,
+}
+
 # Every family and every kind of RoPE: model type and what differs from SHAPE.
+# fmt: off
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_tied": ("llama", {"tie_word_embeddings": True}),
@@ -95,7 +116,45 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"head_dim": 16, "attention_bias": True, "pad_token_id": None}),
     "helium": ("helium", {"head_dim": 16, "pad_token_id": None}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "gemma": ("gemma", {"head_dim": 16, "pad_token_id": None}),
+    "gemma2": ("gemma2", _GEMMA | {"sliding_window": 50, "tie_word_embeddings": True}
+               | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3_text", _GEMMA | {"sliding_window": 50, "layer_types": _TYPES}
+               | {"final_logit_softcapping": 4.0, "rope_parameters": _ROPES}),
+    "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "pad_token_id": None}),
+    "olmo2": ("olmo2", {"attention_bias": True, "pad_token_id": None, "intermediate_size": 140}),
+    "olmo3": ("olmo3", {"sliding_window": 50, "layer_types": _TYPES, "pad_token_id": None}
+              | {"rope_parameters": _ROPES}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "smollm3_window": ("smollm3", {"no_rope_layers": [1, 0, 1], "pad_token_id": None}
+                       | {"use_sliding_window": True, "sliding_window": 50}),
+    "cohere": ("cohere", {"logit_scale": 0.5, "pad_token_id": None}),
+    "cohere2": ("cohere2", {"logit_scale": 0.5, "pad_token_id": None, "attention_bias": True}
+                | {"sliding_window": 50, "layer_types": _TYPES}),
+    "exaone4": ("exaone4", {"sliding_window": 50, "layer_types": _TYPES, "pad_token_id": None}),
+    "exaone4_full": ("exaone4", {"sliding_window": None, "pad_token_id": None}
+                     | {"layer_types": ["full_attention"] * 3}),
+    "starcoder2": ("starcoder2", {"sliding_window": 50, "pad_token_id": None}
+                   | {"intermediate_size": 140}),
+    "ministral3": ("ministral3", {"head_dim": 16, "pad_token_id": None}
+                   | _yarn(llama_4_scaling_beta=0.3)),
+    "mixtral": ("mixtral", {"head_dim": 16, "sliding_window": 50} | _EXPERTS),
+    "qwen2_moe": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 40}
+                  | {"mlp_only_layers": [1]}),
+    "qwen2_moe_renorm": ("qwen2_moe", _EXPERTS | {"shared_expert_intermediate_size": 40}
+                         | {"norm_topk_prob": True, "qkv_bias": False}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 16, "norm_topk_prob": True} | _EXPERTS),
+    "olmoe": ("olmoe", {"pad_token_id": None} | _EXPERTS),
+    "glm4_moe": ("glm4_moe", _EXPERTS | _GROUPS | {"use_qk_norm": True, "pad_token_id": None}
+                 | {"first_k_dense_replace": 1, "n_shared_experts": 1, "attention_bias": True}),
+    "dots1": ("dots1", _EXPERTS | _GROUPS | {"n_shared_experts": 2, "norm_topk_prob": False}
+              | {"sliding_window": 50, "layer_types": _TYPES, "head_dim": 16}),
+    "minimax_m2": ("minimax_m2", {"head_dim": 16, "pad_token_id": None} | _EXPERTS
+                   | _rope("default", partial_rotary_factor=0.5)),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "sliding_window": 50, "layer_types": _TYPES}
+                | {"swiglu_limit": 0.6, "pad_token_id": None} | _EXPERTS | _yarn(truncate=False)),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_gelu": ("qwen3", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
     "qwen3_biased": ("qwen3", {"head_dim": 32, "attention_bias": True}),
     "qwen3_layer_types": (
         "qwen3",
@@ -107,6 +166,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# fmt: on
 
 
 def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -120,6 +180,9 @@ def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
             parameter.normal_(0.0, 0.12, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.add_(1.0)
+        for name, buffer in model.named_buffers():  # which begin at 0
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.3, generator=generator)
     return model.eval()
 
 

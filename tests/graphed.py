@@ -10,9 +10,9 @@ from fake_graph import fake_graphs
 from torch import Tensor
 
 from foretoken.core.model import Decoder
-from foretoken.core.model.config import DecoderConfig
+from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.rope import RopeSpec
-from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights, Ops
+from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights, MlpWeights, Norm, Ops
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.triton.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
@@ -30,7 +30,7 @@ CONFIG = DecoderConfig(
     norm_eps=1e-6,
     rope=RopeSpec(),
     max_model_len=NUM_PAGES * PAGE_SIZE,
-    windows=(None, 40),
+    layers=(LayerSpec(), LayerSpec(window=40)),
 )
 
 
@@ -76,24 +76,30 @@ def make_decoder(graphs: MakeGraph | None) -> Decoder:
     """
     ops = TritonOps(exact="off", graphs=graphs or "off")
     torch.manual_seed(0)
-    layers = tuple(make_layer(ops, window) for window in CONFIG.windows)
+    layers = tuple(make_layer(ops, layer.window) for layer in CONFIG.layers)
     embedding = torch.randn(VOCAB, SIZE)
     head = TritonOps(exact="spec").pack_linear(embedding)
-    weights = DecoderWeights(embedding, layers, torch.rand(SIZE) + 0.5, head, CONFIG.norm_eps)
+    weights = DecoderWeights(embedding, layers, make_norm(), head)
     return Decoder(CONFIG, weights, ops)
 
 
 def make_layer(ops: Ops, window: int | None) -> LayerWeights:
     return LayerWeights(
-        input_norm=torch.rand(SIZE) + 0.5,
+        attention_norm=make_norm(),
         qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
         head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
         o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
-        post_norm=torch.rand(SIZE) + 0.5,
-        gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
-        down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
+        mlp_norm=make_norm(),
+        mlp=MlpWeights(
+            gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
+            down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
+        ),
         window=window,
     )
+
+
+def make_norm() -> Norm:
+    return Norm(torch.rand(SIZE) + 0.5, CONFIG.norm_eps)
 
 
 def make_pool(decoder: Decoder, kv_dtype: KvDtype = "auto") -> KVPool:

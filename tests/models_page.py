@@ -7,7 +7,11 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from foretoken.core.model.config import FAMILIES
+import transformers
+
+from checkpoints import KINDS, SHAPE
+from foretoken.core.model.families import FAMILIES, parse_config
+from foretoken.core.model.fields import Fields
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
@@ -37,7 +41,7 @@ def page() -> str:
 def _families() -> str:
     rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
     rows += [
-        f"| `{name}` | {_formats(name)} | torch, native, Triton | the same | transformers |"
+        f"| `{name}` | {_formats(name)} | {_backends(name)} | the same | transformers |"
         for name in FAMILIES
     ]
     rows += [
@@ -46,6 +50,14 @@ def _families() -> str:
         " | measured at the start; the same for the tiny models of the tests | transformers |"
     ]
     return "\n".join(rows)
+
+
+def _backends(model_type: str) -> str:
+    """Of a tiny config that the tests compare with transformers."""
+    differences = next(more for name, more in KINDS.values() if name == model_type)
+    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | differences))
+    layers = parse_config(Fields(config.to_dict(), model_type)).layers
+    return "torch, native" if any(layer.experts for layer in layers) else "torch, native, Triton"
 
 
 def _formats(model_type: str) -> str:

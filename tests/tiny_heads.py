@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from foretoken.core.model.config import DecoderConfig
+from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.models.block import BlockConfig, BlockHead
@@ -25,7 +25,7 @@ TARGET = DecoderConfig(
     norm_eps=1e-6,
     rope=RopeSpec(),
     max_model_len=512,
-    windows=(None,) * 4,
+    layers=(LayerSpec(),) * 4,
 )
 
 

@@ -134,7 +134,7 @@ def _problem(model: str) -> str:
 
 
 def _families() -> list[str]:
-    from ...core.model.config import FAMILIES
+    from ...core.model.families import FAMILIES
 
     return sorted(FAMILIES)
 

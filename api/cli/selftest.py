@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.errors import ForetokenError
 from ...core.interface.step import SamplingMetadata
 from ...core.model.rope import RopeSpec, RopeTable
-from ...core.ops.base import HeadLayout, HeadNorm, Ops, PackedLinear
+from ...core.ops.base import Activation, HeadLayout, HeadNorm, Norm, Ops, PackedLinear
 from ...core.ops.batch import RaggedBatch, Segment, build_batch
 from ...core.ops.kv_pool import KvDtype, KVPool, from_scaled, to_scaled
 from ...core.ops.native import NativeLibrary, native_library
@@ -114,17 +114,23 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, _Operation]]:
     x, residual, weight, table = draw(7, 200), draw(7, 200), draw(200), draw(50, 200)
     ids = torch.tensor([3, 0, 49, 3])
     yield "embedding", lambda ops: ops.embedding(ids, table)
-    yield "rms_norm", lambda ops: ops.rms_norm(x, weight, 1e-6)
-    yield "add_rms_norm", lambda ops: torch.cat(ops.add_rms_norm(x, residual, weight, 1e-6))
-    yield "silu_mul", lambda ops: ops.silu_mul(x)
+    rms = Norm(weight, 1e-6)
+    layer_norm = Norm(weight.float(), 1e-6, residual[0].float(), is_layer=True)
+    yield "rms norm", lambda ops: ops.norm(x, rms)
+    yield "add, rms norm", lambda ops: torch.cat(ops.add_norm(x, residual, rms))
+    yield "layer norm", lambda ops: ops.norm(x, layer_norm)
+    yield "silu", lambda ops: ops.activate(x)
+    yield "gelu", lambda ops: ops.activate(x, Activation("gelu_tanh", gated=False))
     batch = _batch()
     width = _HEADS.num_heads + 2 * _HEADS.num_kv_heads
     qkv = draw(batch.num_rows, width * _HEADS.head_dim)
     norm = HeadNorm(torch.rand(width - _HEADS.num_kv_heads, _HEADS.head_dim) + 0.5, 1e-6)
+    capped = {"cap": 2.0, "sinks": torch.randn(_HEADS.num_heads)}
     kv = draw(2 * _HEADS.num_kv_heads * 40 * _PAGE_SIZE * _HEADS.head_dim)
     yield "rope_write", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[1]
     yield "attention", lambda ops: _attend(ops, batch, qkv, kv, norm, None)[0]
     yield "attn. window", lambda ops: _attend(ops, batch, qkv, kv, norm, 100)[0]
+    yield "attn. capped", lambda ops: _attend(ops, batch, qkv, kv, norm, 100, rule=capped)[0]
     yield "rope_wr. int8", lambda ops: _attend(ops, batch, qkv, kv, norm, None, "int8")[1]
     yield "attn. int8", lambda ops: _attend(ops, batch, qkv, kv, norm, 100, "int8")[0]
 
@@ -152,6 +158,7 @@ def _attend(
     norm: HeadNorm,
     window: int | None,
     kv_dtype: KvDtype = "auto",
+    rule: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The rows attended, and the pool with their keys and values in it."""
     pool = KVPool(
@@ -172,7 +179,7 @@ def _attend(
     rope = RopeTable(RopeSpec(), _HEADS.head_dim, "cpu")
     plan = ops.plan(batch, pool, _HEADS, rope)
     q = ops.rope_write(qkv.clone(), 0, plan, norm)
-    out = ops.attention(q, 0, plan, window)
+    out = ops.attention(q, 0, plan, window, **(rule or {}))
     return out, vectors if scales is None else from_scaled(vectors, scales, qkv.dtype)
 
 

@@ -191,7 +191,7 @@ def _batch(pool: KVPool, tables: Sequence[Sequence[int]]) -> Batch:
     segments = [Segment([0], start, array("q", pages), 0) for pages in tables]
     batch = build_batch(segments, page_size=pool.page_size, device="cpu", min_rows=1)
     unused = torch.empty(batch.num_rows, HEADS.head_dim // 2)  # attention turns nothing
-    return Batch(NativePlan(batch, pool, HEADS, unused, unused), num_layers, num_bytes)
+    return Batch(NativePlan(batch, pool, HEADS, [(unused, unused)]), num_layers, num_bytes)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def _read(decoder: Decoder, windows: Sequence[Tensor], kv_dtype: KvDtype) -> tup
 
 def _matrix_bytes(decoder: Decoder) -> int:
     layers = decoder.weights.layers
-    packed = [w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    packed = [w for layer in layers for w in layer.linears]
     packed.append(decoder.weights.lm_head)
     return sum(
         w.num_bytes if isinstance(w, NativeLinear) else w.weight.numel() * w.weight.itemsize

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .config import DecoderConfig, read_config
+from .config import DecoderConfig
 from .decoder import Decoder
+from .families import read_config
 from .loader import load_decoder
 
 __all__ = ["Decoder", "DecoderConfig", "load_decoder", "read_config"]

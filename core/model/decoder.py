@@ -22,7 +22,7 @@ from ..ops.batch import (
 from ..ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ..ops.layers import run_layers
 from .config import DecoderConfig
-from .rope import RopeTable
+from .rope import RopeTable, layer_tables
 
 ModelPath: TypeAlias = Literal["own", "transformers"]
 
@@ -56,7 +56,8 @@ class Decoder:
         self.heads = head_layout(config)
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights)
-        self._rope = RopeTable(config.rope, config.head_dim, self.device)
+        specs = layer_tables(config.ropes).specs
+        self._ropes = tuple(RopeTable(spec, config.head_dim, self.device) for spec in specs)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A KV pool of this decoder's shape and device; of its dtype, too, unless told."""
@@ -105,9 +106,10 @@ class Decoder:
         ``taps``: the boundaries that these passes will want. On a GPU, captures the graphs, which
         takes seconds and memory beside the pool's.
         """
-        self._rope.table(max_len)
+        for rope in self._ropes:
+            rope.table(max_len)
         if self._compiled is not None:
-            self._compiled.warm_up(pool, self.heads, self._rope, taps)
+            self._compiled.warm_up(pool, self.heads, self._ropes, taps)
 
     @torch.inference_mode()
     def forward(
@@ -118,7 +120,7 @@ class Decoder:
         The output holds until the next pass. Raises ValueError for taps that there are not.
         """
         self._check(wanted.taps)
-        plan = self.ops.plan(batch, pool, self.heads, self._rope)
+        plan = self.ops.plan(batch, pool, self.heads, *self._ropes)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
         if self._compiled is None:
@@ -141,4 +143,5 @@ class Decoder:
         if batch.num_logits < len(hidden):
             rows = batch.logit_rows if found.logit_rows is None else found.logit_rows
             hidden = hidden.index_select(0, rows)
-        return self.ops.logits(hidden, self.weights.lm_head)[: batch.num_logits]
+        weights = self.weights
+        return self.ops.logits(hidden, weights.lm_head, weights.logit_cap)[: batch.num_logits]

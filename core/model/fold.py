@@ -17,6 +17,8 @@ class Fold:
 
     ``fused_qkv``, ``fused_gate_up``: the files hold these matrices in one, as the kernels do.
     ``interleaved``: RoPE turns neighbouring items of a head; the kernels turn its halves.
+    ``rounds_embed_scale``: the embedding's factor is rounded to the weights' dtype before.
+    ``norm_offset``: what is added to the weights of all norms, which then are float32.
     """
 
     embed_scale: float = 1.0  # of the embedding's rows
@@ -25,6 +27,8 @@ class Fold:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     interleaved: bool = False
+    rounds_embed_scale: bool = False
+    norm_offset: float = 0.0
 
 
 NO_FOLD = Fold()
@@ -40,6 +44,11 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaved: bool) -> Tensor:
     first, second = turning.view(-1, 2).T if interleaved else turning.view(2, -1)
     still = torch.arange(rotary_dim, head_dim).view(2, -1)
     return torch.cat((first, still[0], second, still[1]))
+
+
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """The nearest number of a dtype."""
+    return float(torch.tensor(factor, dtype=dtype))
 
 
 def scaled(weight: Tensor, factor: float) -> Tensor:

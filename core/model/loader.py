@@ -15,11 +15,15 @@ from torch import Tensor
 from ..errors import ModelLoadError
 from ..ops.backends import Backend, choose_ops
 from ..ops.base import (
+    Activation,
     DecoderWeights,
     Exactness,
+    ExpertWeights,
     HeadLayout,
     HeadNorm,
     LayerWeights,
+    MlpWeights,
+    Norm,
     Ops,
     PackedLinear,
 )
@@ -27,12 +31,21 @@ from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedWeight, stack
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
-from .config import DecoderConfig, read_config
+from .config import LLAMA_MLP, DecoderConfig, ExpertsSpec, MlpNames
 from .decoder import Decoder, head_layout
+from .families import read_config
 from .fields import UnsupportedConfig
-from .fold import head_order, scaled
-from .rope import rotary_dim
-from .shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, tensor_shapes
+from .fold import head_order, rounded, scaled
+from .rope import layer_tables, rotary_dim
+from .shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    FUSED_GATE_UP,
+    LM_HEAD,
+    ignored,
+    layer_prefix,
+    tensor_shapes,
+)
 
 logger = logging.getLogger(__name__)
 LoadFormat: TypeAlias = Literal["auto", "random"]
@@ -97,7 +110,9 @@ class _Options(NamedTuple):
     quantize: Quantize
     kv_dtype: KvDtype
 
-    def ops(self, dtype: torch.dtype, heads: HeadLayout | None) -> Ops:
+    def ops(
+        self, dtype: torch.dtype, heads: HeadLayout | None, *, has_experts: bool = False
+    ) -> Ops:
         """The backend."""
         return choose_ops(
             self.device,
@@ -107,6 +122,7 @@ class _Options(NamedTuple):
             heads=heads,
             quantize=self.quantize,
             kv_dtype=self.kv_dtype,
+            has_experts=has_experts,
         )
 
 
@@ -148,7 +164,8 @@ def _own(path: str | Path, options: _Options) -> Decoder:
     config = read_config(path) if checkpoint is None else checkpoint.config
     stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
     chosen = _choose_dtype(dtype, stored, device)
-    ops = options.ops(chosen, head_layout(config))
+    has_experts = any(layer.experts is not None for layer in config.layers)
+    ops = options.ops(chosen, head_layout(config), has_experts=has_experts)
     read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
@@ -158,13 +175,8 @@ def _checkpoint(path: str | Path) -> Checkpoint:
     """The files of a checkpoint, which hold what the config implies."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    check_tensors(checkpoint, tensor_shapes(config), ignored=_ignored(config))
+    check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
     return checkpoint
-
-
-def _ignored(config: DecoderConfig) -> tuple[str, ...]:
-    """Some tied checkpoints store the output matrix as well; the embedding stands for both."""
-    return (LM_HEAD,) if config.tie_embeddings else ()
 
 
 def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:
@@ -189,7 +201,8 @@ def _random_reader(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
 
     def read(name: str) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shapes[name], dtype=drawn, device=device)
+            ones = torch.ones(shapes[name], dtype=drawn, device=device)
+            return ones - config.fold.norm_offset
         factors = (f for suffix, f in _RANDOM_FACTORS.items() if name.endswith(suffix))
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(shapes[name], generator=generator, dtype=drawn, device=device)
@@ -208,15 +221,22 @@ def _progress(layers: range) -> Iterable[int]:
     return bar
 
 
-def _qkv_order(config: DecoderConfig, device: torch.device) -> Tensor | None:
-    """The rows of Q, K and V in the kernels' order; None where it is the family's own."""
+def _head_order(config: DecoderConfig, device: torch.device) -> Tensor | None:
+    """The items of a head in the kernels' order; None where it is the family's own."""
     head_dim, turning = config.head_dim, rotary_dim(config.rope, config.head_dim)
     if turning == head_dim and not config.fold.interleaved:
         return None
-    head = head_order(head_dim, turning, interleaved=config.fold.interleaved)
-    rows = torch.arange((config.num_heads + 2 * config.num_kv_heads) * head_dim).view(-1, head_dim)
+    return head_order(head_dim, turning, interleaved=config.fold.interleaved).to(device)
+
+
+def _qkv_order(config: DecoderConfig, head: Tensor | None) -> Tensor | None:
+    """The rows of Q, K and V in the kernels' order, given that of a head's items."""
+    if head is None:
+        return None
+    num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    rows = torch.arange(num_rows, device=head.device).view(-1, config.head_dim)
     turned = config.num_heads + config.num_kv_heads
-    return torch.cat((rows[:turned][:, head], rows[turned:])).flatten().to(device)
+    return torch.cat((rows[:turned][:, head], rows[turned:])).flatten()
 
 
 class _Assembly:
@@ -238,7 +258,9 @@ class _Assembly:
         self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
-        self._qkv_order = _qkv_order(config, device)
+        self._head_order = _head_order(config, device)
+        self._qkv_order = _qkv_order(config, self._head_order)
+        self._tables = layer_tables(config.ropes).by_layer
 
     def decoder(self) -> Decoder:
         """The whole model."""
@@ -250,38 +272,128 @@ class _Assembly:
         if not self._keeps(lm_head) or fold.logit_scale != 1.0:
             lm_head = table if is_tied else self._cast(lm_head)
             lm_head = scaled(lm_head, fold.logit_scale)
+        embed_scale = fold.embed_scale
+        if fold.rounds_embed_scale:
+            embed_scale = rounded(embed_scale, table.dtype)
         weights = DecoderWeights(
-            embedding=scaled(table, fold.embed_scale),
+            embedding=scaled(table, embed_scale),
             layers=tuple(self._layer(i) for i in _progress(range(config.num_layers))),
-            final_norm=self._vector(FINAL_NORM),
+            final_norm=self._norm(FINAL_NORM),
             lm_head=self._ops.pack_linear(lm_head),
-            norm_eps=config.norm_eps,
+            logit_cap=config.logit_cap,
         )
         return Decoder(config, weights, self._ops)
 
     def _layer(self, index: int) -> LayerWeights:
-        config, prefix = self._config, layer_prefix(index)
+        config, prefix, names = self._config, layer_prefix(index), self._config.norms
         fold = config.fold
+        experts = config.layers[index].experts
         qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "v"]
-        gate_up = ["gate_up"] if fold.fused_gate_up else ["gate", "up"]
         return LayerWeights(
-            input_norm=self._vector(f"{prefix}input_layernorm.weight"),
+            attention_norm=self._layer_norm(prefix, names.attention),
+            attention_out_norm=self._layer_norm(prefix, names.attention_out),
+            mlp_norm=self._layer_norm(prefix, names.mlp),
+            mlp_out_norm=self._layer_norm(prefix, names.mlp_out),
             qkv=self._linear(
                 [f"{prefix}self_attn.{n}_proj" for n in qkv],
                 bias=config.qkv_bias,
                 order=self._qkv_order,
             ),
-            head_norm=self._head_norm(prefix) if config.qk_norm else None,
+            head_norm=None if config.head_norm == "none" else self._head_norm(prefix),
             o=self._linear(
                 [f"{prefix}self_attn.o_proj"], bias=config.o_bias, factor=fold.residual_scale
             ),
-            post_norm=self._vector(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._linear([f"{prefix}mlp.{n}_proj" for n in gate_up], bias=config.mlp_bias),
-            down=self._linear(
-                [f"{prefix}mlp.down_proj"], bias=config.mlp_bias, factor=fold.residual_scale
-            ),
-            window=config.windows[index],
+            mlp=self._mlp(f"{prefix}mlp.") if experts is None else self._experts(prefix, experts),
+            window=config.layers[index].window,
+            is_parallel=config.is_parallel,
+            tables=self._tables[index],
+            cap=config.attention_cap,
+            sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
         )
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        config, names, fold = self._config, self._config.mlp_names, self._config.fold
+        first = [names.up] if names.gate is None else [names.gate, names.up]
+        if fold.fused_gate_up:
+            first = [FUSED_GATE_UP]
+        return MlpWeights(
+            self._linear([prefix + name for name in first], bias=config.mlp_bias),
+            self._linear([prefix + names.down], bias=config.mlp_bias, factor=fold.residual_scale),
+            config.activation,
+        )
+
+    def _experts(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
+        names = spec.names
+        experts = (
+            self._stacked_experts(prefix, spec)
+            if names.is_stacked
+            else tuple(
+                self._gated(prefix + names.expert.format(number), names.mlp, spec.activation)
+                for number in range(spec.count)
+            )
+        )
+        shared = gate = None
+        if spec.shared_width:
+            shared = self._gated(prefix + names.shared, LLAMA_MLP, spec.activation)
+            if names.shared_gate is not None:
+                gate = self._plain(prefix + names.shared_gate, bias=False)
+        return ExpertWeights(
+            router=self._plain(prefix + names.router, bias=spec.router_bias),
+            routing=spec.routing,
+            experts=experts,
+            choice_bias=None
+            if names.choice_bias is None
+            else self._float(prefix + names.choice_bias),
+            shared=shared,
+            shared_gate=gate,
+        )
+
+    def _gated(self, prefix: str, names: MlpNames, activation: Activation) -> MlpWeights:
+        factor = self._config.fold.residual_scale
+        return MlpWeights(
+            self._linear([f"{prefix}{names.gate}", f"{prefix}{names.up}"], bias=False),
+            self._linear([f"{prefix}{names.down}"], bias=False, factor=factor),
+            activation,
+        )
+
+    def _stacked_experts(self, prefix: str, spec: ExpertsSpec) -> tuple[MlpWeights, ...]:
+        """Of gpt-oss: each matrix transposed, a row of the gate before each of the factor."""
+        at = prefix + spec.names.expert
+        parts = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        stacks = [self._vector(at + part) for part in parts]
+        apart = torch.arange(2 * spec.width, device=self._device).view(-1, 2).T.flatten()
+        return tuple(
+            MlpWeights(
+                self._ops.pack_linear(gate_up.T[apart], bias[apart]),
+                self._ops.pack_linear(down.T.contiguous(), down_bias),
+                spec.activation,
+            )
+            for gate_up, bias, down, down_bias in zip(*stacks, strict=True)
+        )
+
+    def _plain(self, name: str, *, bias: bool) -> PackedLinear:
+        """A matrix that is never quantised: of a router."""
+        row = self._vector(f"{name}.bias") if bias else None
+        return self._ops.pack_linear(self._vector(f"{name}.weight"), row, plain=True)
+
+    def _float(self, name: str) -> Tensor:
+        """A vector in float32, as it is stored."""
+        weight = self._read(name)
+        values = weight if isinstance(weight, Tensor) else weight.dequantize()
+        return values.to(self._device).float()
+
+    def _layer_norm(self, prefix: str, name: str | None) -> Norm | None:
+        return None if name is None else self._norm(f"{prefix}{name}.weight")
+
+    def _norm(self, name: str) -> Norm:
+        config, offset = self._config, self._config.fold.norm_offset
+        weight = self._vector(name)
+        if config.layer_norm != "none" or offset:
+            weight = weight.float() + offset
+        bias = None
+        if config.layer_norm == "bias":
+            bias = self._vector(f"{name.removesuffix('weight')}bias").float()
+        return Norm(weight, config.norm_eps, bias, config.layer_norm != "none")
 
     def _linear(
         self, names: list[str], *, bias: bool, order: Tensor | None = None, factor: float = 1.0
@@ -315,9 +427,17 @@ class _Assembly:
 
     def _head_norm(self, prefix: str) -> HeadNorm:
         config = self._config
-        q = self._vector(f"{prefix}self_attn.q_norm.weight").expand(config.num_heads, -1)
-        k = self._vector(f"{prefix}self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
-        return HeadNorm(torch.cat((q, k)).float(), config.norm_eps)
+        counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+        heads = [
+            self._vector(f"{prefix}self_attn.{name}.weight")
+            .view(-1, config.head_dim)  # one for all heads, or of the whole row
+            .expand(count, -1)
+            for name, count in counts.items()
+        ]
+        weight = torch.cat(heads).float() + config.fold.norm_offset
+        if self._head_order is not None:
+            weight = weight[:, self._head_order]
+        return HeadNorm(weight.contiguous(), config.norm_eps, config.head_norm == "whole")
 
     def _keeps(self, weight: _Weight) -> bool:
         return isinstance(weight, QuantizedWeight) and weight.kind in self._kept

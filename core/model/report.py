@@ -12,9 +12,10 @@ import torch
 from ..errors import ModelLoadError
 from ..ops.kv_pool import KvShape, bytes_per_mixed_page
 from .checkpoint import check_tensors, gguf_file, open_checkpoint
-from .config import DecoderConfig, read_config
+from .config import DecoderConfig
+from .families import read_config
 from .fields import UnsupportedConfig
-from .shapes import LM_HEAD, tensor_shapes
+from .shapes import ignored, tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
 _PAGE = 16  # tokens; the pages of the CPU, which only the rounding of mixed pages depends on
@@ -55,8 +56,7 @@ def _own(path: Path) -> ModelReport:
     dtype = config.dtype
     if file_format != "no weights":
         checkpoint = open_checkpoint(path)
-        ignored = (LM_HEAD,) if config.tie_embeddings else ()
-        check_tensors(checkpoint, shapes, ignored=ignored)
+        check_tensors(checkpoint, shapes, ignored=ignored(config, checkpoint.shapes))
     count = sum(math.prod(shape) for shape in shapes.values())
     heads = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
     return _report("own", config, count, [heads], file_format, size, dtype)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError
+from ..ops.base import Tables
 from .fields import Fields
 
 RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -35,14 +37,21 @@ class RopeSpec:
     truncate: bool = True
     # by frequency: of longrope, and of a file that spells out llama3's scaling
     divisors: tuple[float, ...] = ()
-    partial: float = 1.0  # the share of a head's items that turn, the first ones
+    partial: float = 1.0  # the share of a head's items that turn, the first ones; 0: none
+    # Queries grow by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0: not
+    query_beta: float = 0.0
 
 
-def parse_rope(config: Fields, *, max_len: int, partial: float | None = None) -> RopeSpec:
+NO_ROPE = RopeSpec(partial=0.0)
+
+
+def parse_rope(
+    config: Fields, *, max_len: int, partial: float | None = None, theta: float = 10000.0
+) -> RopeSpec:
     """RoPE of a config.json in the spelling of transformers v4 (``rope_scaling``) or v5.
 
     ``partial``: the share of a head that turns by default, of a family that turns a part of it.
-    Raises `ModelLoadError` for a kind that is not supported.
+    ``theta``: the family's default. Raises `ModelLoadError` for a kind that is not supported.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     rope = config.object(name)
@@ -55,7 +64,7 @@ def parse_rope(config: Fields, *, max_len: int, partial: float | None = None) ->
     if partial is None:
         _refuse_partial(config, rope)
     share = 1.0 if partial is None else _partial(config, rope, partial)
-    theta = rope.above_zero("rope_theta", config.number("rope_theta", 10000.0))
+    theta = rope.above_zero("rope_theta", config.number("rope_theta", theta))
     if kind == "default":
         return RopeSpec(theta=theta, partial=share)
     if kind == "longrope":
@@ -104,6 +113,35 @@ def _parse_longrope(
     )
 
 
+def parse_ropes(
+    config: Fields, *, max_len: int, theta: float, local_theta: float | None = None
+) -> tuple[RopeSpec, RopeSpec]:
+    """RoPE of the layers of full attention, and of those with a window, where they differ.
+
+    transformers v5 has one object for each kind of layer. In v4 the scaling is that of full layers,
+    and ``rope_local_base_freq``, by default ``local_theta``, the theta of the others; None: theta.
+    """
+    kinds = config.object("rope_parameters")
+    if kinds.has("full_attention"):
+        full, local = (
+            parse_rope(_of_kind(config, kinds, kind), max_len=max_len, theta=default)
+            for kind, default in (
+                ("full_attention", theta),
+                ("sliding_attention", local_theta or theta),
+            )
+        )
+        return full, local
+    full = parse_rope(config, max_len=max_len, theta=theta)
+    if local_theta is None:
+        return full, RopeSpec(theta=full.theta)
+    return full, RopeSpec(theta=config.number("rope_local_base_freq", local_theta))
+
+
+def _of_kind(config: Fields, kinds: Fields, kind: str) -> Fields:
+    values = {**config.values, "rope_parameters": kinds.object(kind).values}
+    return Fields(values, config.where)
+
+
 def _partial(config: Fields, rope: Fields, default: float) -> float:
     name = "partial_rotary_factor"
     share = rope.number(name, config.number(name, default))
@@ -113,7 +151,7 @@ def _partial(config: Fields, rope: Fields, default: float) -> float:
 
 
 def rotary_dim(spec: RopeSpec, head_dim: int) -> int:
-    """Items of a head that turn."""
+    """Items of a head that turn, an even number."""
     return int(head_dim * spec.partial)
 
 
@@ -187,10 +225,31 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+class LayerTables(NamedTuple):
+    """RoPE tables of a model, and which of them turn the queries and the keys of each layer."""
+
+    specs: tuple[RopeSpec, ...]  # with `RopeSpec.query_beta` only where a table is of queries
+    by_layer: tuple[Tables, ...]
+
+
+def layer_tables(ropes: Sequence[RopeSpec]) -> LayerTables:
+    """One table for all layers and heads that turn alike; ``ropes`` are those of the layers."""
+    numbers: dict[RopeSpec, int] = {}
+    by_layer = [
+        Tables(
+            numbers.setdefault(rope, len(numbers)),
+            numbers.setdefault(replace(rope, query_beta=0.0), len(numbers)),
+        )
+        for rope in ropes
+    ]
+    return LayerTables(tuple(numbers), tuple(by_layer))
+
+
 class RopeTable:
     """cos and sin by position, float32; grows as positions are asked for."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device | str) -> None:
+        self._spec = spec
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
         # What is at rest keeps its length.
         self._scaling = torch.where(self._frequencies == 0, 1.0, attention_scaling(spec))
@@ -211,5 +270,10 @@ class RopeTable:
         start = len(self._cos)
         positions = torch.arange(start, start + _CHUNK, device=self._frequencies.device)
         angles = positions.float().unsqueeze(1) * self._frequencies
-        self._cos = torch.cat((self._cos, angles.cos() * self._scaling))
-        self._sin = torch.cat((self._sin, angles.sin() * self._scaling))
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        if self._spec.query_beta:  # longer in every direction, whether it turns or not
+            turns = torch.floor(positions.float() / self._spec.original_max_len)
+            longer = (1 + self._spec.query_beta * torch.log1p(turns)).unsqueeze(1)
+            cos, sin = cos * longer, sin * longer
+        self._cos = torch.cat((self._cos, cos))
+        self._sin = torch.cat((self._sin, sin))

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from .config import DecoderConfig
+from collections.abc import Iterable
+
+from .config import LLAMA_MLP, DecoderConfig, ExpertsSpec, MlpNames
 
 Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+FUSED_GATE_UP = "gate_up_proj"
 
 
 def layer_prefix(layer: int) -> str:
     """What the names of a layer's tensors begin with."""
     return f"model.layers.{layer}."
+
+
+def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Tensors that a checkpoint may hold and nothing reads.
+
+    Some tied checkpoints store the output matrix as well; the embedding stands for both. Layers
+    behind the last predict further tokens (MTP).
+    """
+    return tuple(
+        name
+        for name in names
+        if (name == LM_HEAD and config.tie_embeddings)
+        or (config.has_further_layers and _layer_of(name) >= config.num_layers)
+    )
+
+
+def _layer_of(name: str) -> int:
+    """The number of a tensor's layer; -1: it is of none."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return int(number) if name.startswith("model.layers.") and number.isdigit() else -1
 
 
 def tensor_shapes(config: DecoderConfig) -> Shapes:
@@ -22,51 +45,100 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
         EMBEDDING: (config.vocab_size, config.hidden_size),
         FINAL_NORM: (config.hidden_size,),
     }
+    shapes |= _norm_biases(config, shapes)
     if not config.tie_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
         prefix = layer_prefix(layer)
-        shapes |= {prefix + name: shape for name, shape in _layer_shapes(config).items()}
+        shapes |= {prefix + name: shape for name, shape in _layer_shapes(config, layer).items()}
     return shapes
 
 
-def _layer_shapes(config: DecoderConfig) -> Shapes:
-    hidden, width = config.hidden_size, config.intermediate_size
+def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    hidden = config.hidden_size
     q_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
-    shapes: Shapes = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.o_proj.weight": (hidden, q_width),
-        "mlp.down_proj.weight": (hidden, width),
-    }
+    norms = [f"{name}.weight" for name in config.norms if name is not None]
+    shapes: Shapes = dict.fromkeys(norms, (hidden,))
+    shapes |= _norm_biases(config, shapes)
+    shapes["self_attn.o_proj.weight"] = (hidden, q_width)
     if config.fold.fused_qkv:
         shapes["self_attn.qkv_proj.weight"] = (q_width + 2 * kv_width, hidden)
     else:
         shapes["self_attn.q_proj.weight"] = (q_width, hidden)
         shapes["self_attn.k_proj.weight"] = shapes["self_attn.v_proj.weight"] = (kv_width, hidden)
-    if config.fold.fused_gate_up:
-        shapes["mlp.gate_up_proj.weight"] = (2 * width, hidden)
-    else:
-        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"] = (width, hidden)
-    if config.qk_norm:
-        norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-        shapes |= dict.fromkeys(norms, (config.head_dim,))
+    if config.head_norm != "none":
+        whole = config.head_norm == "whole"
+        shapes["self_attn.q_norm.weight"] = (q_width if whole else config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv_width if whole else config.head_dim,)
+    if config.has_sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
+    experts = config.layers[layer].experts
+    if experts is not None:
+        return shapes | _biases(config, shapes) | _expert_shapes(config, experts)
+    shapes |= _mlp_shapes(config)
     return shapes | _biases(config, shapes)
+
+
+def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
+    hidden, names = config.hidden_size, spec.names
+    shapes: Shapes = {f"{names.router}.weight": (spec.count, hidden)}
+    if spec.router_bias:
+        shapes[f"{names.router}.bias"] = (spec.count,)
+    if names.choice_bias is not None:
+        shapes[names.choice_bias] = (spec.count,)
+    if names.is_stacked:
+        return shapes | _stacked_shapes(hidden, spec)
+    for number in range(spec.count):
+        shapes |= _gated(names.expert.format(number), names.mlp, hidden, spec.width)
+    if spec.shared_width:
+        shapes |= _gated(names.shared, LLAMA_MLP, hidden, spec.shared_width)
+        if names.shared_gate is not None:
+            shapes[f"{names.shared_gate}.weight"] = (1, hidden)
+    return shapes
+
+
+def _gated(prefix: str, names: MlpNames, hidden: int, width: int) -> Shapes:
+    return {
+        f"{prefix}{names.gate}.weight": (width, hidden),
+        f"{prefix}{names.up}.weight": (width, hidden),
+        f"{prefix}{names.down}.weight": (hidden, width),
+    }
+
+
+def _stacked_shapes(hidden: int, spec: ExpertsSpec) -> Shapes:
+    prefix, count, width = spec.names.expert, spec.count, spec.width
+    return {
+        f"{prefix}gate_up_proj": (count, hidden, 2 * width),
+        f"{prefix}gate_up_proj_bias": (count, 2 * width),
+        f"{prefix}down_proj": (count, width, hidden),
+        f"{prefix}down_proj_bias": (count, hidden),
+    }
+
+
+def _norm_biases(config: DecoderConfig, norms: Shapes) -> Shapes:
+    if config.layer_norm != "bias":
+        return {}
+    named = {name: shape for name, shape in norms.items() if len(shape) == 1}
+    return {f"{name.removesuffix('weight')}bias": shape for name, shape in named.items()}
+
+
+def _mlp_shapes(config: DecoderConfig) -> Shapes:
+    hidden, width, names = config.hidden_size, config.intermediate_size, config.mlp_names
+    shapes: Shapes = {f"mlp.{names.down}.weight": (hidden, width)}
+    if config.fold.fused_gate_up:
+        return shapes | {f"mlp.{FUSED_GATE_UP}.weight": (2 * width, hidden)}
+    first = [names.up] if names.gate is None else [names.gate, names.up]
+    return shapes | {f"mlp.{name}.weight": (width, hidden) for name in first}
 
 
 def _biases(config: DecoderConfig, shapes: Shapes) -> Shapes:
     """A bias is as long as its weight has rows."""
-    biased = {
-        "self_attn.q_proj": config.qkv_bias,
-        "self_attn.k_proj": config.qkv_bias,
-        "self_attn.v_proj": config.qkv_bias,
-        "self_attn.o_proj": config.o_bias,
-        "mlp.gate_proj": config.mlp_bias,
-        "mlp.up_proj": config.mlp_bias,
-        "mlp.down_proj": config.mlp_bias,
-    }
-    biased["self_attn.qkv_proj"], biased["mlp.gate_up_proj"] = config.qkv_bias, config.mlp_bias
+    biased = dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), config.qkv_bias)
+    biased = {f"self_attn.{name}": has for name, has in biased.items()}
+    biased["self_attn.o_proj"] = config.o_bias
+    mlp = (*config.mlp_names, FUSED_GATE_UP)
+    biased |= {f"mlp.{name}": config.mlp_bias for name in mlp if name is not None}
     return {
         f"{name}.bias": (shapes[f"{name}.weight"][0],)
         for name, has in biased.items()

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ..ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
 from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
 from ..ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, bytes_per_mixed_page
+from ..ops.layers import linear_of_few
 from ..ops.quantize import QuantizedWeight
 from ..ops.torch.attention import attend
 from ..ops.torch.plan import TorchPlan
@@ -39,16 +40,6 @@ _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))  # never qu
 
 
 # -- packed weights -------------------------------------------------------------------------------
-
-
-def linear(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
-    """``[.., in_features] -> [.., out_features]`` for one row or more."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    if count < ops.min_rows:
-        rows = torch.cat((rows, rows[-1:].expand(ops.min_rows - count, -1)))
-    out = ops.linear(rows, weight)[:count]
-    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class Packed(nn.Module):
@@ -66,7 +57,7 @@ class Packed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:  # experts of which no row took one
             return x.new_zeros((*x.shape[:-1], self.out_features))
-        return linear(self.ops, x, self.packed)
+        return linear_of_few(self.ops, x, self.packed)
 
 
 def pack(model: nn.Module, ops: Ops, plain: Ops, kept: frozenset[str]) -> None:
@@ -158,7 +149,7 @@ class _ExactRows(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if input.numel() == 0:
             return input.new_zeros((*input.shape[:-1], len(weight)))
-        return linear(self._ops, input, self._of(weight, bias))
+        return linear_of_few(self._ops, input, self._of(weight, bias))
 
     def _of(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         if not isinstance(weight, nn.Parameter):  # a cast or a slice: another one in each pass
@@ -252,9 +243,9 @@ class _Experts:
             if expert >= len(packed.first):  # a row that takes none
                 continue
             row, slot = (chosen == expert).nonzero(as_tuple=True)
-            inner = linear(ops, x[row], packed.first[expert])
+            inner = linear_of_few(ops, x[row], packed.first[expert])
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)  # type: ignore[operator]
-            slots[row, slot] = linear(ops, inner, packed.second[expert])
+            slots[row, slot] = linear_of_few(ops, inner, packed.second[expert])
         out = slots[:, 0] * weights[:, :1]
         for index in range(1, chosen.shape[1]):
             out = out + slots[:, index] * weights[:, index : index + 1]
@@ -300,8 +291,8 @@ class _Pass(_Experts):
             if place.by_ops:
                 plan: ForwardPlan = decoder.ops.plan(self._batch, pool, heads, still)
             else:
-                cos, sin = still.table(self._batch.num_rows)
-                plan = TorchPlan(self._batch, pool, heads, cos, sin, pad_rows=True)
+                tables = [still.table(self._batch.num_rows)]
+                plan = TorchPlan(self._batch, pool, heads, tables, pad_rows=True)
             self._plans[key] = plan
         return self._plans[key]
 

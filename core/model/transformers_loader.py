@@ -22,7 +22,7 @@ from ..errors import ModelLoadError
 from ..ops.base import Ops
 from ..ops.batch import Segment
 from .checkpoint import gguf_file
-from .config import DecoderConfig, DtypeName
+from .config import DecoderConfig, DtypeName, LayerSpec
 from .fields import Fields, read_json
 from .formats.quantized import read_scheme
 from .formats.safetensors import TensorFiles
@@ -278,7 +278,8 @@ def _decoder_config(
         norm_eps=0.0,
         rope=RopeSpec(),
         max_model_len=_max_len(text, sites),
-        windows=tuple(site.window for site in sites) if sites else (None,) * num_layers,
+        layers=tuple(LayerSpec(window=site.window) for site in sites or ())
+        or (LayerSpec(),) * num_layers,
         dtype=_dtype_name(text, config),
         eos_token_ids=_eos(folder, config, text),
         tie_embeddings=bool(getattr(text, "tie_word_embeddings", False)),

@@ -30,11 +30,55 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadNorm:
-    """RMS norm of every query and key head before RoPE; ``weight`` is one row per head."""
+class Norm:
+    """RMS norm (arXiv 1910.07467), or layer norm (arXiv 1607.06450), of the residual stream.
 
-    weight: Tensor  # [num_heads + num_kv_heads, head_dim]
+    A weight in float32 is multiplied before the result is rounded to the dtype of the activations.
+    """
+
+    weight: Tensor  # [hidden], of the activations' dtype or float32; of a layer norm float32
     eps: float
+    bias: Tensor | None = None  # [hidden] float32, of a layer norm
+    is_layer: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """RMS norm of queries and keys before RoPE; ``weight`` is one row per head.
+
+    ``whole``: the mean is taken over all query heads of a row together, and over all key heads.
+    """
+
+    weight: Tensor  # [num_heads + num_kv_heads, head_dim] float32
+    eps: float
+    whole: bool = False
+
+
+class Activation(NamedTuple):
+    """What stands between the two matrices of an MLP.
+
+    ``gated``: the input is a gate and a factor side by side, the output ``act(gate) * factor``;
+    else the output is ``act(input)``. The clamped kind is gpt-oss's (arXiv 2508.10925):
+    ``(factor + 1) * gate * sigmoid(1.702 * gate)`` of a gate of at most ``limit`` and a factor from
+    ``-limit`` to ``limit``.
+    """
+
+    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    gated: bool = True
+    limit: float = 0.0  # of the clamped kind
+
+
+SILU = Activation()
+
+
+class Tables(NamedTuple):
+    """Which of a plan's RoPE tables turn a layer's queries and keys."""
+
+    queries: int = 0
+    keys: int = 0
+
+
+FIRST_TABLE = Tables()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +130,7 @@ class CompiledForward(Protocol):
     def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool."""
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
+    def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Do what the first passes over a pool would else wait for; writes none of it.
 
         ``taps``: the boundaries that those passes will want.
@@ -94,17 +138,90 @@ class CompiledForward(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One layer, with Q, K and V packed into one matrix and gate and up into another."""
+class MlpWeights:
+    """An MLP, with gate and up packed into one matrix; without a gate, that is up alone."""
 
-    input_norm: Tensor  # [hidden]
+    gate_up: PackedLinear
+    down: PackedLinear
+    activation: Activation = SILU
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Both matrices."""
+        return (self.gate_up, self.down)
+
+
+class Routing(NamedTuple):
+    """How a router chooses experts of its logits, and what they weigh.
+
+    A score is a softmax over all experts or a sigmoid; with ``of_chosen`` the ``top_k`` best logits
+    are chosen, and scored among themselves. With ``num_groups`` above 1 experts are in so many
+    groups of neighbours, and only the ``kept_groups`` best ones are chosen from: those whose best
+    score, or whose two best ones together, are the highest (arXiv 2412.19437, section 2.1.2).
+    Weights are the scores of the chosen, divided by their sum and ``renorm`` unless that is None,
+    times ``factor``.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    of_chosen: bool = False
+    num_groups: int = 1
+    kept_groups: int = 1
+    groups_by: Literal["best", "best two"] = "best two"
+    renorm: float | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """A mixture of experts: each row's are chosen by a router, their outputs added up.
+
+    ``choice_bias`` is added to the scores in choosing alone. ``shared`` is an MLP of all rows,
+    whose output a sigmoid of ``shared_gate`` weighs, if there is one. Sums are float32, in the
+    order in which a row's experts were chosen, best first, then what is shared.
+    """
+
+    router: PackedLinear  # [num_experts, hidden], not quantised
+    routing: Routing
+    experts: tuple[MlpWeights, ...]  # all of one shape
+    choice_bias: Tensor | None = None  # [num_experts] float32
+    shared: MlpWeights | None = None
+    shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix that may be quantised."""
+        mlps = self.experts if self.shared is None else (*self.experts, self.shared)
+        return tuple(weight for mlp in mlps for weight in mlp.linears)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One layer, with Q, K and V packed into one matrix, and its declared differences.
+
+    Without a norm before attention or the MLP, these read the residual stream itself. The norms of
+    what attention and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
+    reads what attention reads.
+    """
+
+    attention_norm: Norm | None
     qkv: PackedLinear
     head_norm: HeadNorm | None
     o: PackedLinear
-    post_norm: Tensor  # [hidden]
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp_norm: Norm | None
+    mlp: MlpWeights | ExpertWeights
     window: int | None  # positions that a row sees, itself included; None: all before it
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    is_parallel: bool = False
+    tables: Tables = FIRST_TABLE
+    cap: float | None = None  # of the scores
+    sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        """Every packed matrix of the layer."""
+        return (self.qkv, self.o, *self.mlp.linears)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,9 +230,9 @@ class DecoderWeights:
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
+    final_norm: Norm
     lm_head: PackedLinear
-    norm_eps: float
+    logit_cap: float | None = None
 
 
 class Ops(Protocol):
@@ -144,9 +261,12 @@ class Ops(Protocol):
         """Kinds of quantised weights that `pack_linear` takes as they are."""
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
-        """Lay out a weight ``[out_features, in_features]`` for `linear`."""
+        """Lay out a weight ``[out_features, in_features]`` for `linear`.
+
+        ``plain``: not quantised, even where these operations quantise.
+        """
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``; T is at least `min_rows`."""
@@ -154,19 +274,24 @@ class Ops(Protocol):
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension (arXiv 1910.07467)."""
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of rows ``[T, hidden]``."""
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum."""
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
 
-    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> ForwardPlan:
-        """Prepare a forward pass."""
+    def plan(
+        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope
+    ) -> ForwardPlan:
+        """Prepare a forward pass; ``ropes`` are the tables that `Tables` name."""
 
     def rope_write(
-        self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None
+        self,
+        qkv: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        norm: HeadNorm | None,
+        tables: Tables = FIRST_TABLE,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the pool.
 
@@ -174,14 +299,34 @@ class Ops(Protocol):
         as the backend's own `attention` takes them, scaled. May overwrite ``qkv``.
         """
 
-    def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        window: int | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape.
 
-        With a ``window`` a row sees itself and the ``window - 1`` positions before it.
+        With a ``window`` a row sees itself and the ``window - 1`` positions before it. With a
+        ``cap`` scores become ``cap * tanh(scores / cap)`` (Gemma 2, arXiv 2408.00118). ``sinks``
+        [num_heads] float32: the score of a key without a value that each row sees besides
+        (gpt-oss, arXiv 2508.10925).
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[T, 2 * width] -> [T, width]``: silu of the first half times the second."""
+    def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
+        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
 
-    def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
-        """``[R, hidden] -> [R, vocab]`` float32; R is at least `min_rows`."""
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
+
+    def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
+        """``[R, hidden] -> [R, vocab]`` float32, capped as scores are; R is at least `min_rows`."""
+
+
+def capped(scores: Tensor, cap: float | None) -> Tensor:
+    """``cap * tanh(scores / cap)``, in place."""
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .base import DecoderWeights, ForwardPlan, LayersOutput, Ops
+from .base import (
+    DecoderWeights,
+    ExpertWeights,
+    ForwardPlan,
+    LayersOutput,
+    LayerWeights,
+    MlpWeights,
+    Norm,
+    Ops,
+    PackedLinear,
+)
 from .batch import Taps
 
 
@@ -25,10 +36,11 @@ def run_layers(
     if taps and tapped is None:
         tapped = residual.new_empty((len(residual), len(taps) * residual.shape[1]))
     _tap(tapped, taps, 0, residual)
-    x = ops.rms_norm(residual, weights.layers[0].input_norm, weights.norm_eps)
-    following = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
+    first = weights.layers[0].attention_norm
+    x = residual if first is None else ops.norm(residual, first)
+    following = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
-        x, residual = _layer(ops, weights, index, x, residual, next_norm, plan)
+        x, residual = _layer(ops, weights.layers[index], index, x, residual, next_norm, plan)
         _tap(tapped, taps, index + 1, residual)
     return LayersOutput(x, taps=tapped)
 
@@ -42,18 +54,43 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
 
 def _layer(
     ops: Ops,
-    weights: DecoderWeights,
+    layer: LayerWeights,
     index: int,
     x: Tensor,
     residual: Tensor,
-    next_norm: Tensor,
+    next_norm: Norm | None,
     plan: ForwardPlan,
 ) -> tuple[Tensor, Tensor]:
     """Normed input and residual of a layer to those of the next."""
-    layer, eps = weights.layers[index], weights.norm_eps
-    q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm)
-    attended = ops.attention(q, index, plan, layer.window)
+    attended = _attend(ops, layer, index, x, plan)
+    if layer.is_parallel:
+        _, residual = ops.add_norm(attended, residual, None)
+    else:
+        x, residual = ops.add_norm(attended, residual, layer.mlp_norm)
+    x = ops.experts(x, mlp) if isinstance(mlp := layer.mlp, ExpertWeights) else run_mlp(ops, x, mlp)
+    if layer.mlp_out_norm is not None:
+        x = ops.norm(x, layer.mlp_out_norm)
+    return ops.add_norm(x, residual, next_norm)
+
+
+def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:
+    """What an MLP makes of rows ``[T, hidden]``."""
+    return ops.linear(ops.activate(ops.linear(x, mlp.gate_up), mlp.activation), mlp.down)
+
+
+def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
+    """``[.., in_features] -> [.., out_features]`` for any number of rows from 1 up."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count < ops.min_rows:
+        rows = torch.cat((rows, rows[-1:].expand(ops.min_rows - count, -1)))
+    out = ops.linear(rows, weight)[:count]
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _attend(ops: Ops, layer: LayerWeights, index: int, x: Tensor, plan: ForwardPlan) -> Tensor:
+    """What attention adds to the stream."""
+    q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm, layer.tables)
+    attended = ops.attention(q, index, plan, layer.window, cap=layer.cap, sinks=layer.sinks)
     x = ops.linear(attended, layer.o)
-    x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-    x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down)
-    return ops.add_rms_norm(x, residual, next_norm, eps)
+    return x if layer.attention_out_norm is None else ops.norm(x, layer.attention_out_norm)

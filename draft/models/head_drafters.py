@@ -48,7 +48,8 @@ def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Ten
         matrix = weights.embedding if is_tied else read_output()
         rows = matrix[head.draft_ids.to(matrix.device)]
         packed = ops.pack_linear(rows.to(target.device, target.dtype).contiguous())
-    head.borrow(weights.embedding, partial(_by_kernels, ops.logits, packed, ops.min_rows))
+    logits = partial(ops.logits, cap=weights.logit_cap)
+    head.borrow(weights.embedding, partial(_by_kernels, logits, packed, ops.min_rows))
 
 
 class _Packed(nn.Module):

@@ -27,15 +27,15 @@ def test_every_operation_agrees_with_torch(capsys):
     assert commands.main(["selftest", "--threads", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("native kernels: ")
-    assert len([line for line in lines if line.endswith(" ok")]) == 2 * 9 + 4 + 4
+    assert len([line for line in lines if line.endswith(" ok")]) == 2 * 12 + 4 + 4
 
 
 def test_a_wrong_operation_is_named_and_fails_the_command(capsys, monkeypatch):
-    right = TorchOps.silu_mul
-    monkeypatch.setattr(TorchOps, "silu_mul", lambda self, x: right(self, x) * 1.1)
+    right = TorchOps.activate
+    monkeypatch.setattr(TorchOps, "activate", lambda self, x, *kind: right(self, x, *kind) * 1.1)
     assert commands.main(["selftest"]) == 1
     wrong = [line for line in capsys.readouterr().out.splitlines() if line.endswith("WRONG")]
-    assert [line.split()[0] for line in wrong] == ["silu_mul", "silu_mul"]
+    assert [line.split()[0] for line in wrong] == ["silu", "gelu", "silu", "gelu"]
 
 
 def test_a_nan_does_not_pass():

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedWeight
-from ..config import DecoderConfig, parse_config
+from ..config import DecoderConfig
+from ..families import parse_config
 from ..fields import Fields
 from .gguf_architectures import (
     ARCHITECTURES,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ..config import read_folder_config
+from ..families import read_folder_config
 from ..fields import Fields, read_json
 from ..shapes import EMBEDDING
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme

@@ -41,8 +41,9 @@ static void begin_task(const attend_task *task, attend_space *space) {
     for (int64_t i = 0; i < num_queries; i++) {
         const char *query = task->job->q + element_of(task, space, i) * item_size(heads);
         float *wide = space->wide + i * task->dim;
-        space->top[i] = HIDDEN;
-        space->total[i] = 0.0f;
+        const float *sinks = task->job->rule->sinks;
+        space->top[i] = sinks ? sinks[task->head * task->group + i % task->group] : HIDDEN;
+        space->total[i] = sinks ? 1.0f : 0.0f;
         if (is_int8(task)) {
             pack_query(space, i, query, task->dim, heads->dtype == FT_BFLOAT16);
             continue;
@@ -96,7 +97,7 @@ static void attend_block(const attend_task *task, attend_space *space, const ft_
 }
 
 static void attend_one(const attend_task *task, attend_space *space) {
-    int64_t window = task->job->window;
+    int64_t window = task->job->rule->window;
     begin_task(task, space);
     ft_attend_step step = ft_attend_first(task->parts, task->num_parts, window);
     find_keys(task, &step, space->key_rows[0]);
@@ -149,15 +150,15 @@ static void attend_piece(void *context, int64_t begin, int64_t end) {
 }
 
 int ft_attend(const void *q, void *out, const ft_attend_plan *plan, const ft_batch *batch,
-              const ft_kv *kv, const ft_heads *heads, int64_t layer, int64_t window) {
-    attend_job job = {q, out, plan, batch, kv, heads, layer, window, 0};
+              const ft_kv *kv, const ft_heads *heads, int64_t layer, const ft_rule *rule) {
+    attend_job job = {q, out, plan, batch, kv, heads, layer, rule, 0};
     ft_parallel(attend_piece, &job, plan->num_tasks * heads->num_kv_heads, plan->grain);
     return job.failed ? -1 : 0;
 }
 
 FT_EXPORT int ft_attention(const void *q, void *out, const ft_batch *batch, const ft_kv *kv,
-                           const ft_heads *heads, int64_t layer, int64_t window) {
+                           const ft_heads *heads, int64_t layer, const ft_rule *rule) {
     ft_attend_plan plan;
     if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
-    return ft_attend(q, out, &plan, batch, kv, heads, layer, window);
+    return ft_attend(q, out, &plan, batch, kv, heads, layer, rule);
 }

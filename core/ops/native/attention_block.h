@@ -29,7 +29,8 @@ typedef struct {
     const ft_batch *batch;
     const ft_kv *kv;
     const ft_heads *heads;
-    int64_t layer, window;
+    int64_t layer;
+    const ft_rule *rule;
     int failed; /* set when a thread has no memory */
 } attend_job;
 

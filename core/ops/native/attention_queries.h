@@ -100,11 +100,19 @@ FT_INLINE void round_weights(bf16 *out, const ft_vec *weights) {
 #endif
 }
 
+static void cap_scores(float *row, float cap) {
+    for (int sub = 0; sub < SUBS; sub++) {
+        ft_vec score = v_div(v_load(row + sub * 16), v_set(cap));
+        v_store(row + sub * 16, v_mul(v_tanh(score), v_set(cap)));
+    }
+}
+
 /* Scores of one query to weights, of which it sees [from, to). */
 static void weigh(const attend_task *task, attend_space *space, int64_t query, int64_t from,
                   int64_t to) {
     float *row = space->scores[query];
     int all_seen = from == 0 && to == KEYS;
+    if (task->job->rule->cap > 0.0f) cap_scores(row, task->job->rule->cap);
     if (!all_seen) fill_hidden(row, from, to, HIDDEN);
     ft_vec at[SUBS];
     for (int sub = 0; sub < SUBS; sub++) at[sub] = v_load(row + sub * 16);
@@ -132,7 +140,7 @@ static void weigh(const attend_task *task, attend_space *space, int64_t query, i
 
 /* The query's first and last visible key within the block at `lo`. */
 static void weigh_seen(const attend_task *task, attend_space *space, int64_t query, int64_t lo) {
-    int64_t position = space->positions[query], window = task->job->window;
+    int64_t position = space->positions[query], window = task->job->rule->window;
     int64_t to = ft_min(KEYS, ft_max(0, position + 1 - lo));
     int64_t from = window > 0 ? ft_min(KEYS, ft_max(0, position + 1 - window - lo)) : 0;
     weigh(task, space, query, from, ft_max(from, to));

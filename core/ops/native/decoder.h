@@ -18,7 +18,7 @@ typedef struct {
     const int64_t *first_rows; /* [num_segments] */
     const int64_t *page_table; /* [num_segments, max_pages] page ids by position */
     const int64_t *slots;      /* [num_rows] page id * page_size + offset, where KV is written */
-    const float *cos, *sin;    /* [num_rows, head_dim / 2] */
+    const float *cos, *sin;    /* [tables, num_rows, head_dim / 2] */
 } ft_batch;
 
 /* The KV pool [num_pages, num_layers, 2, num_kv_heads] of blocks [page_size, head_dim]: of the
@@ -47,19 +47,54 @@ FT_INLINE char *ft_page(const ft_kv *kv, const ft_heads *heads, int64_t page, in
     return (char *)kv->data + (index * heads->num_kv_heads + head) * kv->block_bytes;
 }
 
+/* RMS norm, or layer norm: then the mean is subtracted first. */
+typedef struct {
+    const void *weight; /* [width] */
+    const float *bias;  /* [width], of a layer norm, or NULL */
+    float eps;
+    int32_t weight_dtype; /* that of the rows, or fp32 */
+    int32_t is_layer;
+} ft_norm;
+
 /* [rows, width] x, residual -> the sum into residual, its norm into out. `residual` may be NULL:
  * then the norm of x. Sum in fp32 over sixteen lanes, then over these. */
-void ft_norm_rows(const void *x, void *residual, const void *weight, void *out, int64_t rows,
-                  int64_t width, float eps, int dtype);
+void ft_norm_rows(const void *x, void *residual, const ft_norm *norm, void *out, int64_t rows,
+                  int64_t width, int dtype);
 
-/* [rows, 2 * width] gate, up -> silu(gate) * up, [rows, width]. */
-void ft_silu_rows(const void *gate_up, void *out, int64_t rows, int64_t width, int dtype);
+/* [rows, width] x + residual, into residual. */
+void ft_add_rows(const void *x, void *residual, int64_t rows, int64_t width, int dtype);
+
+/* What stands between the two matrices of an MLP. */
+enum { FT_SILU = 0, FT_GELU_TANH = 1, FT_CLAMPED_SWIGLU = 2 };
+typedef struct {
+    int32_t kind;
+    int32_t gated; /* whether a row is a gate and then a factor */
+    float limit;   /* of the clamped kind, which is always gated */
+} ft_activation;
+
+/* [rows, 2 * width] gate, factor -> act(gate) * factor, [rows, width]; not gated: x -> act(x). */
+void ft_activate_rows(const void *x, void *out, int64_t rows, int64_t width,
+                      const ft_activation *activation, int dtype);
+
+/* How a layer turns queries and keys. */
+typedef struct {
+    const float *norm; /* [num_heads + num_kv_heads, head_dim], or NULL */
+    float eps;
+    int32_t is_whole;         /* whether the mean is over all heads of a kind together */
+    int64_t q_table, k_table; /* of the batch's cos and sin */
+} ft_turn;
 
 /* Norm and rotate queries and keys, write keys and values to the pool, queries to q.
- * qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; q [num_rows, num_heads * head_dim];
- * norm [num_heads + num_kv_heads, head_dim] fp32 or NULL. */
+ * qkv [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]; q [num_rows, num_heads * head_dim]. */
 void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
-                  const ft_heads *heads, int64_t layer, const float *norm, float eps);
+                  const ft_heads *heads, int64_t layer, const ft_turn *turn);
+
+/* Which keys a row sees, and what becomes of its scores. */
+typedef struct {
+    int64_t window;     /* above 0: a row sees itself and the window - 1 positions before it */
+    const float *sinks; /* [num_heads] scores of a key without a value, or NULL */
+    float cap;          /* above 0: scores become cap * tanh(scores / cap) */
+} ft_rule;
 
 /* The tasks of a step's attention, the same for all layers; see attention_plan.h. */
 typedef struct ft_attend_part ft_attend_part;
@@ -75,10 +110,9 @@ typedef struct {
 int ft_plan_attention(const ft_batch *batch, const ft_kv *kv, const ft_heads *heads,
                       ft_attend_plan *plan);
 
-/* Causal attention over the pages: q -> out, both [num_rows, num_heads * head_dim]. With a window
- * above 0 a row sees itself and the window - 1 positions before it. `plan` is of this batch.
- * Returns -1 when there is no memory, else 0. */
+/* Causal attention over the pages: q -> out, both [num_rows, num_heads * head_dim]. `plan` is of
+ * this batch. Returns -1 when there is no memory, else 0. */
 int ft_attend(const void *q, void *out, const ft_attend_plan *plan, const ft_batch *batch,
-              const ft_kv *kv, const ft_heads *heads, int64_t layer, int64_t window);
+              const ft_kv *kv, const ft_heads *heads, int64_t layer, const ft_rule *rule);
 
 #endif

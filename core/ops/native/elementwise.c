@@ -12,10 +12,10 @@ static int64_t rows_per_piece(int64_t width) { return ft_max(1, PIECE / ft_max(w
 /* -- norms ------------------------------------------------------------------------------------ */
 
 typedef struct {
-    const char *x, *weight;
+    const char *x;
     char *residual, *out;
+    const ft_norm *norm;
     int64_t width;
-    float eps;
     int dtype;
 } norm_job;
 
@@ -23,30 +23,72 @@ static float inverse_rms(ft_vec squares, int64_t width, float eps) {
     return 1.0f / sqrtf(v_sum(squares) / (float)width + eps);
 }
 
-/* Inlined once for each dtype, which frees the loops of asking for it. */
-FT_INLINE void norm_row(const norm_job *job, int64_t row, int dtype) {
-    int64_t width = job->width, bytes = width * (dtype == FT_BFLOAT16 ? 2 : 4);
-    const char *x = job->x + row * bytes;
-    char *out = job->out + row * bytes;
-    ft_vec squares = v_set(0.0f);
-    if (job->residual) {
-        char *residual = job->residual + row * bytes;
-        for (int64_t i = 0; i < width; i += FT_WIDTH) {
-            ft_vec sum = v_add(v_get(x, i, width - i, dtype), v_get(residual, i, width - i, dtype));
-            v_put(residual, i, sum, width - i, dtype);
-        }
-        x = residual; /* as rounded */
+/* x + residual into residual, as rounded to the dtype. */
+FT_INLINE void add_row(const char *x, char *residual, int64_t width, int dtype) {
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        ft_vec sum = v_add(v_get(x, i, width - i, dtype), v_get(residual, i, width - i, dtype));
+        v_put(residual, i, sum, width - i, dtype);
     }
+}
+
+/* Inlined once for each pair of dtypes, which frees the loops of asking for them. */
+FT_INLINE void rms_row(const norm_job *job, const char *x, char *out, int dtype, int weight_dtype) {
+    int64_t width = job->width;
+    ft_vec squares = v_set(0.0f);
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec value = v_get(x, i, width - i, dtype);
         squares = v_fma(value, value, squares);
     }
-    ft_vec inverse = v_set(inverse_rms(squares, width, job->eps));
+    ft_vec inverse = v_set(inverse_rms(squares, width, job->norm->eps));
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec normed = v_mul(v_get(x, i, width - i, dtype), inverse);
-        normed = v_mul(normed, v_get(job->weight, i, width - i, dtype));
+        normed = v_mul(normed, v_get(job->norm->weight, i, width - i, weight_dtype));
         v_put(out, i, normed, width - i, dtype);
     }
+}
+
+/* Zeros behind the first n of sixteen. */
+FT_INLINE ft_vec first_of(ft_vec x, int64_t n) {
+    if (n >= FT_WIDTH) return x;
+    float at[FT_WIDTH] = {0};
+    v_store_n(at, x, n);
+    return v_load(at);
+}
+
+/* Layer norm (arXiv 1607.06450); the weight is fp32. */
+static void layer_row(const norm_job *job, const char *x, char *out, int dtype) {
+    int64_t width = job->width;
+    const ft_norm *norm = job->norm;
+    ft_vec sums = v_set(0.0f), squares = v_set(0.0f);
+    for (int64_t i = 0; i < width; i += FT_WIDTH)
+        sums = v_add(v_get(x, i, width - i, dtype), sums);
+    ft_vec mean = v_set(v_sum(sums) / (float)width);
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        ft_vec off = first_of(v_sub(v_get(x, i, width - i, dtype), mean), width - i);
+        squares = v_fma(off, off, squares);
+    }
+    ft_vec inverse = v_set(inverse_rms(squares, width, norm->eps));
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        int64_t n = width - i;
+        ft_vec normed = v_mul(v_sub(v_get(x, i, n, dtype), mean), inverse);
+        normed = v_mul(normed, v_load_n((const float *)norm->weight + i, n));
+        if (norm->bias) normed = v_add(normed, v_load_n(norm->bias + i, n));
+        v_put(out, i, normed, n, dtype);
+    }
+}
+
+FT_INLINE void norm_row(const norm_job *job, int64_t row, int dtype) {
+    int64_t bytes = job->width * (dtype == FT_BFLOAT16 ? 2 : 4);
+    const char *x = job->x + row * bytes;
+    char *out = job->out + row * bytes;
+    if (job->residual) {
+        char *residual = job->residual + row * bytes;
+        add_row(x, residual, job->width, dtype);
+        x = residual;
+    }
+    if (job->norm->is_layer) layer_row(job, x, out, dtype);
+    else if (job->norm->weight_dtype == dtype) rms_row(job, x, out, dtype, dtype);
+    else rms_row(job, x, out, dtype, FT_FLOAT32);
 }
 
 static void norm_piece(void *context, int64_t begin, int64_t end) {
@@ -58,45 +100,94 @@ static void norm_piece(void *context, int64_t begin, int64_t end) {
             norm_row(job, row, FT_FLOAT32);
 }
 
-void ft_norm_rows(const void *x, void *residual, const void *weight, void *out, int64_t rows,
-                  int64_t width, float eps, int dtype) {
-    norm_job job = {x, weight, residual, out, width, eps, dtype};
+void ft_norm_rows(const void *x, void *residual, const ft_norm *norm, void *out, int64_t rows,
+                  int64_t width, int dtype) {
+    norm_job job = {x, residual, out, norm, width, dtype};
     ft_parallel(norm_piece, &job, rows, rows_per_piece(width));
+}
+
+static void add_piece(void *context, int64_t begin, int64_t end) {
+    const norm_job *job = context;
+    int64_t bytes = job->width * (job->dtype == FT_BFLOAT16 ? 2 : 4);
+    for (int64_t row = begin; row < end; row++)
+        add_row(job->x + row * bytes, job->residual + row * bytes, job->width, job->dtype);
+}
+
+void ft_add_rows(const void *x, void *residual, int64_t rows, int64_t width, int dtype) {
+    norm_job job = {x, residual, NULL, NULL, width, dtype};
+    ft_parallel(add_piece, &job, rows, rows_per_piece(width));
 }
 
 /* -- activation ------------------------------------------------------------------------------- */
 
 typedef struct {
-    const char *gate_up;
+    const char *x;
     char *out;
     int64_t width;
+    ft_activation activation;
     int dtype;
-} silu_job;
+} activation_job;
 
-FT_INLINE void silu_row(const silu_job *job, int64_t row, int dtype) {
+FT_INLINE ft_vec silu(ft_vec x) {
+    return v_div(x, v_add(v_exp(v_sub(v_set(0.0f), x)), v_set(1.0f)));
+}
+
+/* x / 2 * (1 + tanh(u)) as x / (1 + exp(-2 u)): arXiv 1606.08415, section 2. */
+FT_INLINE ft_vec gelu_tanh(ft_vec x) {
+    ft_vec cube = v_mul(v_mul(x, x), x);
+    ft_vec inner = v_mul(v_fma(cube, v_set(0.044715f), x), v_set(-1.5957691216f)); /* -2 sqrt(2 / pi) */
+    return v_div(x, v_add(v_exp(inner), v_set(1.0f)));
+}
+
+/* Of gpt-oss (arXiv 2508.10925): (factor + 1) * gate * sigmoid(1.702 gate), both clamped. */
+FT_INLINE ft_vec clamped_swiglu(ft_vec gate, ft_vec factor, float limit, int dtype) {
+    ft_vec top = v_set(limit), bottom = v_set(-limit);
+    gate = v_min(top, gate);
+    factor = v_max(bottom, v_min(top, factor));
+    ft_vec below = v_add(v_exp(v_mul(gate, v_set(-1.702f))), v_set(1.0f));
+    return v_mul(v_as(v_div(gate, below), dtype), v_add(factor, v_set(1.0f)));
+}
+
+FT_INLINE void activate_row(const activation_job *job, int64_t row, int dtype, int kind,
+                            int gated) {
     int64_t width = job->width, item = dtype == FT_BFLOAT16 ? 2 : 4;
-    const char *gate = job->gate_up + row * 2 * width * item, *up = gate + width * item;
+    const char *gate = job->x + row * (1 + gated) * width * item, *factor = gate + width * item;
     char *out = job->out + row * width * item;
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec x = v_get(gate, i, width - i, dtype);
-        ft_vec below = v_add(v_exp(v_sub(v_set(0.0f), x)), v_set(1.0f));
-        ft_vec activated = v_as(v_div(x, below), dtype);
-        v_put(out, i, v_mul(activated, v_get(up, i, width - i, dtype)), width - i, dtype);
+        if (kind == FT_CLAMPED_SWIGLU) {
+            ft_vec y = v_get(factor, i, width - i, dtype);
+            v_put(out, i, clamped_swiglu(x, y, job->activation.limit, dtype), width - i, dtype);
+            continue;
+        }
+        ft_vec activated = v_as(kind == FT_SILU ? silu(x) : gelu_tanh(x), dtype);
+        if (gated) activated = v_mul(activated, v_get(factor, i, width - i, dtype));
+        v_put(out, i, activated, width - i, dtype);
     }
 }
 
-static void silu_piece(void *context, int64_t begin, int64_t end) {
-    const silu_job *job = context;
+FT_INLINE void activate_rows(const activation_job *job, int64_t begin, int64_t end, int kind,
+                             int gated) {
     for (int64_t row = begin; row < end; row++)
         if (job->dtype == FT_BFLOAT16)
-            silu_row(job, row, FT_BFLOAT16);
+            activate_row(job, row, FT_BFLOAT16, kind, gated);
         else
-            silu_row(job, row, FT_FLOAT32);
+            activate_row(job, row, FT_FLOAT32, kind, gated);
 }
 
-void ft_silu_rows(const void *gate_up, void *out, int64_t rows, int64_t width, int dtype) {
-    silu_job job = {gate_up, out, width, dtype};
-    ft_parallel(silu_piece, &job, rows, rows_per_piece(2 * width));
+static void activate_piece(void *context, int64_t begin, int64_t end) {
+    const activation_job *job = context;
+    int kind = job->activation.kind;
+    if (kind == FT_CLAMPED_SWIGLU) activate_rows(job, begin, end, FT_CLAMPED_SWIGLU, 1);
+    else if (job->activation.gated && kind == FT_SILU) activate_rows(job, begin, end, FT_SILU, 1);
+    else if (job->activation.gated) activate_rows(job, begin, end, FT_GELU_TANH, 1);
+    else activate_rows(job, begin, end, kind, 0);
+}
+
+void ft_activate_rows(const void *x, void *out, int64_t rows, int64_t width,
+                      const ft_activation *activation, int dtype) {
+    activation_job job = {x, out, width, *activation, dtype};
+    ft_parallel(activate_piece, &job, rows, rows_per_piece((1 + activation->gated) * width));
 }
 
 /* -- RoPE and the KV write -------------------------------------------------------------------- */
@@ -108,27 +199,32 @@ typedef struct {
     const ft_kv *kv;
     const ft_heads *heads;
     int64_t layer;
-    const float *norm;
-    float eps;
+    const ft_turn *turn;
 } rope_job;
 
-/* Head `index` of a row, normed, then turned by halves (arXiv 2104.09864); queries are scaled. */
-FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const char *head,
-                         int dtype, void *out, int out_dtype) {
-    int64_t dim = job->heads->head_dim, half = dim / 2;
-    const float *cos = job->batch->cos + row * half, *sin = job->batch->sin + row * half;
-    const float *norm = job->norm ? job->norm + index * dim : NULL;
-    float inverse = 1.0f;
-    if (norm) {
-        ft_vec squares = v_set(0.0f);
-        for (int64_t i = 0; i < dim; i += FT_WIDTH) {
-            ft_vec value = v_get(head, i, dim - i, dtype);
-            squares = v_fma(value, value, squares);
-        }
-        inverse = inverse_rms(squares, dim, job->eps);
+FT_INLINE ft_vec add_squares(ft_vec squares, const char *x, int64_t width, int dtype) {
+    for (int64_t i = 0; i < width; i += FT_WIDTH) {
+        ft_vec value = v_get(x, i, width - i, dtype);
+        squares = v_fma(value, value, squares);
     }
+    return squares;
+}
+
+/* Head `index` of a row, normed, then turned by halves (arXiv 2104.09864); queries are scaled.
+ * `whole`: one over the RMS of all heads of its kind, where the norm is over these. */
+FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const char *head,
+                         float whole, int dtype, void *out, int out_dtype) {
+    const ft_turn *turn = job->turn;
+    int64_t dim = job->heads->head_dim, half = dim / 2;
+    int is_query = index < job->heads->num_heads;
+    int64_t at = ((is_query ? turn->q_table : turn->k_table) * job->batch->num_rows + row) * half;
+    const float *cos = job->batch->cos + at, *sin = job->batch->sin + at;
+    const float *norm = turn->norm ? turn->norm + index * dim : NULL;
+    float inverse = whole;
+    if (norm && !turn->is_whole)
+        inverse = inverse_rms(add_squares(v_set(0.0f), head, dim, dtype), dim, turn->eps);
     ft_vec factor = v_set(inverse);
-    ft_vec scales = v_set(index < job->heads->num_heads ? job->heads->scale : 1.0f);
+    ft_vec scales = v_set(is_query ? job->heads->scale : 1.0f);
     for (int64_t i = 0; i < half; i += FT_WIDTH) {
         int64_t n = half - i;
         ft_vec x = v_get(head, i, n, dtype), y = v_get(head, half + i, n, dtype);
@@ -162,7 +258,7 @@ static void put_int8(const ft_kv *kv, char *block, int64_t offset, const float *
 
 /* A key and its value to a place in their blocks. Head `index` of the row is the key's. */
 FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const char *key,
-                        const char *value, int dtype) {
+                        const char *value, float whole, int dtype) {
     const ft_kv *kv = job->kv;
     int64_t dim = job->heads->head_dim, bytes = dim * (dtype == FT_BFLOAT16 ? 2 : 4);
     int64_t page = job->batch->slots[row] / kv->page_size, head = index - job->heads->num_heads;
@@ -171,7 +267,7 @@ FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const c
     char *values = ft_page(kv, job->heads, page, job->layer, 1, head);
     float wide[MAX_DIM];
     int is_int8 = kv->scales_at != 0;
-    turn_head(job, row, index, key, dtype, is_int8 ? (void *)wide : keys + offset * bytes,
+    turn_head(job, row, index, key, whole, dtype, is_int8 ? (void *)wide : keys + offset * bytes,
               is_int8 ? FT_FLOAT32 : dtype);
     if (!is_int8) {
         memcpy(values + offset * bytes, value, (size_t)bytes);
@@ -183,15 +279,24 @@ FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const c
     put_int8(kv, values, offset, wide, dim);
 }
 
+/* One over the RMS of `count` heads together; 1 where the norm is not over these. */
+FT_INLINE float whole_inverse(const rope_job *job, const char *heads, int64_t count, int dtype) {
+    if (!job->turn->norm || !job->turn->is_whole) return 1.0f;
+    int64_t width = count * job->heads->head_dim;
+    return inverse_rms(add_squares(v_set(0.0f), heads, width, dtype), width, job->turn->eps);
+}
+
 FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
     int64_t num_heads = job->heads->num_heads, num_kv_heads = job->heads->num_kv_heads;
     int64_t bytes = job->heads->head_dim * (dtype == FT_BFLOAT16 ? 2 : 4);
     const char *head = job->qkv + row * (num_heads + 2 * num_kv_heads) * bytes;
     char *q = job->q + row * num_heads * bytes;
+    float whole = whole_inverse(job, head, num_heads, dtype);
     for (int64_t i = 0; i < num_heads; i++, head += bytes)
-        turn_head(job, row, i, head, dtype, q + i * bytes, dtype);
+        turn_head(job, row, i, head, whole, dtype, q + i * bytes, dtype);
+    whole = whole_inverse(job, head, num_kv_heads, dtype);
     for (int64_t i = 0; i < num_kv_heads; i++, head += bytes)
-        write_kv(job, row, num_heads + i, head, head + num_kv_heads * bytes, dtype);
+        write_kv(job, row, num_heads + i, head, head + num_kv_heads * bytes, whole, dtype);
 }
 
 static void rope_piece(void *context, int64_t begin, int64_t end) {
@@ -204,33 +309,29 @@ static void rope_piece(void *context, int64_t begin, int64_t end) {
 }
 
 void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
-                  const ft_heads *heads, int64_t layer, const float *norm, float eps) {
-    rope_job job = {qkv, q, batch, kv, heads, layer, norm, eps};
+                  const ft_heads *heads, int64_t layer, const ft_turn *turn) {
+    rope_job job = {qkv, q, batch, kv, heads, layer, turn};
     int64_t width = (heads->num_heads + 2 * heads->num_kv_heads) * heads->head_dim;
     ft_parallel(rope_piece, &job, batch->num_rows, rows_per_piece(width));
 }
 
 /* -- for Python ------------------------------------------------------------------------------- */
 
-FT_EXPORT void ft_rms_norm(const void *x, const void *weight, void *out, int64_t rows,
-                           int64_t width, float eps, int dtype) {
-    ft_norm_rows(x, NULL, weight, out, rows, width, eps, dtype);
+/* With a residual, that becomes the sum; without a norm, nothing else happens. */
+FT_EXPORT void ft_add_norm(const void *x, void *residual, const ft_norm *norm, void *out,
+                           int64_t rows, int64_t width, int dtype) {
+    if (norm) ft_norm_rows(x, residual, norm, out, rows, width, dtype);
+    else ft_add_rows(x, residual, rows, width, dtype);
 }
 
-/* residual becomes the sum. */
-FT_EXPORT void ft_add_rms_norm(const void *x, void *residual, const void *weight, void *out,
-                               int64_t rows, int64_t width, float eps, int dtype) {
-    ft_norm_rows(x, residual, weight, out, rows, width, eps, dtype);
-}
-
-FT_EXPORT void ft_silu_mul(const void *gate_up, void *out, int64_t rows, int64_t width,
-                           int dtype) {
-    ft_silu_rows(gate_up, out, rows, width, dtype);
+FT_EXPORT void ft_activate(const void *x, void *out, int64_t rows, int64_t width,
+                           const ft_activation *activation, int dtype) {
+    ft_activate_rows(x, out, rows, width, activation, dtype);
 }
 
 FT_EXPORT void ft_rope_write(const void *qkv, void *q, const ft_batch *batch, const ft_kv *kv,
-                             const ft_heads *heads, int64_t layer, const float *norm, float eps) {
-    ft_rope_rows(qkv, q, batch, kv, heads, layer, norm, eps);
+                             const ft_heads *heads, int64_t layer, const ft_turn *turn) {
+    ft_rope_rows(qkv, q, batch, kv, heads, layer, turn);
 }
 
 /* Rows `ids` [rows] of a table whose rows are `bytes` long, to out. */

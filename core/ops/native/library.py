@@ -13,7 +13,7 @@ from .build import NativeBuildError, Variant, build, engine_variants
 
 logger = logging.getLogger(__name__)
 
-_I32, _I64, _F32, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_I32, _I64, _PTR = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of activations, as in common.h
 
@@ -22,12 +22,12 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_set_threads": (_I32, (_I32,)),
     "ft_lanes": (_I32, ()),
     "ft_linear": (_I32, (_PTR, _PTR, _I32, _I64, _PTR, _I32)),
-    "ft_rms_norm": (None, (_PTR, _PTR, _PTR, _I64, _I64, _F32, _I32)),
-    "ft_add_rms_norm": (None, (_PTR, _PTR, _PTR, _PTR, _I64, _I64, _F32, _I32)),
-    "ft_silu_mul": (None, (_PTR, _PTR, _I64, _I64, _I32)),
-    "ft_rope_write": (None, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR, _F32)),
+    "ft_add_norm": (None, (_PTR, _PTR, _PTR, _PTR, _I64, _I64, _I32)),
+    "ft_activate": (None, (_PTR, _PTR, _I64, _I64, _PTR, _I32)),
+    "ft_rope_write": (None, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),
+    "ft_mixture": (_I32, (_PTR, _PTR, _PTR, _I64, _I32)),
     "ft_embedding": (None, (_PTR, _PTR, _PTR, _I64, _I64)),
-    "ft_attention": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _I64)),
+    "ft_attention": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR)),
     "ft_attention_blocks": (_I64, (_PTR, _PTR, _PTR, _I64)),
     "ft_forward": (_I32, (_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I64, _PTR, _PTR)),
     "ft_choose": (_I32, (_PTR, _I64, _PTR, _PTR, _I64, _PTR, ctypes.c_double, _PTR, _PTR)),

@@ -330,14 +330,13 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
     }
 }
 
-int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows, void *y,
-              int y_dtype) {
+/* The job of a weight for at least one row. */
+static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void *y, int y_dtype) {
     /* By kind: columns of the weight and bytes of a panel in a step. */
     static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP, 2};
     static const int step_bytes[] = {STEP_BYTES, STEP_BYTES,     STEP_BYTES,
                                      INT4_BLOCK, INT4_MIN_BLOCK, INT8_GROUP_BLOCK,
                                      STEP_BYTES};
-    if (rows <= 0) return 0;
     ft_linear_job job = {.weight = weight, .rows = rows, .y = y, .y_dtype = y_dtype};
     job.tiles = ft_ceil_div(rows, MAX_TILE);
     job.tile_rows = ft_ceil_div(rows, job.tiles);
@@ -346,13 +345,95 @@ int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_
     job.x_steps = words_of_row(weight);
     job.groups = ft_is_grouped(weight) ? job.steps : 1;
     job.panel_bytes = job.steps * step_bytes[weight->kind];
+    return job;
+}
+
+/* Pieces large enough to stream, small enough that a slow core holds nobody up. */
+static int64_t grain_of(int64_t panels) {
+    return ft_max(1, panels / (8 * ft_num_threads()));
+}
+
+int ft_linear(const ft_linear_weight *weight, const void *x, int x_dtype, int64_t rows, void *y,
+              int y_dtype) {
+    if (rows <= 0) return 0;
+    ft_linear_job job = make_job(weight, rows, y, y_dtype);
 #if defined(FT_AMX)
     if (ft_amx_suits(weight, rows)) return ft_amx_linear(&job, x, x_dtype);
 #endif
     if (ft_prepare_rows(&job, x, x_dtype) != 0) return -1;
     const int64_t panels = ft_ceil_div(weight->out_features, PANEL);
-    /* Pieces large enough to stream, small enough that a slow core holds nobody up. */
-    ft_parallel_ranges(run_panels, &job, panels, ft_max(1, panels / (8 * ft_num_threads())));
+    ft_parallel_ranges(run_panels, &job, panels, grain_of(panels));
+    return 0;
+}
+
+/* ---- many weights in one call ---- */
+
+/* A job, its rows, and where its panels and its prepared rows begin among those of all. */
+typedef struct {
+    ft_linear_job job;
+    const char *x;
+    int64_t first_panel;
+    size_t prepared_at;
+} one_of_many;
+
+typedef struct {
+    one_of_many *all;
+    int64_t count;
+    char *prepared;
+    int x_dtype;
+} many_jobs;
+
+static void prepare_some(void *context, int64_t begin, int64_t end) {
+    const many_jobs *jobs = context;
+    for (int64_t i = begin; i < end; i++) {
+        one_of_many *one = &jobs->all[i];
+        ft_prepare_rows_in(&one->job, one->x, jobs->x_dtype, jobs->prepared + one->prepared_at);
+    }
+}
+
+/* Panels of all jobs, one job's behind the other's. */
+static void run_some(void *context, int64_t begin, int64_t end) {
+    const many_jobs *jobs = context;
+    int64_t at = 0;
+    while (at + 1 < jobs->count && jobs->all[at + 1].first_panel <= begin) at++;
+    for (; begin < end; at++) {
+        one_of_many *one = &jobs->all[at];
+        int64_t stop = at + 1 < jobs->count ? jobs->all[at + 1].first_panel : end;
+        stop = ft_min(stop, end);
+        run_panels(&one->job, begin - one->first_panel, stop - one->first_panel);
+        begin = stop;
+    }
+}
+
+int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts, int64_t count,
+                   const void *x, int x_dtype, void *y, int y_dtype) {
+    const int64_t x_size = x_dtype == FT_BFLOAT16 ? 2 : 4, y_size = y_dtype == FT_BFLOAT16 ? 2 : 4;
+    one_of_many *all = ft_scratch(FT_SCRATCH_JOBS, (size_t)count * sizeof *all);
+    if (!all) return -1;
+    many_jobs jobs = {.all = all, .x_dtype = x_dtype};
+    int64_t panels = 0;
+    size_t prepared = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const ft_linear_weight *weight = weights[i];
+        const int64_t rows = firsts[i + 1] - firsts[i];
+        if (rows == 0) continue;
+        const char *from = (const char *)x + firsts[i] * weight->in_features * x_size;
+        char *to = (char *)y + firsts[i] * weight->out_features * y_size;
+#if defined(FT_AMX)
+        if (ft_amx_suits(weight, rows)) {
+            if (ft_linear(weight, from, x_dtype, rows, to, y_dtype)) return -1;
+            continue;
+        }
+#endif
+        one_of_many *one = &all[jobs.count++];
+        *one = (one_of_many){make_job(weight, rows, to, y_dtype), from, panels, prepared};
+        panels += ft_ceil_div(weight->out_features, PANEL);
+        prepared += (ft_prepared_bytes(&one->job) + 63) / 64 * 64;
+    }
+    if (prepared) jobs.prepared = ft_scratch(FT_SCRATCH_LINEAR, prepared);
+    if (prepared && !jobs.prepared) return -1;
+    ft_parallel(prepare_some, &jobs, jobs.count, ft_max(1, jobs.count / (4 * ft_num_threads())));
+    ft_parallel_ranges(run_some, &jobs, panels, grain_of(panels));
     return 0;
 }
 

@@ -29,6 +29,10 @@ typedef struct {
  * -1 when there is no memory. The rows lie in this thread's scratch memory. */
 int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype);
 
+/* The same into memory of `ft_prepared_bytes`, which are 0 where x is taken as it is. */
+size_t ft_prepared_bytes(const ft_linear_job *job);
+void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory);
+
 /* Bias, rounding, and the place in y of sums [count][PANEL], whose first is that of (row, column). */
 void ft_finish_rows(const ft_linear_job *job, int64_t row, int64_t column, const float *sums,
                     int64_t count);

@@ -126,22 +126,27 @@ static void prepare_tiles(void *context, int64_t begin, int64_t end) {
     }
 }
 
-int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype) {
+size_t ft_prepared_bytes(const ft_linear_job *job) {
+    const ft_linear_weight *weight = job->weight;
+    const int as_it_is = weight->kind == FT_LINEAR_FLOAT32 ||
+                         (weight->kind == FT_LINEAR_BFLOAT16 && weight->in_features % 2 == 0);
+    if (job->rows == 1 && as_it_is) return 0;
+    return (size_t)(8 * job->rows * (job->x_steps + job->groups));
+}
+
+void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory) {
     /* What an offset of the weights adds to a sum, or, where a minimum is added, the sum itself. */
     static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0};
     const int grouped = ft_is_grouped(job->weight);
     const int quantised = grouped || job->weight->kind == FT_LINEAR_INT8;
-    const int as_it_is = job->weight->kind == FT_LINEAR_FLOAT32 ||
-                         (job->weight->kind == FT_LINEAR_BFLOAT16 && job->weight->in_features % 2 == 0);
     job->x = x;
-    if (job->rows == 1 && as_it_is) return 0;
+    if (!ft_prepared_bytes(job)) return;
     const int64_t words = job->rows * job->x_steps, scales = job->rows * job->groups;
-    uint32_t *memory = ft_scratch(FT_SCRATCH_LINEAR, (size_t)(8 * words + 8 * scales));
-    if (!memory) return -1;
+    uint32_t *out = memory;
     rows_t q = {
-        .job = job, .x = x, .x_dtype = x_dtype, .out = memory,
-        .bytes = quantised ? (int8_t *)(memory + words) : NULL,
-        .scale = (float *)(memory + 2 * words), .offset = (int32_t *)(memory + 2 * words) + scales,
+        .job = job, .x = x, .x_dtype = x_dtype, .out = out,
+        .bytes = quantised ? (int8_t *)(out + words) : NULL,
+        .scale = (float *)(out + 2 * words), .offset = (int32_t *)(out + 2 * words) + scales,
         .fine = ft_is_fine(job->weight),
         .group_size = grouped ? FT_GROUP : job->x_steps * 4,
         .weight_offset = weight_offset[job->weight->kind],
@@ -150,5 +155,12 @@ int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype) {
     job->x = (const char *)q.out;
     job->x_scale = q.scale;
     job->x_offset = q.offset;
+}
+
+int ft_prepare_rows(ft_linear_job *job, const void *x, int x_dtype) {
+    const size_t bytes = ft_prepared_bytes(job);
+    void *memory = bytes ? ft_scratch(FT_SCRATCH_LINEAR, bytes) : NULL;
+    if (bytes && !memory) return -1;
+    ft_prepare_rows_in(job, x, x_dtype, memory);
     return 0;
 }

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from ..base import DecoderWeights, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
+from ..base import (
+    FIRST_TABLE,
+    SILU,
+    Activation,
+    DecoderWeights,
+    ExpertWeights,
+    ForwardPlan,
+    HeadLayout,
+    HeadNorm,
+    Norm,
+    PackedLinear,
+    Rope,
+    Tables,
+    capped,
+)
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
+from .experts import ExpertStructs
 from .library import DTYPES, NativeLibrary
 from .linear import NativeLinear, Products, linear, pack_linear
 from .plan import NativePlan
 from .sampler import NativeSampler
 from .step import NativeStep
+from .structs import activation_struct, norm_struct, rule_struct, turn_struct
 
 
 class NativeOps:
@@ -45,10 +63,11 @@ class NativeOps:
         return NativeStep(self.library, weights)
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
         """Lay out a weight in panels, quantised if these ops were made so."""
-        return pack_linear(self.library, weight, bias, self.quantize, products=self.products)
+        quantize: Quantize = "none" if plain else self.quantize
+        return pack_linear(self.library, weight, bias, quantize, products=self.products)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``."""
@@ -64,64 +83,94 @@ class NativeOps:
         )
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension (arXiv 1910.07467)."""
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of rows ``[T, hidden]``."""
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-        self.library.c.ft_rms_norm(*pointers, *x.shape, eps, DTYPES[x.dtype])
+        self._add_norm(x, None, norm, out)
         return out
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum."""
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
         x, total = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
-        out = torch.empty_like(x)
-        pointers = (t.data_ptr() for t in (x, total, weight, out))
-        self.library.c.ft_add_rms_norm(*pointers, *x.shape, eps, DTYPES[x.dtype])
+        out = total if norm is None else torch.empty_like(x)
+        self._add_norm(x, total, norm, out)
         return out, total
 
-    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> NativePlan:
+    def _add_norm(self, x: Tensor, total: Tensor | None, norm: Norm | None, out: Tensor) -> None:
+        struct = None if norm is None else ctypes.byref(norm_struct(norm))
+        residual = None if total is None else total.data_ptr()
+        self.library.c.ft_add_norm(
+            x.data_ptr(), residual, struct, out.data_ptr(), *x.shape, DTYPES[x.dtype]
+        )
+
+    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> NativePlan:
         """The structs that the kernels read."""
-        cos, sin = rope.rows(batch.positions, int(batch.stops.max()))
-        return NativePlan(batch, pool, heads, cos, sin)
+        stop = int(batch.stops.max())
+        return NativePlan(batch, pool, heads, [rope.rows(batch.positions, stop) for rope in ropes])
 
     def rope_write(
-        self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None
+        self,
+        qkv: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        norm: HeadNorm | None,
+        tables: Tables = FIRST_TABLE,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the pool."""
         assert isinstance(plan, NativePlan)
         qkv = qkv.contiguous()
         q = qkv.new_empty((len(qkv), plan.heads.num_heads * plan.heads.head_dim))
-        norm_args = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        turn = turn_struct(norm, tables)
         self.library.c.ft_rope_write(
-            qkv.data_ptr(), q.data_ptr(), *plan.pointers, layer, *norm_args
+            qkv.data_ptr(), q.data_ptr(), *plan.pointers, layer, ctypes.byref(turn)
         )
         return q
 
-    def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        window: int | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         assert isinstance(plan, NativePlan)
         q = q.contiguous()
         out = torch.empty_like(q)
+        rule = rule_struct(window, cap, sinks)
         failed = self.library.c.ft_attention(
-            q.data_ptr(), out.data_ptr(), *plan.pointers, layer, window or 0
+            q.data_ptr(), out.data_ptr(), *plan.pointers, layer, ctypes.byref(rule)
         )
         if failed:
             raise MemoryError("no memory for attention's working space")
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[T, 2 * width] -> [T, width]``: silu of the first half times the second."""
-        gate_up = gate_up.contiguous()
-        width = gate_up.shape[1] // 2
-        out = gate_up.new_empty((len(gate_up), width))
-        self.library.c.ft_silu_mul(
-            gate_up.data_ptr(), out.data_ptr(), len(out), width, DTYPES[out.dtype]
+    def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
+        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
+        x = x.contiguous()
+        width = x.shape[1] // 2 if activation.gated else x.shape[1]
+        out = x.new_empty((len(x), width))
+        struct = activation_struct(activation)
+        self.library.c.ft_activate(
+            x.data_ptr(), out.data_ptr(), len(out), width, ctypes.byref(struct), DTYPES[out.dtype]
         )
         return out
 
-    def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
+        x, structs = x.contiguous(), ExpertStructs(weights)
+        out = torch.empty_like(x)
+        failed = self.library.c.ft_mixture(
+            structs.pointer, x.data_ptr(), out.data_ptr(), len(x), DTYPES[x.dtype]
+        )
+        if failed:
+            raise MemoryError("no memory for the activations of experts")
+        return out
+
+    def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32."""
         assert isinstance(weight, NativeLinear)
-        return linear(self.library, hidden, weight, torch.float32)
+        return capped(linear(self.library, hidden, weight, torch.float32), cap)

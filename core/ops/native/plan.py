@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -80,15 +81,23 @@ class NativePlan:
     """
 
     def __init__(
-        self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, cos: Tensor, sin: Tensor
+        self,
+        batch: RaggedBatch,
+        pool: KVPool,
+        heads: HeadLayout,
+        tables: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
+        """``tables``: cos and sin ``[num_rows, head_dim / 2]`` of each table."""
         if batch.num_rows != int(batch.lens.sum()):
             raise ValueError("the native kernels take batches without copies of their last row")
         if pool.block.dtype not in (pool.dtype, torch.int8):
             raise ValueError(f"the native kernels read no keys and values of {pool.block.dtype}")
         arrays = (batch.starts, batch.lens, batch.first_rows, batch.page_table)
         host = [np.ascontiguousarray(values, dtype=np.int64) for values in arrays]
-        tensors = [batch.slots.contiguous(), cos.contiguous(), sin.contiguous()]
+        turns = [
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tables, strict=True)
+        ]
+        tensors = [each.contiguous() for each in (batch.slots, *turns)]
         self.num_rows = batch.num_rows
         self.heads = heads
         self.dtype = pool.dtype

@@ -1,21 +1,26 @@
 /* The layers of a whole decoder in one call: the same kernels in the same order as one by one. */
 #include "decoder.h"
+#include "experts.h"
 #include "linear.h"
 
+/* Norms that a layer does not have are NULL. Without one before attention or the MLP, these read
+ * the residual stream itself. */
 typedef struct {
     const ft_linear_weight *qkv, *o, *gate_up, *down;
-    const void *input_norm, *post_norm; /* [hidden] */
-    const float *head_norm;             /* [num_heads + num_kv_heads, head_dim] or NULL */
-    int64_t window;                     /* positions, 0 for full attention */
+    const ft_norm *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;
+    ft_turn turn;
+    ft_rule rule;
+    ft_activation activation;
+    int64_t is_parallel;       /* whether the MLP reads what attention reads */
+    const ft_experts *experts; /* in place of gate_up and down, or NULL */
 } ft_layer;
 
 typedef struct {
     const ft_layer *layers;
     int64_t num_layers;
-    const void *embedding;  /* [vocab, hidden] */
-    const void *final_norm; /* [hidden] */
-    int64_t hidden, width;  /* of the residual stream, of the MLP */
-    float eps, head_eps;
+    const void *embedding; /* [vocab, hidden] */
+    const ft_norm *final_norm;
+    int64_t hidden, width; /* of the residual stream, of the widest MLP */
 } ft_decoder;
 
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
@@ -26,6 +31,7 @@ typedef struct {
     char *x, *residual; /* hidden */
     char *wide;         /* QKV, then attention's output, then gate and up */
     char *narrow;       /* queries, then the activation */
+    char *added;        /* what attention and the MLP add to the stream */
 } step_space;
 
 static int64_t round_up(int64_t bytes) { return ft_ceil_div(bytes, 64) * 64; }
@@ -38,33 +44,86 @@ static int find_space(const ft_decoder *decoder, const ft_heads *heads, int64_t 
     int64_t hidden = round_up(rows * decoder->hidden * item);
     int64_t wide = round_up(rows * ft_max(qkv, 2 * decoder->width) * item);
     int64_t narrow = round_up(rows * ft_max(queries, decoder->width) * item);
-    char *memory = ft_scratch(FT_SCRATCH_STEP, (size_t)(2 * hidden + wide + narrow));
+    char *memory = ft_scratch(FT_SCRATCH_STEP, (size_t)(3 * hidden + wide + narrow));
     if (!memory) return -1;
-    *space = (step_space){memory, memory + hidden, memory + 2 * hidden, memory + 2 * hidden + wide};
+    *space = (step_space){memory, memory + hidden, memory + 3 * hidden,
+                          memory + 3 * hidden + wide, memory + 2 * hidden};
     return 0;
 }
 
-/* Normed input x and residual of a layer to those of the next, whose norm is `next_norm`. */
-static int run_layer(const ft_decoder *decoder, int64_t index, const ft_batch *batch,
-                     const ft_kv *kv, const ft_heads *heads, const ft_attend_plan *plan,
-                     const step_space *space, const void *next_norm, void *out) {
-    const ft_layer *layer = &decoder->layers[index];
-    int64_t rows = batch->num_rows;
-    int dtype = (int)heads->dtype;
-    if (ft_linear(layer->qkv, space->x, dtype, rows, space->wide, dtype)) return -1;
-    ft_rope_rows(space->wide, space->narrow, batch, kv, heads, index, layer->head_norm,
-                 decoder->head_eps);
-    if (ft_attend(space->narrow, space->wide, plan, batch, kv, heads, index, layer->window))
+/* What a layer's steps work on. */
+typedef struct {
+    const ft_decoder *decoder;
+    const ft_batch *batch;
+    const ft_kv *kv;
+    const ft_heads *heads;
+    const ft_attend_plan *plan;
+    step_space space;
+    int64_t rows;
+    int dtype;
+} step_job;
+
+/* The norm of rows of the stream's width, where there is one. */
+static void norm_rows(const step_job *step, const char *x, const ft_norm *norm, char *out) {
+    if (norm) ft_norm_rows(x, NULL, norm, out, step->rows, step->decoder->hidden, step->dtype);
+}
+
+/* Add x to the stream; what is read next, its norm in `out` or the stream itself. */
+static const char *add(const step_job *step, const char *x, const ft_norm *norm, char *out) {
+    char *residual = step->space.residual;
+    int64_t hidden = step->decoder->hidden;
+    if (!norm) {
+        ft_add_rows(x, residual, step->rows, hidden, step->dtype);
+        return residual;
+    }
+    ft_norm_rows(x, residual, norm, out, step->rows, hidden, step->dtype);
+    return out;
+}
+
+/* Rows x to what attention adds to the stream, in space.added. */
+static int run_attention(const step_job *step, int64_t index, const char *x) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    const step_space *space = &step->space;
+    int dtype = step->dtype;
+    if (ft_linear(layer->qkv, x, dtype, step->rows, space->wide, dtype)) return -1;
+    ft_rope_rows(space->wide, space->narrow, step->batch, step->kv, step->heads, index,
+                 &layer->turn);
+    if (ft_attend(space->narrow, space->wide, step->plan, step->batch, step->kv, step->heads,
+                  index, &layer->rule))
         return -1;
-    if (ft_linear(layer->o, space->wide, dtype, rows, space->x, dtype)) return -1;
-    ft_norm_rows(space->x, space->residual, layer->post_norm, space->x, rows, decoder->hidden,
-                 decoder->eps, dtype);
-    if (ft_linear(layer->gate_up, space->x, dtype, rows, space->wide, dtype)) return -1;
-    ft_silu_rows(space->wide, space->narrow, rows, decoder->width, dtype);
-    if (ft_linear(layer->down, space->narrow, dtype, rows, space->x, dtype)) return -1;
-    ft_norm_rows(space->x, space->residual, next_norm, out, rows, decoder->hidden, decoder->eps,
-                 dtype);
+    if (ft_linear(layer->o, space->wide, dtype, step->rows, space->added, dtype)) return -1;
+    norm_rows(step, space->added, layer->attention_out_norm, space->added);
     return 0;
+}
+
+/* The same for the MLP. */
+static int run_mlp(const step_job *step, int64_t index, const char *x) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    const step_space *space = &step->space;
+    int dtype = step->dtype;
+    if (layer->experts) {
+        if (ft_run_experts(layer->experts, x, space->added, step->rows, dtype)) return -1;
+    } else {
+        if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
+        ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
+                         &layer->activation, dtype);
+        if (ft_linear(layer->down, space->narrow, dtype, step->rows, space->added, dtype))
+            return -1;
+    }
+    norm_rows(step, space->added, layer->mlp_out_norm, space->added);
+    return 0;
+}
+
+/* Input x of a layer to that of the next, whose norm is `next_norm`, in `out` or the stream itself.
+ * Returns NULL when there is no memory. */
+static const char *run_layer(const step_job *step, int64_t index, const char *x,
+                             const ft_norm *next_norm, char *out) {
+    const ft_layer *layer = &step->decoder->layers[index];
+    if (run_attention(step, index, x)) return NULL;
+    const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
+    const char *added = add(step, step->space.added, norm, step->space.x);
+    if (run_mlp(step, index, layer->is_parallel ? x : added)) return NULL;
+    return add(step, step->space.added, next_norm, out);
 }
 
 /* Copies of the residual stream: at[count] boundaries, out [num_rows, count, hidden]. */
@@ -92,23 +151,26 @@ static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int
 FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft_batch *batch,
                          const ft_kv *kv, const ft_heads *heads, void *out, int64_t num_taps,
                          const int64_t *tapped_at, void *tapped) {
-    step_space space;
     ft_attend_plan plan;
-    int64_t rows = batch->num_rows, last = decoder->num_layers - 1;
-    if (find_space(decoder, heads, rows, &space)) return -1;
+    int64_t last = decoder->num_layers - 1;
+    step_job step = {decoder, batch, kv, heads, &plan, .rows = batch->num_rows,
+                 .dtype = (int)heads->dtype};
+    const step_space *space = &step.space;
+    if (find_space(decoder, heads, step.rows, &step.space)) return -1;
     if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
     int64_t row_bytes = decoder->hidden * (heads->dtype == FT_BFLOAT16 ? 2 : 4);
     ft_taps taps = {num_taps, tapped_at, tapped};
-    ft_embedding(ids, decoder->embedding, space.residual, rows, row_bytes);
-    tap(&taps, 0, space.residual, rows, row_bytes);
-    ft_norm_rows(space.residual, NULL, decoder->layers[0].input_norm, space.x, rows,
-                 decoder->hidden, decoder->eps, (int)heads->dtype);
+    ft_embedding(ids, decoder->embedding, space->residual, step.rows, row_bytes);
+    tap(&taps, 0, space->residual, step.rows, row_bytes);
+    const ft_norm *first = decoder->layers[0].attention_norm;
+    norm_rows(&step, space->residual, first, space->x);
+    const char *x = first ? space->x : space->residual;
     for (int64_t index = 0; index <= last; index++) {
-        const void *norm =
-            index < last ? decoder->layers[index + 1].input_norm : decoder->final_norm;
-        void *target = index < last ? space.x : out;
-        if (run_layer(decoder, index, batch, kv, heads, &plan, &space, norm, target)) return -1;
-        tap(&taps, index + 1, space.residual, rows, row_bytes);
+        const ft_norm *norm =
+            index < last ? decoder->layers[index + 1].attention_norm : decoder->final_norm;
+        x = run_layer(&step, index, x, norm, index < last ? space->x : out);
+        if (!x) return -1;
+        tap(&taps, index + 1, space->residual, step.rows, row_bytes);
     }
     return 0;
 }

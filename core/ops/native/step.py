@@ -8,22 +8,37 @@ import torch
 from torch import Tensor
 
 from ..base import (
+    SILU,
     DecoderWeights,
+    ExpertWeights,
     ForwardPlan,
     HeadLayout,
     LayersOutput,
     LayerWeights,
+    MlpWeights,
+    Norm,
     PackedLinear,
     Rope,
 )
 from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
+from .experts import ExpertStructs
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
 from .plan import NativePlan
+from .structs import (
+    ActivationStruct,
+    NormStruct,
+    RuleStruct,
+    TurnStruct,
+    activation_struct,
+    norm_struct,
+    rule_struct,
+    turn_struct,
+)
 
-_I64, _PTR, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-_LINEAR = ctypes.POINTER(LinearStruct)
+_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
+_LINEAR, _NORM = ctypes.POINTER(LinearStruct), ctypes.POINTER(NormStruct)
 
 
 class LayerStruct(ctypes.Structure):
@@ -34,10 +49,15 @@ class LayerStruct(ctypes.Structure):
         ("o", _LINEAR),
         ("gate_up", _LINEAR),
         ("down", _LINEAR),
-        ("input_norm", _PTR),
-        ("post_norm", _PTR),
-        ("head_norm", _PTR),
-        ("window", _I64),
+        ("attention_norm", _NORM),
+        ("attention_out_norm", _NORM),
+        ("mlp_norm", _NORM),
+        ("mlp_out_norm", _NORM),
+        ("turn", TurnStruct),
+        ("rule", RuleStruct),
+        ("activation", ActivationStruct),
+        ("is_parallel", _I64),
+        ("experts", _PTR),
     )
 
 
@@ -48,11 +68,9 @@ class DecoderStruct(ctypes.Structure):
         ("layers", ctypes.POINTER(LayerStruct)),
         ("num_layers", _I64),
         ("embedding", _PTR),
-        ("final_norm", _PTR),
+        ("final_norm", _NORM),
         ("hidden", _I64),
         ("width", _I64),
-        ("eps", _F32),
-        ("head_eps", _F32),
     )
 
 
@@ -62,18 +80,46 @@ class NativeStep:
     def __init__(self, library: NativeLibrary, weights: DecoderWeights) -> None:
         self._library = library
         self._weights = weights  # alive as long as the structs point into them
-        layers = (LayerStruct * len(weights.layers))(*map(_layer_struct, weights.layers))
-        norms = (layer.head_norm for layer in weights.layers if layer.head_norm is not None)
+        self._norms: list[NormStruct] = []  # likewise
+        self._experts: list[ExpertStructs] = []
+        layers = (LayerStruct * len(weights.layers))(*map(self._layer, weights.layers))
+        mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
+        width = max((_native(mlp.down).in_features for mlp in mlps), default=0)
         self._struct = DecoderStruct(
             layers,
             len(weights.layers),
             weights.embedding.data_ptr(),
-            weights.final_norm.data_ptr(),
+            self._lent(weights.final_norm),
             weights.embedding.shape[1],
-            _native(weights.layers[0].down).in_features,
-            weights.norm_eps,
-            next((norm.eps for norm in norms), 0.0),
+            width,
         )
+
+    def _layer(self, layer: LayerWeights) -> LayerStruct:
+        norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+        gate_up = down = experts = None
+        activation = SILU
+        if isinstance(layer.mlp, ExpertWeights):
+            self._experts.append(ExpertStructs(layer.mlp))
+            experts = self._experts[-1].address
+        else:
+            gate_up, down = layer.mlp.linears
+            activation = layer.mlp.activation
+        linears = (layer.qkv, layer.o, gate_up, down)
+        return LayerStruct(
+            *(None if each is None else ctypes.pointer(_native(each).struct) for each in linears),
+            *map(self._lent, norms),
+            turn_struct(layer.head_norm, layer.tables),
+            rule_struct(layer.window, layer.cap, layer.sinks),
+            activation_struct(activation),
+            layer.is_parallel,
+            experts,
+        )
+
+    def _lent(self, norm: Norm | None) -> object:
+        if norm is None:
+            return None
+        self._norms.append(norm_struct(norm))
+        return ctypes.pointer(self._norms[-1])
 
     def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
@@ -92,19 +138,8 @@ class NativeStep:
             raise MemoryError("no memory for the activations of a step")
         return LayersOutput(out, taps=tapped)
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
+    def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Nothing: the first call is as fast as any."""
-
-
-def _layer_struct(layer: LayerWeights) -> LayerStruct:
-    linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    return LayerStruct(
-        *(ctypes.pointer(_native(weight).struct) for weight in linears),
-        layer.input_norm.data_ptr(),
-        layer.post_norm.data_ptr(),
-        None if layer.head_norm is None else layer.head_norm.weight.data_ptr(),
-        layer.window or 0,
-    )
 
 
 def _native(weight: PackedLinear) -> NativeLinear:

@@ -177,6 +177,21 @@ FT_INLINE ft_vec v_exp(ft_vec x) {
     return v_scale(sum, power);
 }
 
+/* tanh, exactly -1 and 1 beyond 9, NaN at NaN. Relative error below 4e-7. A Pade approximant of a
+ * quarter of x, then tanh(2 y) = 2 t / (1 + t t) twice, which keeps the relative error. */
+FT_INLINE ft_vec v_tanh(ft_vec x) {
+    x = v_min(v_set(9.0f), v_max(v_set(-9.0f), x));
+    ft_vec y = v_mul(x, v_set(0.25f)), square = v_mul(y, y);
+    ft_vec above = v_fma(v_add(square, v_set(378.0f)), square, v_set(17325.0f));
+    above = v_mul(v_fma(above, square, v_set(135135.0f)), y);
+    ft_vec below = v_fma(v_set(28.0f), square, v_set(3150.0f));
+    below = v_fma(v_fma(below, square, v_set(62370.0f)), square, v_set(135135.0f));
+    ft_vec t = v_div(above, below);
+    for (int i = 0; i < 2; i++)
+        t = v_div(v_add(t, t), v_fma(t, t, v_set(1.0f)));
+    return t;
+}
+
 /* Loads and stores of the first n of sixteen; what is not there reads as 0. */
 FT_INLINE ft_vec v_load_n(const float *p, int64_t n) {
     if (n >= FT_WIDTH) return v_load(p);

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..base import capped
 from .plan import HIDDEN, Block, Group, TorchPlan
 
 _LOWEST = -80.0  # exp of less underflows, which takes ten times as long (measured)
@@ -58,8 +59,7 @@ def _attend_group(
         span = slice(block.first * heads.num_kv_heads, block.last * heads.num_kv_heads)
         keys, values = plan.read(pages, block).chunk(2)
         scores = torch.bmm(queries[span], keys.transpose(1, 2)).float()
-        if cap is not None:
-            scores = scores.div_(cap).tanh_().mul_(cap)
+        scores = capped(scores, cap)
         if state is None and len(scores) == items:
             state = _Softmax.of(scores, values, block)
             continue

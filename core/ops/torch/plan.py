@@ -6,6 +6,7 @@ order whatever rides beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
@@ -59,15 +60,20 @@ class TorchPlan:
         batch: RaggedBatch,
         pool: KVPool,
         heads: HeadLayout,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Sequence[tuple[Tensor, Tensor]],
         *,
         pad_rows: bool,
     ) -> None:
+        """``tables``: cos and sin ``[T, head_dim / 2]`` of the rows, of each table."""
         self.batch = batch
         self.heads = heads
-        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
-        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        self.tables = [
+            (
+                torch.cat((cos, cos), dim=-1).unsqueeze(1),
+                torch.cat((-sin, sin), dim=-1).unsqueeze(1),
+            )
+            for cos, sin in tables
+        ]
         self._pool = pool
         self._kv_heads = 2 * pool.num_kv_heads  # K and V of one layer and page
         self._write_at = self._find_write_at()

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...sampling.sampler import TorchSampler
-from ..base import DecoderWeights, Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
+from ..base import (
+    FIRST_TABLE,
+    SILU,
+    Activation,
+    DecoderWeights,
+    Exactness,
+    ExpertWeights,
+    ForwardPlan,
+    HeadLayout,
+    HeadNorm,
+    Norm,
+    PackedLinear,
+    Rope,
+    Tables,
+    capped,
+)
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
+from .experts import run_experts
 from .plan import TorchPlan
 
 _PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally well (measured)
@@ -39,7 +57,11 @@ class TorchOps:
         """Torch runs one operation after another."""
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        plain: bool = False,  # noqa: ARG002 - nothing is quantised here
     ) -> PackedLinear:
         """Reorder for oneDNN, whose rows are the same bits beside any number of others."""
         assert isinstance(weight, Tensor)
@@ -61,24 +83,33 @@ class TorchOps:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
         return table.index_select(0, token_ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension (arXiv 1910.07467)."""
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of rows ``[T, hidden]``."""
+        weight, eps = norm.weight, norm.eps
+        if norm.is_layer:
+            return F.layer_norm(x.float(), weight.shape, weight, norm.bias, eps).to(x.dtype)
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum."""
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
         total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return total if norm is None else self.norm(total, norm), total
 
-    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> TorchPlan:
+    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TorchPlan:
         """Row indices of every gather and scatter of the pass."""
-        cos, sin = rope.rows(batch.positions, int(batch.stops.max()))
-        return TorchPlan(batch, pool, heads, cos, sin, pad_rows=self.exact != "off")
+        stop = int(batch.stops.max())
+        tables = [rope.rows(batch.positions, stop) for rope in ropes]
+        return TorchPlan(batch, pool, heads, tables, pad_rows=self.exact != "off")
 
     def rope_write(
-        self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None
+        self,
+        qkv: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        norm: HeadNorm | None,
+        tables: Tables = FIRST_TABLE,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the pool."""
         assert isinstance(plan, TorchPlan)
@@ -86,35 +117,77 @@ class TorchOps:
         qkv = qkv.view(len(qkv), -1, heads.head_dim)
         turning = qkv[:, : heads.num_heads + heads.num_kv_heads].float()
         if norm is not None:
-            turning = F.rms_norm(turning, (heads.head_dim,), None, norm.eps) * norm.weight
-        turned = _rotate(turning, plan.cos, plan.sin)
+            turning = _normed_heads(turning, norm, heads.num_heads)
+        if tables.queries == tables.keys:
+            turned = _rotate(turning, *plan.tables[tables.keys])
+        else:
+            parts = torch.split(turning, [heads.num_heads, heads.num_kv_heads], dim=1)
+            pairs = zip(parts, tables, strict=True)
+            turned = torch.cat([_rotate(part, *plan.tables[table]) for part, table in pairs], dim=1)
         q, keys = turned[:, : heads.num_heads], turned[:, heads.num_heads :]
         values = qkv[:, -heads.num_kv_heads :].float()
         plan.write(torch.cat((keys, values), dim=1), layer)
         return q.mul(heads.scale).to(qkv.dtype).view(len(qkv), -1)
 
-    def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        window: int | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         assert isinstance(plan, TorchPlan)
-        return attend(q, layer, plan, window)
+        return attend(q, layer, plan, window, cap=cap, sinks=sinks)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[T, 2 * width] -> [T, width]``: silu of the first half times the second."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        # F.silu rounds the tail of a vector otherwise than its body, so that a value depends on
-        # where it lies; exp, add and divide do not.
+    def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
+        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
+        gate, factor = x.chunk(2, dim=-1) if activation.gated else (x, None)
         wide = gate.float()
-        activated = wide / torch.exp(-wide).add_(1.0)
-        return activated.to(gate_up.dtype) * up
+        # F.silu and F.gelu round the tail of a vector otherwise than its body, so that a value
+        # depends on where it lies; exp, add and divide do not.
+        if activation.kind == "clamped_swiglu":
+            assert factor is not None
+            wide = wide.clamp(max=activation.limit)
+            factor = factor.float().clamp(-activation.limit, activation.limit) + 1.0
+            activated = wide / torch.exp(wide * -1.702).add_(1.0)
+            return (activated.to(x.dtype) * factor).to(x.dtype)
+        if activation.kind == "silu":
+            activated = wide / torch.exp(-wide).add_(1.0)
+        else:
+            activated = _gelu_tanh(wide)
+        return activated.to(x.dtype) if factor is None else activated.to(x.dtype) * factor
 
-    def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
+        return run_experts(self, x, weights)
+
+    def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32; R is at least 2."""
-        return self.linear(hidden, weight).float()
+        return capped(self.linear(hidden, weight).float(), cap)
 
 
 def _has_onednn() -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def _normed_heads(x: Tensor, norm: HeadNorm, num_heads: int) -> Tensor:
+    """Queries and keys [T, heads, head_dim] float32, each head or all of a kind together."""
+    if not norm.whole:
+        return F.rms_norm(x, x.shape[2:], None, norm.eps) * norm.weight
+    parts = torch.split(x, [num_heads, x.shape[1] - num_heads], dim=1)
+    normed = [F.rms_norm(part.flatten(1), (part[0].numel(),), None, norm.eps) for part in parts]
+    return torch.cat(normed, dim=1).view(x.shape) * norm.weight
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """``x * 0.5 * (1 + tanh(u))``, as ``x / (1 + exp(-2 u))``: arXiv 1606.08415, section 2."""
+    inner = (x * x * x).mul_(0.044715).add_(x).mul_(-2 * math.sqrt(2 / math.pi))
+    return x / inner.exp_().add_(1.0)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

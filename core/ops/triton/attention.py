@@ -57,6 +57,14 @@ def first_split(position, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def add_sinks(top, total, out, sinks):
+    """A score without a value for each query, behind all keys."""
+    higher = tl.maximum(top, sinks)
+    keep = tl.exp(top - higher)
+    return total * keep + tl.exp(sinks - higher), out * keep[:, None]
+
+
+@triton.jit
 def attend_tile(
     q,
     position,  # [TILE_ROWS] of the queries
@@ -67,9 +75,12 @@ def attend_tile(
     total,
     out,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """What the queries have found, with some more keys: online softmax."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAP > 0:  # CAP * tanh(scores / CAP)
+        scores = CAP * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / CAP))))
     seen = key[None, :] <= position[:, None]
     if WINDOW > 0:
         seen = seen & (key[None, :] > position[:, None] - WINDOW)
@@ -103,6 +114,7 @@ def attend_split(
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     """Highest score, sum of weights and weighted values of one split, unscaled."""
     top = tl.full([TILE_ROWS], HIDDEN, tl.float32)
@@ -117,7 +129,7 @@ def attend_split(
                       NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
         v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, key % PAGE_SIZE, is_key,
                       NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
-        top, total, out = attend_tile(q, position, key, k, v, top, total, out, WINDOW)
+        top, total, out = attend_tile(q, position, key, k, v, top, total, out, WINDOW, CAP)
     return top, total, out
 
 
@@ -142,6 +154,7 @@ def attend_kernel(
     positions_ptr,  # [T]
     places_ptr,  # [T] where a row's sums begin, or its tile's; -1: a tile of one stretch has none
     counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
+    sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
     words_ptr,  # items of ITEM_WORDS numbers, and the rows and page ids that they speak of
     layer_block,  # index of the layer's first block in page 0
     page_blocks,  # blocks of one page
@@ -156,6 +169,8 @@ def attend_kernel(
     TILE: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # queries of a tile: rows times heads of a group, 16 at least
     WINDOW: tl.constexpr,  # 0: none
+    CAP: tl.constexpr,  # of the scores; 0: none
+    HAS_SINKS: tl.constexpr,
     IS_NARROW: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
 ):
@@ -185,7 +200,7 @@ def attend_kernel(
                 q, position, first, stop, pages_ptr, kv_ptr, scales_ptr,
                 layer_block + kv_head, page_blocks,
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
-                SPLIT, TILE, TILE_ROWS, WINDOW,
+                SPLIT, TILE, TILE_ROWS, WINDOW, CAP,
             )  # fmt: skip
             place = tl.load(places_ptr + row, mask=is_row, other=0)
             place += first - first_split(position, SPLIT, WINDOW)
@@ -200,7 +215,7 @@ def attend_kernel(
                     q, position, split, stop, pages_ptr, kv_ptr, scales_ptr,
                     layer_block + kv_head, page_blocks,
                     NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
-                    SPLIT, TILE, TILE_ROWS, WINDOW,
+                    SPLIT, TILE, TILE_ROWS, WINDOW, CAP,
                 )  # fmt: skip
                 top, total, out = merge_state(top, total, out, split_top, split_total, split_out)
             # A tile of several stretches leaves all of each, whether a row sees it or not.
@@ -215,6 +230,8 @@ def attend_kernel(
                 keep_sums(sums_ptr, tops_ptr, totals_ptr, at, lanes >= 0,
                           top, total, out, HEAD_DIM)  # fmt: skip
             else:
+                if HAS_SINKS:
+                    total, out = add_sinks(top, total, out, tl.load(sinks_ptr + head))
                 result = (out / total[:, None]).to(q.dtype)
                 tl.store(out_ptr + q_at, result, mask=is_row[:, None])
 
@@ -227,6 +244,7 @@ def merge_kernel(
     totals_ptr,
     positions_ptr,
     places_ptr,  # -1: nothing to merge
+    sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
     lanes_ptr,  # [T] which row of its wide tile; -1: a narrow row
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -236,6 +254,7 @@ def merge_kernel(
     KV_SPLIT_GROUP: tl.constexpr,
     WIDE_TILE: tl.constexpr,  # queries
     WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """The output of one row and some heads, from what was left for them."""
     row, dims = tl.program_id(0), tl.arange(0, HEAD_DIM)
@@ -269,6 +288,8 @@ def merge_kernel(
             )
         top, total, out = merge_state(top, total, out, sum_top, sum_total, sum_out)
         at += num_sums * step
+    if HAS_SINKS:
+        total, out = add_sinks(top, total, out, tl.load(sinks_ptr + head))
     out_at = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + dims[None, :]
     result = (out / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at, result)

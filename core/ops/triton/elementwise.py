@@ -10,16 +10,20 @@ EXPONENT = tl.constexpr(0x7F800000)  # of a float32's bits: with these alone it 
 
 
 @triton.jit
-def rms_norm_kernel(
+def norm_kernel(
     x_ptr,  # [T, WIDTH]
     residual_ptr,  # the same, read where HAS_RESIDUAL
-    weight_ptr,  # [WIDTH]
-    out_ptr,
+    weight_ptr,  # [WIDTH], read where HAS_NORM
+    bias_ptr,  # [WIDTH], read where HAS_BIAS
+    out_ptr,  # written where HAS_NORM
     total_ptr,  # x + residual, written where HAS_RESIDUAL
     eps,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,  # WIDTH, to the next power of two
     HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_LAYER: tl.constexpr,  # whether the mean is subtracted first
+    HAS_BIAS: tl.constexpr,
 ):
     """The norm of a row, or of its sum with another."""
     row = tl.program_id(0).to(tl.int64)
@@ -29,10 +33,16 @@ def rms_norm_kernel(
     if HAS_RESIDUAL:
         x = x + tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0)
         tl.store(total_ptr + row * WIDTH + column, x, mask=mask)
-    wide = x.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + column, (wide * factor * weight).to(x.dtype), mask=mask)
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        if IS_LAYER:
+            wide = tl.where(mask, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+        factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+        weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        normed = wide * factor * weight
+        if HAS_BIAS:
+            normed += tl.load(bias_ptr + column, mask=mask, other=0.0)
+        tl.store(out_ptr + row * WIDTH + column, normed.to(x.dtype), mask=mask)
 
 
 @triton.jit
@@ -63,8 +73,10 @@ def rope_write_kernel(
     scales_ptr,  # the pool's memory as float32, written where SCALES_AT
     slots_ptr,  # [T] page * page size + place in the page; -1: no row
     positions_ptr,  # [T]
-    cos_ptr,  # [num_positions, HEAD_DIM / 2] float32
-    sin_ptr,
+    q_cos_ptr,  # [num_positions, HEAD_DIM / 2] float32
+    q_sin_ptr,
+    k_cos_ptr,
+    k_sin_ptr,
     norm_ptr,  # [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM], read where HAS_NORM
     eps,
     scale,
@@ -77,6 +89,7 @@ def rope_write_kernel(
     NUM_ITEMS: tl.constexpr,
     SCALES_AT: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # whether the norm is over all heads of a kind together
 ):
     """One head of a row: queries and keys normed and turned, keys and values into the pool."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -90,12 +103,24 @@ def rope_write_kernel(
     if head < NUM_HEADS + NUM_KV_HEADS:
         swapped = tl.load(at + (dims + HALF) % HEAD_DIM).to(tl.float32)
         if HAS_NORM:
-            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
+            squares, num_normed = x * x, 1
+            if IS_WHOLE:
+                squares = tl.zeros([HEAD_DIM], tl.float32)
+                is_query = head < NUM_HEADS
+                num_normed = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
+                others = at + (tl.where(is_query, 0, NUM_HEADS) - head) * HEAD_DIM + dims
+                for other in range(num_normed):
+                    each = tl.load(others + other * HEAD_DIM).to(tl.float32)
+                    squares += each * each
+            factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / (HEAD_DIM * num_normed) + eps)
             x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
             other = tl.load(norm_ptr + head * HEAD_DIM + (dims + HALF) % HEAD_DIM).to(tl.float32)
             swapped = swapped * factor * other
         turn = tl.load(positions_ptr + row).to(tl.int64) * HALF + half
-        cos, sin = tl.load(cos_ptr + turn), tl.load(sin_ptr + turn)
+        if head < NUM_HEADS:
+            cos, sin = tl.load(q_cos_ptr + turn), tl.load(q_sin_ptr + turn)
+        else:
+            cos, sin = tl.load(k_cos_ptr + turn), tl.load(k_sin_ptr + turn)
         x = x * cos + tl.where(dims < HALF, -swapped, swapped) * sin
     if head < NUM_HEADS:
         out = (x * scale).to(q_ptr.dtype.element_ty)
@@ -113,18 +138,35 @@ def rope_write_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
-    gate_up_ptr,  # [T, 2 * WIDTH]
+def activate_kernel(
+    x_ptr,  # [T, 2 * WIDTH] where IS_GATED, else [T, WIDTH]
     out_ptr,  # [T, WIDTH]
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    KIND: tl.constexpr,  # as `Activation` names it
+    LIMIT: tl.constexpr,
 ):
-    """silu of the first half of a row times the second."""
+    """An activation of a row, or of its first half, times the second."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < WIDTH
-    gate = tl.load(gate_up_ptr + row * 2 * WIDTH + column, mask=mask, other=0.0)
-    up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0)
+    STRIDE: tl.constexpr = 2 * WIDTH if IS_GATED else WIDTH
+    gate = tl.load(x_ptr + row * STRIDE + column, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out_ptr + row * WIDTH + column, activated * up, mask=mask)
+    if KIND == "clamped_swiglu":
+        factor = tl.load(x_ptr + row * STRIDE + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        factor = tl.minimum(tl.maximum(factor, -LIMIT), LIMIT) + 1.0
+        wide = tl.minimum(wide, LIMIT)
+        activated = (wide / (1.0 + tl.exp(wide * -1.702))).to(gate.dtype)
+        tl.store(out_ptr + row * WIDTH + column, (activated * factor).to(gate.dtype), mask=mask)
+        return
+    if KIND == "silu":
+        activated = wide / (1.0 + tl.exp(-wide))
+    else:  # as x / (1 + exp(-2 u)): arXiv 1606.08415, section 2
+        inner = (wide * wide * wide * 0.044715 + wide) * -1.5957691216057308
+        activated = wide / (1.0 + tl.exp(inner))
+    activated = activated.to(gate.dtype)
+    if IS_GATED:
+        activated *= tl.load(x_ptr + row * STRIDE + WIDTH + column, mask=mask, other=0.0)
+    tl.store(out_ptr + row * WIDTH + column, activated, mask=mask)

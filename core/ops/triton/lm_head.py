@@ -57,7 +57,7 @@ class FusedLmHead:
     """
 
     def __init__(self, ops: Ops, weights: DecoderWeights, sampler: TritonSampler) -> None:
-        self._ops, self._weight, self._sampler = ops, weights.lm_head, sampler
+        self._ops, self._weights, self._sampler = ops, weights, sampler
         self._vocab_size, device = len(weights.embedding), weights.embedding.device
         # Made before a graph is captured, and held: the graph reads it where it is.
         self._hashes = vocabulary_hashes(self._vocab_size, device)
@@ -65,7 +65,8 @@ class FusedLmHead:
     def compute(self, layers: LayersOutput, graph_inputs: GraphInputs) -> GraphOutputs:
         """Behind the layers of [bucket] rows, by what the packet says."""
         fields, hidden = graph_inputs.device, layers.hidden
-        logits = self._ops.logits(hidden.index_select(0, fields["logit_rows"]), self._weight)
+        rows = hidden.index_select(0, fields["logit_rows"])
+        logits = self._ops.logits(rows, self._weights.lm_head, self._weights.logit_cap)
         winners = self._sampler.gumbel_argmax(
             logits, fields["controls"], fields["cuts"], self._hashes
         )

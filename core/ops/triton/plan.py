@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from .tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
 
 NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
 MAX_SUMS = 2**28  # bytes that items may leave between two kernels
+# cos and sin of each table, [num_positions, head_dim / 2] float32
+Turns: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +30,7 @@ class Geometry:
 
     pool: KVPool
     heads: HeadLayout
-    rope: Rope
+    ropes: tuple[Rope, ...]
     one_tile: bool  # whether chunks are cut into tiles as narrow as those of decoding rows
 
     @property
@@ -45,6 +47,10 @@ class Geometry:
     def kv_split_group(self) -> int:
         """Splits of a stretch."""
         return KV_SPLIT_GROUP
+
+    def turns(self, stop: int) -> Turns:
+        """cos and sin of positions below ``stop``, of each table."""
+        return tuple(rope.table(stop) for rope in self.ropes)
 
     @property
     def page_blocks(self) -> int:
@@ -122,8 +128,7 @@ class DevicePlan:
     words: Tensor  # int32: pages, rows of items, items
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     sums: Sums
-    cos: Tensor  # [num_positions, head_dim / 2] float32
-    sin: Tensor
+    turns: Turns
 
 
 class TritonPlan:
@@ -197,8 +202,8 @@ class TritonPlan:
         graph_inputs.upload(fill(graph_inputs.open(), self.batch, works))
         take_device_tokens(self.batch, graph_inputs.device)
         kinds = {window: [Kinds.of(work) for work in each] for window, each in parts.items()}
-        tables = self.geometry.rope.table(self.last_stop)
-        return device_plan(self.geometry, graph_inputs, kinds, sums, tables)
+        turns = self.geometry.turns(self.last_stop)
+        return device_plan(self.geometry, graph_inputs, kinds, sums, turns)
 
 
 def device_plan(
@@ -206,7 +211,7 @@ def device_plan(
     graph_inputs: GraphInputs,
     kinds: Mapping[int | None, Sequence[Kinds]],
     sums: Sums,
-    tables: tuple[Tensor, Tensor],
+    turns: Turns,
 ) -> DevicePlan:
     """The views of a packet with the `fields` of the work lists of each window, in that order."""
     views, numbers = graph_inputs.device, count()
@@ -224,8 +229,7 @@ def device_plan(
         words=views["words"],
         works=works,
         sums=sums,
-        cos=tables[0],
-        sin=tables[1],
+        turns=turns,
     )
 
 

@@ -74,7 +74,7 @@ class _PoolGraphs:
 
     def __init__(self, geometry: Geometry) -> None:
         pool, heads = geometry.pool, geometry.heads
-        self.tables = geometry.rope.table(1)
+        self.turns = geometry.turns(1)
         self.num_positions = _num_positions(geometry)
         self.num_splits = -(-self.num_positions // SPLIT)
         num_places = min(BUCKETS[-1] * self.num_splits, max_places(heads))
@@ -103,7 +103,7 @@ class _PoolGraphs:
 def _num_positions(geometry: Geometry) -> int:
     """Positions that a pool has room for, as far as the RoPE tables go by now."""
     pool = geometry.pool
-    return min(len(geometry.rope.table(1)[0]), pool.num_pages * pool.page_size)
+    return min(len(geometry.turns(1)[0][0]), pool.num_pages * pool.page_size)
 
 
 class TritonStep:
@@ -152,10 +152,10 @@ class TritonStep:
         logit_rows = device.logit_rows[: len(plan.batch.logit_rows)]
         return found.of_pass(num_rows, logit_rows, has_chosen=False)
 
-    def warm_up(self, pool: KVPool, heads: HeadLayout, rope: Rope, taps: Taps) -> None:
+    def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
         device_tokens.warm_up(len(self._weights.embedding), pool.data.device)
-        geometry = Geometry(pool, heads, rope, self._one_tile)
+        geometry = Geometry(pool, heads, ropes, self._one_tile)
         known = self._graphs.get(pool)
         if known is not None and known.num_positions < _num_positions(geometry):
             del self._graphs[pool]  # they read tables that have become too short
@@ -218,7 +218,7 @@ class TritonStep:
         graph_inputs = GraphInputs(room, pool.data.device, num_hosts=NUM_BUFFERS)
         graph_inputs.upload(fill_idle(graph_inputs.open()))
         kinds = dict.fromkeys(windows, (Kinds(narrow=True, wide=has_wide, sums=True),))
-        plan = device_plan(geometry, graph_inputs, kinds, shared.sums, shared.tables)
+        plan = device_plan(geometry, graph_inputs, kinds, shared.sums, shared.turns)
         tapped = shared.tapped(taps, bucket, self._weights.embedding)
 
         def work() -> GraphOutputs:

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from functools import cache
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import ModelLoadError
-from ..base import DecoderWeights, Exactness, ForwardPlan, HeadLayout, HeadNorm, PackedLinear, Rope
+from ..base import (
+    FIRST_TABLE,
+    SILU,
+    Activation,
+    DecoderWeights,
+    Exactness,
+    ExpertWeights,
+    ForwardPlan,
+    HeadLayout,
+    HeadNorm,
+    Norm,
+    PackedLinear,
+    Rope,
+    Tables,
+    capped,
+)
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .attention import attend_kernel, merge_kernel
-from .elementwise import rms_norm_kernel, rope_write_kernel, silu_mul_kernel
+from .elementwise import activate_kernel, norm_kernel, rope_write_kernel
 from .graphs import MakeGraph, cuda_graphs
 from .input_fields import ITEM_WORDS
 from .plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
@@ -75,13 +90,13 @@ class TritonOps:
         return cuda_graphs() if self._graphs == "auto" else self._graphs
 
     def pack_linear(
-        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, plain: bool = False
     ) -> PackedLinear:
         """Cut a weight into tiles, quantised if these ops were made so."""
         assert isinstance(weight, Tensor)
-        if self.exact == "off" and self.quantize == "none":
+        if self.exact == "off" and (plain or self.quantize == "none"):
             return PackedLinear(weight.contiguous(), bias, packed=False)
-        return pack_tiled(weight, bias, is_int8=self.quantize == "int8")
+        return pack_tiled(weight, bias, is_int8=not plain and self.quantize == "int8")
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``."""
@@ -93,22 +108,25 @@ class TritonOps:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
         return table.index_select(0, token_ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root mean square norm over the last dimension (arXiv 1910.07467)."""
-        return _norm(x, None, weight, eps)[0]
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of rows ``[T, hidden]``."""
+        return _norm(x, None, norm)[0]
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum."""
-        return _norm(x, residual, weight, eps)
+    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
+        return _norm(x, residual, norm)
 
-    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, rope: Rope) -> TritonPlan:
+    def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TritonPlan:
         """The pass on the host; its batch must be there."""
-        return TritonPlan(batch, Geometry(pool, heads, rope, self.exact == "batch"))
+        return TritonPlan(batch, Geometry(pool, heads, ropes, self.exact == "batch"))
 
     def rope_write(
-        self, qkv: Tensor, layer: int, plan: ForwardPlan, norm: HeadNorm | None
+        self,
+        qkv: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        norm: HeadNorm | None,
+        tables: Tables = FIRST_TABLE,
     ) -> Tensor:
         """Norm and rotate queries and keys, write keys and values to the pool."""
         device = _on_device(plan)
@@ -116,47 +134,76 @@ class TritonOps:
         q = qkv.new_empty((len(qkv), heads.num_heads * heads.head_dim))
         rope_write_kernel[(len(qkv), heads.num_heads + 2 * heads.num_kv_heads)](
             qkv, q, pool.data, _scales(pool), device.slots, device.positions,
-            device.cos, device.sin,
+            *device.turns[tables.queries], *device.turns[tables.keys],
             qkv if norm is None else norm.weight, 0.0 if norm is None else norm.eps, heads.scale,
             device.geometry.layer_block(layer), device.geometry.page_blocks,
             **_shape(heads, pool), HAS_NORM=norm is not None,
+            IS_WHOLE=norm is not None and norm.whole,
         )  # fmt: skip
         return q
 
-    def attention(self, q: Tensor, layer: int, plan: ForwardPlan, window: int | None) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        layer: int,
+        plan: ForwardPlan,
+        window: int | None,
+        *,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention over the pages, ``[T, num_heads * head_dim]`` to the same shape."""
         device = _on_device(plan, window)
         out = torch.empty_like(q)
+        rule = _Rule(window, cap, sinks)
         for work in device.works[window]:
             if work.kinds.wide:
-                _attend(q, out, layer, device, work, window, is_narrow=False)
+                _attend(q, out, layer, device, work, rule, is_narrow=False)
             if work.kinds.narrow:
-                _attend(q, out, layer, device, work, window, is_narrow=True)
+                _attend(q, out, layer, device, work, rule, is_narrow=True)
             if work.kinds.sums:
-                _merge(out, device, work, window)
+                _merge(out, device, work, rule)
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``[T, 2 * width] -> [T, width]``: silu of the first half times the second."""
-        num_rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty((num_rows, width))
-        silu_mul_kernel[(num_rows, -(-width // ACTIVATION_TILE))](
-            gate_up, out, WIDTH=width, TILE=ACTIVATION_TILE
-        )
+    def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
+        """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
+        num_rows, width = len(x), x.shape[1] // 2 if activation.gated else x.shape[1]
+        out = x.new_empty((num_rows, width))
+        activate_kernel[(num_rows, -(-width // ACTIVATION_TILE))](
+            x, out, WIDTH=width, TILE=ACTIVATION_TILE,
+            IS_GATED=activation.gated, KIND=activation.kind, LIMIT=activation.limit,
+        )  # fmt: skip
         return out
 
-    def logits(self, hidden: Tensor, weight: PackedLinear) -> Tensor:
+    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:  # noqa: ARG002
+        """Not supported: `availability.unsuited` says so before weights are read."""
+        raise ModelLoadError("there are no Triton kernels for experts; use the torch backend")
+
+    def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32."""
         if isinstance(weight, TiledLinear):
-            return tiled_linear(hidden, weight, torch.float32)
-        return self.linear(hidden, weight).float()
+            return capped(tiled_linear(hidden, weight, torch.float32), cap)
+        return capped(self.linear(hidden, weight).float(), cap)
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-    rms_norm_kernel[(len(x),)](
-        x, x if residual is None else residual, weight, out, total, eps,
+class _Rule(NamedTuple):
+    """Which keys a row sees, and what becomes of its scores: as `TritonOps.attention` has them."""
+
+    window: int | None
+    cap: float | None
+    sinks: Tensor | None
+
+
+def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else torch.empty_like(x)
+    out = total if norm is None else torch.empty_like(x)
+    bias = None if norm is None else norm.bias
+    norm_kernel[(len(x),)](
+        x, x if residual is None else residual, x if norm is None else norm.weight,
+        x if bias is None else bias, out, total, 0.0 if norm is None else norm.eps,
         WIDTH=x.shape[1], TILE=power_of_two(x.shape[1]), HAS_RESIDUAL=residual is not None,
+        HAS_NORM=norm is not None, IS_LAYER=norm is not None and norm.is_layer,
+        HAS_BIAS=bias is not None,
     )  # fmt: skip
     return out, total
 
@@ -174,7 +221,7 @@ def _attend(
     layer: int,
     plan: DevicePlan,
     work: Work,
-    window: int | None,
+    rule: _Rule,
     *,
     is_narrow: bool,
 ) -> None:
@@ -183,23 +230,26 @@ def _attend(
     num_programs = max(1, PROGRAMS * _num_multiprocessors(q.device) // heads.num_kv_heads)
     attend_kernel[(num_programs, heads.num_kv_heads)](
         q, out, pool.data, _scales(pool), sums.sums, sums.tops, sums.totals,
-        plan.positions, work.places, work.counts, plan.words,
+        plan.positions, work.places, work.counts, q if rule.sinks is None else rule.sinks,
+        plan.words,
         geometry.layer_block(layer), geometry.page_blocks,
         **_shape(heads, pool), SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group, TILE=KEYS_TILE,
         TILE_ROWS=geometry.narrow_tile if is_narrow else geometry.wide_tile,
-        WINDOW=window or 0, IS_NARROW=is_narrow, ITEM_WORDS=ITEM_WORDS,
+        WINDOW=rule.window or 0, CAP=rule.cap or 0.0, HAS_SINKS=rule.sinks is not None,
+        IS_NARROW=is_narrow, ITEM_WORDS=ITEM_WORDS,
     )  # fmt: skip
 
 
-def _merge(out: Tensor, plan: DevicePlan, work: Work, window: int | None) -> None:
+def _merge(out: Tensor, plan: DevicePlan, work: Work, rule: _Rule) -> None:
     geometry, sums = plan.geometry, plan.sums
     heads = geometry.heads
     heads_each = gcd(heads.num_heads, MERGED_HEADS)
     merge_kernel[(len(out), heads.num_heads // heads_each)](
-        out, sums.sums, sums.tops, sums.totals, plan.positions, work.places, plan.lanes,
+        out, sums.sums, sums.tops, sums.totals, plan.positions, work.places,
+        out if rule.sinks is None else rule.sinks, plan.lanes,
         NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEADS=heads_each,
         HEAD_DIM=heads.head_dim, SPLIT=SPLIT, KV_SPLIT_GROUP=geometry.kv_split_group,
-        WIDE_TILE=geometry.wide_tile, WINDOW=window or 0,
+        WIDE_TILE=geometry.wide_tile, WINDOW=rule.window or 0, HAS_SINKS=rule.sinks is not None,
     )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def _new_head(target: Target, shape: Shape) -> BlockHead | EagleHead:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "rope": config.rope,
+        "rope": replace(config.rope, query_beta=0.0),
         "max_model_len": config.max_model_len,
         "norm_eps": config.norm_eps,
     }
@@ -264,7 +264,7 @@ def _language_model(target: Target, shape: Shape, weights: Weights, init: str | 
         "pad_token_id": None,
     }
     model: Any
-    if config.qk_norm:
+    if config.head_norm == "each":
         model = Qwen3ForCausalLM(Qwen3Config(**values))
     else:
         model = LlamaForCausalLM(LlamaConfig(**values))
@@ -295,7 +295,7 @@ def _lm_tensors(
     last = config.num_layers - 1
     names = ["input_layernorm", "post_attention_layernorm"]
     names += [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}" for n in _MLP]
-    names += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_norm else []
+    names += ["self_attn.q_norm", "self_attn.k_norm"] if config.head_norm == "each" else []
     for index in range(count):
         source = round(index * last / max(1, count - 1))
         for name in names:

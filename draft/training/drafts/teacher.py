@@ -142,7 +142,8 @@ class Teacher:
         num_rows, least = len(hidden), self._decoder.ops.min_rows
         if num_rows < least:  # as `Decoder` fills up its batches
             hidden = torch.cat((hidden, hidden[-1:].expand(least - num_rows, -1)))
-        logits = self._decoder.ops.logits(hidden, self._decoder.weights.lm_head)[:num_rows]
+        weights = self._decoder.weights
+        logits = self._decoder.ops.logits(hidden, weights.lm_head, weights.logit_cap)[:num_rows]
         total = logits.logsumexp(dim=-1, keepdim=True)
         if self._draft_ids is not None:
             logits = logits.index_select(1, self._draft_ids)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from checkpoints import KINDS, ORIGINAL_LEN, VOCAB_SIZE, ModelDriver, make_reference, save
+from checkpoints import (
+    KINDS,
+    ORIGINAL_LEN,
+    VOCAB_SIZE,
+    ModelDriver,
+    make_checkpoint,
+    make_reference,
+    save,
+)
+from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.native import native_library
 from greedy_streams import generate, greedy, random_ids
@@ -75,3 +87,88 @@ def test_pages_shared_with_another_sequence_give_the_same_logits(loaded: dict) -
     second = driver.add(ids, prefix=first)
     assert second.num_computed == 128
     assert torch.equal(driver.prefill(second, 130), expected[128:])
+
+
+def pieces_have_the_bits_of_the_whole(decoder: Decoder) -> None:
+    """Chunks beside another request, a decoding row and a verified one among them."""
+    ids, beside = random_ids(90, seed=7), random_ids(60, seed=8)
+    driver = ModelDriver(decoder, page_size=4)
+    whole = driver.prefill(driver.add(ids), 90)
+    again, other = driver.add(ids), driver.add(beside)
+    found = []
+    for stop in (33, 34, 38, 90):
+        chunk = ids[again.num_computed : stop]
+        rows = list(other.tokens[other.num_computed :][: stop // 6])
+        logits, _ = driver.step([(again, chunk, len(chunk)), (other, rows, 1)])
+        found.append(logits)
+        again.num_computed = stop
+        other.num_computed += len(rows)
+    assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
+    pieces_have_the_bits_of_the_whole(loaded[kind][1])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3", "olmo3", "cohere2", "starcoder2", "gpt_oss", "glm4_moe"]
+)
+def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
+    kind: str, backend: str, tmp_path: Path
+) -> None:
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    folder = make_checkpoint(tmp_path, kind)
+    pieces_have_the_bits_of_the_whole(load_decoder(folder, dtype="bfloat16", backend=backend))
+
+
+# Lanes of a tile that hold no row divide nothing by nothing; they are not stored.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["gemma2", "olmo3", "cohere2", "starcoder2", "ministral3"])
+def test_triton_kernels_compute_what_torch_computes(kind: str, tmp_path: Path) -> None:
+    """Under the interpreter: one prompt in two chunks, of several windows."""
+    pytest.importorskip("triton")
+    shorter = {"sliding_window": 8} if "sliding_window" in KINDS[kind][1] else {}
+    folder = make_checkpoint(tmp_path, kind, **shorter)
+    ids, found = random_ids(19), []
+    for backend in ("torch", "triton"):
+        driver = ModelDriver(load_decoder(folder, backend=backend))
+        found.append(driver.prefill(driver.add(ids), 17, 19))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+
+
+def test_experts_are_refused_where_there_are_no_kernels_for_them(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no Triton kernels for experts"):
+        load_decoder(make_checkpoint(tmp_path, "qwen3_moe"), backend="triton")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+def test_experts_are_quantised_and_routers_are_not(kind: str, tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    folder, ids, found = make_checkpoint(tmp_path, kind), random_ids(20, seed=3), []
+    for quantize in ("none", "int8"):
+        driver = ModelDriver(load_decoder(folder, backend="native", quantize=quantize))
+        found.append(driver.prefill(driver.add(ids), 20))
+    off = (found[0] - found[1]).abs().mean() / found[0].std()
+    assert 0 < off < 0.1
+
+
+def test_layers_behind_the_last_are_passed_over(tmp_path: Path) -> None:
+    """GLM-4.5 comes with a layer that predicts one token more."""
+    folder = make_checkpoint(tmp_path, "glm4_moe")
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(4)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert load_decoder(folder, impl="own").config.num_layers == 3
+
+
+def test_the_scale_of_gemmas_embedding_is_rounded_as_its_weights_are(tmp_path: Path) -> None:
+    reference = make_reference("gemma2", hidden_size=72).to(torch.bfloat16)
+    decoder = load_decoder(save(reference, tmp_path))
+    ids = torch.arange(9)
+    with torch.no_grad():
+        expected = reference.model.embed_tokens(ids)
+    assert torch.equal(decoder.weights.embedding[ids], expected)

@@ -12,9 +12,11 @@ import torch
 from checkpoints import KINDS, ModelDriver, make_checkpoint, make_reference, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
-from foretoken.core.model.config import FAMILIES
+from foretoken.core.model.config import DecoderConfig, ExpertNames, LayerSpec, NormNames
+from foretoken.core.model.families import FAMILIES
 from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import Fold, head_order, scaled
+from foretoken.core.ops.base import Activation
 from greedy_streams import random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,10 +32,61 @@ TAKEN_AWAY: dict[tuple[str, str], Any] = {
     ("ernie4_5", "interleaved"): lambda c: replace(c, fold=replace(c.fold, interleaved=False)),
     ("glm", "partial"): lambda c: replace(c, rope=replace(c.rope, partial=1.0)),
     ("phi3_partial", "partial"): lambda c: replace(c, rope=replace(c.rope, partial=1.0)),
-    ("phi3", "window"): lambda c: replace(c, windows=(None,) * c.num_layers),
+    ("phi3", "window"): lambda c: replace(c, layers=(LayerSpec(),) * c.num_layers),
     ("phi3_longrope", "divisors"): lambda c: replace(c, rope=replace(c.rope, divisors=())),
+    ("gemma2", "embed_scale"): lambda c: replace(c, fold=replace(c.fold, embed_scale=1.0)),
+    ("gemma2", "norm_offset"): lambda c: replace(c, fold=replace(c.fold, norm_offset=0.0)),
+    ("gemma2", "activation"): lambda c: replace(c, activation=Activation()),
+    ("gemma2", "attention_scale"): lambda c: replace(c, attention_scale=None),
+    ("gemma2", "attention_cap"): lambda c: replace(c, attention_cap=None),
+    ("gemma2", "logit_cap"): lambda c: replace(c, logit_cap=None),
+    ("gemma2", "windows"): lambda c: replace(c, layers=_all(c, window=None)),
+    ("gemma3", "ropes"): lambda c: replace(c, layers=_all(c, rope=None)),
+    ("gemma3", "head_norm_offset"): lambda c: replace(c, fold=replace(c.fold, norm_offset=0.0)),
+    ("olmo3", "ropes"): lambda c: replace(c, layers=_all(c, rope=None)),
+    ("smollm3", "no_rope"): lambda c: replace(c, layers=_all(c, rope=None)),
+    ("cohere2", "no_rope"): lambda c: replace(c, layers=_all(c, rope=None)),
+    ("cohere2", "parallel"): lambda c: replace(c, is_parallel=False),
+    ("cohere2", "layer_norm"): lambda c: replace(c, layer_norm="none"),
+    ("cohere2", "logit_scale"): lambda c: replace(c, fold=replace(c.fold, logit_scale=1.0)),
+    ("cohere2", "interleaved"): lambda c: replace(c, fold=replace(c.fold, interleaved=False)),
+    ("exaone4", "no_rope"): lambda c: replace(c, layers=_all(c, rope=None)),
+    ("starcoder2", "activation"): lambda c: replace(c, activation=Activation("silu", False)),
+    ("ministral3", "query_beta"): lambda c: replace(c, rope=replace(c.rope, query_beta=0.0)),
+    ("mixtral", "renorm"): lambda c: _routed(c, renorm=None),
+    ("qwen2_moe", "renorm"): lambda c: _routed(c, renorm=0.0),
+    ("qwen3_moe", "top_k"): lambda c: _routed(c, top_k=2),
+    ("glm4_moe", "sigmoid"): lambda c: _routed(c, score="softmax"),
+    ("glm4_moe", "groups"): lambda c: _routed(c, num_groups=1),
+    ("glm4_moe", "groups_by"): lambda c: _routed(c, groups_by="best"),
+    ("glm4_moe", "factor"): lambda c: _routed(c, factor=1.0),
+    ("minimax_m2", "partial"): lambda c: replace(c, rope=replace(c.rope, partial=1.0)),
+    ("gpt_oss", "of_chosen"): lambda c: _routed(c, of_chosen=False),
+    ("gpt_oss", "windows"): lambda c: replace(c, layers=_all(c, window=None)),
+    ("gpt_oss", "activation"): lambda c: _experts(c, activation=Activation()),
+    ("gpt_oss", "limit"): lambda c: _experts(c, activation=Activation("clamped_swiglu", True, 9.0)),
     ("phi3_longrope", "factor"): lambda c: replace(c, rope=replace(c.rope, attention_factor=1.0)),
 }
+
+
+def _experts(config: DecoderConfig, **values: Any) -> DecoderConfig:
+    """Other mixtures of experts."""
+    layers = (
+        replace(layer, experts=layer.experts and replace(layer.experts, **values))
+        for layer in config.layers
+    )
+    return replace(config, layers=tuple(layers))
+
+
+def _routed(config: DecoderConfig, **values: Any) -> DecoderConfig:
+    """Another routing of experts."""
+    spec = next(layer.experts for layer in config.layers if layer.experts is not None)
+    return _experts(config, routing=spec.routing._replace(**values))
+
+
+def _all(config: DecoderConfig, **values: Any) -> tuple[LayerSpec, ...]:
+    """The layers of a config, the same in all of them."""
+    return tuple(replace(layer, **values) for layer in config.layers)
 
 
 @pytest.mark.parametrize(("kind", "difference"), TAKEN_AWAY, ids="-".join)
@@ -51,6 +104,33 @@ def test_a_difference_taken_away_changes_the_logits(
     monkeypatch.setitem(FAMILIES, model_type, without)
     off = (_logits(folder, ids) - expected).abs().max() / expected.std()
     assert off > 0.05
+
+
+# What shows in the names or shapes of tensors, and the config without it.
+NAMED: dict[tuple[str, str], Any] = {
+    ("gemma2", "norms"): lambda c: replace(c, norms=NormNames()),
+    ("olmo2", "whole"): lambda c: replace(c, head_norm="each"),
+    ("starcoder2", "bias"): lambda c: replace(c, layer_norm="plain"),
+    ("gemma3", "head_norm"): lambda c: replace(c, head_norm="none"),
+    ("minimax_m2", "whole"): lambda c: replace(c, head_norm="each"),
+    ("gpt_oss", "sinks"): lambda c: replace(c, has_sinks=False),
+    ("glm4_moe", "choice_bias"): lambda c: _experts(c, names=ExpertNames()),
+    ("qwen2_moe", "shared"): lambda c: _experts(c, shared_width=0),
+    ("qwen2_moe", "dense"): lambda c: replace(c, layers=(c.layers[0],) * c.num_layers),
+}
+
+
+@pytest.mark.parametrize(("kind", "difference"), NAMED, ids="-".join)
+def test_tensors_that_are_not_declared_are_refused(
+    kind: str, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model_type = make_checkpoint(tmp_path, kind), KINDS[kind][0]
+    declared = FAMILIES[model_type]
+    monkeypatch.setitem(
+        FAMILIES, model_type, lambda fields: NAMED[kind, difference](declared(fields))
+    )
+    with pytest.raises(ModelLoadError, match=r"tensors|has shape"):
+        load_decoder(folder, impl="own")
 
 
 @pytest.mark.parametrize("name", ["fused_qkv", "fused_gate_up"])

@@ -105,7 +105,7 @@ def test_what_kernels_can_is_kept_packed_and_loses_nothing(kind, llama, tmp_path
     file = write(llama, tmp_path / "packed.gguf", kind=kind)
     decoder = load_decoder(file, backend="native")
     layer = decoder.weights.layers[0]
-    packed = [layer.qkv, layer.o, layer.gate_up, layer.down, decoder.weights.lm_head]
+    packed = [*layer.linears, decoder.weights.lm_head]
     assert all(isinstance(w, NativeLinear) and w.struct.kind == PACKED[kind] for w in packed)
     wide = logits_of(file, dtype="float32", backend="torch")
     found = logits_of(file, backend="native")

@@ -165,7 +165,7 @@ def test_yarn_stretches_the_context_where_the_config_does_not(folder: Path) -> N
 
 
 BAD_CONFIGS = {
-    "unknown family": ({"model_type": "gpt2"}, r"'gpt2' is not supported; ernie4_5, glm, granite"),
+    "unknown family": ({"model_type": "gpt2"}, r"'gpt2' is not supported; cohere, cohere2, dots1"),
     "no family": ({"model_type": None}, "model_type is missing"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic', which is not"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor must be a list"),
@@ -177,7 +177,7 @@ BAD_CONFIGS = {
         {"quantization_config": {"bits": 4}},
         "quantization_config: quant_method is missing",
     ),
-    "gelu": ({"hidden_act": "gelu"}, "'gelu' is not supported; silu is"),
+    "gelu": ({"hidden_act": "gelu"}, "'gelu' is not supported; silu, swish"),
     "encoder": ({"is_encoder_decoder": True}, "decoders only"),
     "text size": ({"hidden_size": "big"}, "hidden_size must be an integer"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, not 0"),

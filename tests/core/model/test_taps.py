@@ -60,7 +60,7 @@ def test_every_boundary_is_what_a_decoder_of_the_layers_below_it_normalises(
     output = compute(decoder, *range(1, num_layers + 1))
     for count in range(1, num_layers + 1):
         tap = columns(output, count - 1).contiguous()
-        normed = decoder.ops.rms_norm(tap, decoder.weights.final_norm, decoder.weights.norm_eps)
+        normed = decoder.ops.norm(tap, decoder.weights.final_norm)
         assert torch.equal(normed, compute(first_layers(decoder, count)).hidden)
 
 
@@ -89,7 +89,7 @@ def test_all_layers_in_one_call_leave_the_taps_of_one_operation_after_another(
     taps = (0, 1, decoder.config.num_layers)
     pool = decoder.make_pool(8, page_size=PAGE_SIZE)
     batch = decoder.batch(SEGMENTS, page_size=PAGE_SIZE)
-    plan = decoder.ops.plan(batch, pool, decoder.heads, decoder._rope)
+    plan = decoder.ops.plan(batch, pool, decoder.heads, *decoder._ropes)
     found = run_layers(decoder.ops, decoder.weights, batch.token_ids, plan, taps)
     assert torch.equal(found.taps, compute(decoder, *taps).taps)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from turns import Turns
 
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.base import HeadLayout
+from foretoken.core.ops.base import HeadLayout, Norm
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool, bytes_per_page
 from foretoken.core.ops.torch.attention import TorchPlan
@@ -67,15 +67,15 @@ def test_norms_and_activation_rows_do_not_depend_on_their_number(
 ) -> None:
     """Odd widths put rows on odd places of a vector, where F.silu rounds otherwise."""
     x, weight = torch.randn(64, 202).to(dtype), torch.rand(202).to(dtype)
-    assert lone_rows_equal(lambda rows: ops.rms_norm(rows, weight, 1e-6), x, 1)
-    assert lone_rows_equal(lambda rows: ops.add_rms_norm(rows, rows, weight, 1e-6)[0], x, 1)
-    assert lone_rows_equal(ops.silu_mul, x, 1)
+    assert lone_rows_equal(lambda rows: ops.norm(rows, Norm(weight, 1e-6)), x, 1)
+    assert lone_rows_equal(lambda rows: ops.add_norm(rows, rows, Norm(weight, 1e-6))[0], x, 1)
+    assert lone_rows_equal(ops.activate, x, 1)
 
 
 def test_activation_is_silu_of_the_first_half_times_the_second(ops: TorchOps) -> None:
     x = torch.randn(5, 14) * 30
     x[0, 0] = -1e5  # exp overflows, the product must not
-    torch.testing.assert_close(ops.silu_mul(x), F.silu(x[:, :7]) * x[:, 7:])
+    torch.testing.assert_close(ops.activate(x), F.silu(x[:, :7]) * x[:, 7:])
 
 
 def make_plan(pool: KVPool, segments: list[Segment], ops: TorchOps) -> TorchPlan:

@@ -260,14 +260,12 @@ def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
     """A target that goes by its last token alone, and a Markov head that holds its table."""
     target = load_decoder(folder)
     for layer in target.weights.layers:
-        for packed in (layer.o, layer.down):
+        for packed in (layer.o, layer.mlp.down):
             packed.weight.zero_()
     shape = {"markov_rank": target.config.hidden_size, "markov_kind": "vanilla"}
     head = BlockHead(block_config(target.config, block_size=6, **shape))
     assert head.markov_head is not None
-    normed = target.ops.rms_norm(
-        target.weights.embedding, target.weights.final_norm, target.config.norm_eps
-    )
+    normed = target.ops.norm(target.weights.embedding, target.weights.final_norm)
     head.markov_head.markov_w1.weight.copy_(normed)
     head.markov_head.markov_w2.weight.copy_(target.weights.embedding)
     head.norm.weight.zero_()

@@ -83,8 +83,8 @@ MUTATIONS = (
     Mutation(
         "kernel-norm-of-the-layer-itself",
         "ft_forward",
-        "decoder->layers[index + 1].input_norm",
-        "decoder->layers[index].input_norm",
+        "decoder->layers[index + 1].attention_norm",
+        "decoder->layers[index].attention_norm",
         ("test_a_step_in_one_call_is_the_same_bits_as_one_operation_after_another",),
         "a step in one call is the same bits",
     ),

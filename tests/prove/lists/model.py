@@ -119,9 +119,9 @@ MUTATIONS = (
     ),
     Mutation(
         "ops-residual-is-lost",
-        "TorchOps.add_rms_norm",
-        "return self.rms_norm(total, weight, eps), total",
-        "return self.rms_norm(total, weight, eps), x",
+        "TorchOps.add_norm",
+        "return total if norm is None else self.norm(total, norm), total",
+        "return total if norm is None else self.norm(total, norm), x",
         ("test_logits_equal_transformers_over_200_positions",),
         "logits equal those of transformers",
     ),

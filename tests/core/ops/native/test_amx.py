@@ -291,7 +291,7 @@ def test_attention_of_int8_keys_has_the_bits_of_the_kernels_without_the_unit(sha
 def test_every_operation_agrees_with_torch(emulated):
     torch.manual_seed(0)
     found = list(compare(NativeOps(emulated)))
-    assert len(found) == 18
+    assert len(found) == 24
     assert all(each.passes for each in found), found
 
 

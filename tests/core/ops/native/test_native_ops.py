@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.ops.backends import choose_ops
-from foretoken.core.ops.base import HeadLayout, HeadNorm, Ops
+from foretoken.core.ops.base import (
+    FIRST_TABLE,
+    Activation,
+    HeadLayout,
+    HeadNorm,
+    Norm,
+    Ops,
+    Tables,
+)
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
@@ -26,6 +35,7 @@ from foretoken.core.ops.torch.torch_ops import TorchOps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16)
+KINDS = ("silu", "gelu_tanh")
 CLOSE = {
     torch.float32: {"atol": 2e-5, "rtol": 1e-5},
     torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
@@ -75,13 +85,20 @@ class Layers:
         return Turns(0.7 ** torch.arange(self.heads.head_dim // 2))
 
     def run(
-        self, ops: Ops, segments: list[Segment], qkv: Tensor, window: int | None
+        self,
+        ops: Ops,
+        segments: list[Segment],
+        qkv: Tensor,
+        window: int | None,
+        tables: Tables = FIRST_TABLE,
+        **rule: Any,
     ) -> tuple[Tensor, Tensor]:
         """Queries and attention outputs of a batch, in the second layer."""
         batch = build_batch(segments, page_size=self.page_size, device="cpu", min_rows=1)
-        plan = ops.plan(batch, self.pool, self.heads, self.turns)
-        q = ops.rope_write(qkv.clone(), 1, plan, self.norm)
-        return q, ops.attention(q, 1, plan, window)
+        others = (Turns(0.3 ** torch.arange(self.heads.head_dim // 2)), self.turns)
+        plan = ops.plan(batch, self.pool, self.heads, self.turns, *others)
+        q = ops.rope_write(qkv.clone(), 1, plan, self.norm, tables)
+        return q, ops.attention(q, 1, plan, window, **rule)
 
 
 def lone_rows_equal(operation: object, x: Tensor) -> bool:
@@ -103,28 +120,62 @@ def test_norms_and_activation_equal_torch_and_rows_stand_alone(
     weight, wide = torch.rand(width).to(dtype), torch.randn(64, 2 * width).to(dtype) * 20
     wide[0, 0] = -1e5  # exp overflows, the product must not
     torch.testing.assert_close(
-        ops.rms_norm(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6), **close
+        ops.norm(x, Norm(weight, 1e-6)), oracle.norm(x, Norm(weight, 1e-6)), **close
     )
-    normed, total = ops.add_rms_norm(x, residual, weight, 1e-6)
+    normed, total = ops.add_norm(x, residual, Norm(weight, 1e-6))
     assert torch.equal(total, x + residual)
-    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-6))
-    torch.testing.assert_close(ops.silu_mul(wide), oracle.silu_mul(wide), **close)
-    assert lone_rows_equal(lambda rows: ops.rms_norm(rows, weight, 1e-6), x)
-    assert lone_rows_equal(ops.silu_mul, wide)
+    assert torch.equal(normed, ops.norm(total, Norm(weight, 1e-6)))
+    torch.testing.assert_close(ops.activate(wide), oracle.activate(wide), **close)
+    assert lone_rows_equal(lambda rows: ops.norm(rows, Norm(weight, 1e-6)), x)
+    assert lone_rows_equal(ops.activate, wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 202, 2049])
+def test_layer_norms_sums_and_other_activations_equal_torch_and_rows_stand_alone(
+    width: int, dtype: torch.dtype, ops: NativeOps
+) -> None:
+    oracle, close = TorchOps(), CLOSE[dtype]
+    x, residual = torch.randn(64, width).to(dtype) + 3, torch.randn(64, width).to(dtype)
+    weight, bias = torch.rand(width), torch.randn(width)
+    norms = [
+        Norm(weight, 1e-6, bias, is_layer=True),
+        Norm(weight, 1e-6, is_layer=True),
+        Norm(weight, 1e-6),  # in float32 beside bfloat16
+    ]
+    for norm in norms:
+        torch.testing.assert_close(ops.norm(x, norm), oracle.norm(x, norm), **close)
+        assert lone_rows_equal(lambda rows, norm=norm: ops.norm(rows, norm), x)
+    same, total = ops.add_norm(x, residual, None)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(same, total)
+    for activation in (Activation("gelu_tanh"), *(Activation(k, False) for k in KINDS)):
+        wide = torch.randn(64, 2 * width).to(dtype) * 5
+        got = ops.activate(wide, activation)
+        torch.testing.assert_close(got, oracle.activate(wide, activation), **close)
+        assert lone_rows_equal(lambda rows, kind=activation: ops.activate(rows, kind), wide)
+
+
+def test_gelu_is_that_of_torch(ops: NativeOps) -> None:
+    x = torch.linspace(-12, 12, 5_001).view(1, -1)
+    for each in (ops, TorchOps()):
+        got = each.activate(x, Activation("gelu_tanh", gated=False))
+        expected = torch.nn.functional.gelu(x.double(), approximate="tanh").float()
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_the_exponential_is_right_to_a_few_units_in_the_last_place(ops: NativeOps) -> None:
     x = torch.linspace(-60, 60, 20_001).view(1, -1)
-    got = ops.silu_mul(torch.cat((x, torch.ones_like(x)), dim=1)).double()
+    got = ops.activate(torch.cat((x, torch.ones_like(x)), dim=1)).double()
     expected = x.double() / (1 + torch.exp(-x.double()))
     assert ((got - expected).abs() <= 4e-7 * expected.abs()).all()
 
 
 def test_nan_stays_nan(ops: NativeOps) -> None:
     x = torch.tensor([[torch.nan, 1.0]])
-    assert ops.silu_mul(x).isnan().all()
+    assert ops.activate(x).isnan().all()
     for dtype in DTYPES:
-        assert ops.rms_norm(x.to(dtype), torch.ones(2, dtype=dtype), 1e-6).isnan().all()
+        assert ops.norm(x.to(dtype), Norm(torch.ones(2, dtype=dtype), 1e-6)).isnan().all()
 
 
 def test_embedding_rows_are_the_tables(ops: NativeOps) -> None:
@@ -160,6 +211,37 @@ def test_attention_equals_torch_over_ragged_batches(
         expected = theirs.run(TorchOps(), segments, qkv, window)
         torch.testing.assert_close(got, expected, **CLOSE[dtype])
     torch.testing.assert_close(ours.pool.data, theirs.pool.data, equal_nan=True, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_capped_scores_sinks_and_tables_of_a_layer_equal_torch_and_rows_stand_alone(
+    shape: tuple[int, int, int], dtype: torch.dtype, ops: NativeOps
+) -> None:
+    """Each difference by itself, too: it must show."""
+    layers = Layers(shape, 16, dtype)
+    layers.norm = HeadNorm(layers.norm.weight, 1e-6, whole=True)
+    pages = array("q", range(9))
+    qkv = (torch.randn(130, layers.width) * 2).to(dtype)
+    sinks = torch.randn(shape[0])
+    rules: list[dict[str, Any]] = [
+        {"cap": 1.5, "sinks": sinks, "tables": Tables(1, 2)},
+        {"sinks": sinks, "tables": Tables(1, 2)},
+        {"cap": 1.5, "tables": Tables(1, 2)},
+        {"cap": 1.5, "sinks": sinks, "tables": Tables(1, 1)},
+    ]
+    outs = []
+    for rule in rules:
+        whole = [Segment(range(130), 0, pages, 0)]
+        q, out = layers.run(ops, whole, qkv, 40, **rule)
+        expected = layers.run(TorchOps(), whole, qkv, 40, **rule)
+        torch.testing.assert_close((q, out), expected, **CLOSE[dtype])
+        layers.run(ops, whole, qkv, 40, **rule)
+        _, last = layers.run(ops, [Segment(range(3), 127, pages, 0)], qkv[127:], 40, **rule)
+        assert torch.equal(last, out[127:])
+        outs.append(out.float())
+    off = max(CLOSE[dtype]["atol"] * 2, 1e-3)
+    assert all(float((other - outs[0]).abs().max()) > off for other in outs[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -203,7 +285,7 @@ def test_a_batch_with_copies_of_its_last_row_is_refused() -> None:
     segment = Segment([1], 0, array("q", [0]), 0)
     batch = build_batch([segment], page_size=4, device="cpu", min_rows=4)
     with pytest.raises(ValueError, match="copies"):
-        NativePlan(batch, layers.pool, layers.heads, *layers.turns.rows(batch.positions, 1))
+        NativePlan(batch, layers.pool, layers.heads, [layers.turns.rows(batch.positions, 1)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,7 +38,7 @@ def plain() -> torch.Tensor:
 def test_a_quantised_model_stays_near_the_plain_one(plain, quantize, kind, error, dtype):
     decoder = load_decoder(FOLDER, dtype=dtype, backend="auto", quantize=quantize)
     layer = decoder.weights.layers[0]
-    packed = [layer.qkv, layer.o, layer.gate_up, layer.down, decoder.weights.lm_head]
+    packed = [*layer.linears, decoder.weights.lm_head]
     assert all(isinstance(w, NativeLinear) and w.struct.kind == kind for w in packed)
     found = logits(decoder)
     assert 0 < (found - plain).norm() / plain.norm() < error

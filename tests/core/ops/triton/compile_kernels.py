@@ -21,9 +21,9 @@ from triton.compiler import ASTSource
 
 from foretoken.core.ops.triton.attention import attend_kernel, merge_kernel
 from foretoken.core.ops.triton.elementwise import (
-    rms_norm_kernel,
+    activate_kernel,
+    norm_kernel,
     rope_write_kernel,
-    silu_mul_kernel,
 )
 from foretoken.core.ops.triton.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
 from foretoken.core.ops.triton.gumbel_argmax_kernels import (
@@ -52,10 +52,11 @@ class Variant(NamedTuple):
 
 POINTERS = {  # others are int32
     "sums_ptr": "fp32", "tops_ptr": "fp32", "totals_ptr": "fp32", "scale_ptr": "fp32",
-    "cos_ptr": "fp32", "sin_ptr": "fp32", "scales_ptr": "fp32",
+    "q_cos_ptr": "fp32", "q_sin_ptr": "fp32", "k_cos_ptr": "fp32", "k_sin_ptr": "fp32",
+    "scales_ptr": "fp32", "sinks_ptr": "fp32",
     "kv_ptr": "bf16", "q_ptr": "bf16", "out_ptr": "bf16", "x_ptr": "bf16", "weight_ptr": "bf16",
     "bias_ptr": "bf16", "qkv_ptr": "bf16", "norm_ptr": "bf16", "residual_ptr": "bf16",
-    "total_ptr": "bf16", "gate_up_ptr": "bf16", "parts_ptr": "fp32",
+    "total_ptr": "bf16", "parts_ptr": "fp32",
 }  # fmt: skip
 SCALARS = {"eps": "fp32", "scale": "fp32"}  # others are int32
 DIVISIBLE = ("IN", "OUT", "logits_stride")  # scalars that are multiples of 16; pointers all are
@@ -64,11 +65,18 @@ HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAGE_SIZE": 32}
 PLAIN = {"NUM_ITEMS": 32 * 128, "SCALES_AT": 0}
 SCALED = {"NUM_ITEMS": 32 * 128 + 32 * 4, "SCALES_AT": 32 * 128}
 KV_INT8, KV_FP8 = {"kv_ptr": "i8"}, {"kv_ptr": "fp8e4nv"}
-ATTEND = {**HEADS, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "WINDOW": 0, "ITEM_WORDS": 5}
+RULE = {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
+ATTEND = {**HEADS, **RULE, "SPLIT": 256, "KV_SPLIT_GROUP": 16, "TILE": 32, "ITEM_WORDS": 5}
 MERGE = {
     "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS": 4, "HEAD_DIM": 128,
-    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": 64, "WINDOW": 0,
+    "SPLIT": 256, "KV_SPLIT_GROUP": 16, "WIDE_TILE": 64, "WINDOW": 0, "HAS_SINKS": False,
 }  # fmt: skip
+NORM = {
+    "WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False, "HAS_NORM": True, "IS_LAYER": False,
+    "HAS_BIAS": False,
+}  # fmt: skip
+NORMED, PLAIN_HEADS = ({"HAS_NORM": has, "IS_WHOLE": False} for has in (True, False))
+ACTIVATION = {"WIDTH": 12288, "TILE": 1024, "IS_GATED": True, "KIND": "silu", "LIMIT": 0.0}
 NARROW = {"TILE_ROWS": 16, "IS_NARROW": True}
 WIDE = {"TILE_ROWS": 64, "IS_NARROW": False}
 ONE_TILE = {"TILE_ROWS": 16, "IS_NARROW": False}
@@ -86,12 +94,24 @@ VARIANTS: dict[str, Variant] = {
     "attend one tile int8": Variant(attend_kernel, {**ATTEND, **SCALED, **ONE_TILE}, KV_INT8),
     "merge": Variant(merge_kernel, MERGE),
     "merge window": Variant(merge_kernel, {**MERGE, "WINDOW": 4096}),
-    "rms norm": Variant(rms_norm_kernel, {"WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False}),
-    "add rms norm": Variant(rms_norm_kernel, {"WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": True}),
-    "rope write": Variant(rope_write_kernel, {**HEADS, **PLAIN, "HAS_NORM": True}),
-    "rope write int8": Variant(rope_write_kernel, {**HEADS, **SCALED, "HAS_NORM": False}, KV_INT8),
-    "rope write fp8": Variant(rope_write_kernel, {**HEADS, **SCALED, "HAS_NORM": False}, KV_FP8),
-    "silu mul": Variant(silu_mul_kernel, {"WIDTH": 12288, "TILE": 1024}),
+    "attend narrow capped": Variant(attend_kernel, {**ATTEND, **PLAIN, **NARROW, "CAP": 50.0}),
+    "attend wide capped": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE, "CAP": 50.0}),
+    "attend wide sinks": Variant(attend_kernel, {**ATTEND, **PLAIN, **WIDE, "HAS_SINKS": True}),
+    "merge sinks": Variant(merge_kernel, {**MERGE, "HAS_SINKS": True}),
+    "rms norm": Variant(norm_kernel, NORM),
+    "add rms norm": Variant(norm_kernel, {**NORM, "HAS_RESIDUAL": True}),
+    "layer norm": Variant(
+        norm_kernel,
+        {**NORM, "IS_LAYER": True, "HAS_BIAS": True},
+        {"weight_ptr": "fp32", "bias_ptr": "fp32"},
+    ),
+    "add": Variant(norm_kernel, {**NORM, "HAS_RESIDUAL": True, "HAS_NORM": False}),
+    "rope write": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED}),
+    "rope write whole": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_WHOLE": True}),
+    "rope write int8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_INT8),
+    "rope write fp8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_FP8),
+    "silu mul": Variant(activate_kernel, ACTIVATION),
+    "gelu": Variant(activate_kernel, {**ACTIVATION, "IS_GATED": False, "KIND": "gelu_tanh"}),
 }
 
 VOCAB = {"VOCAB": 151_936, "TILE": TILE, "NUM_TILES": -(-151_936 // TILE)}

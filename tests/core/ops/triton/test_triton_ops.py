@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.core.ops.base import HeadNorm
+from foretoken.core.ops.base import Activation, HeadNorm, Norm, Tables
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.torch.torch_ops import TorchOps
@@ -65,6 +65,24 @@ RAGGED = {
 @pytest.mark.parametrize("name", RAGGED)
 def test_attention_agrees_with_the_oracle(name: str, window: int | None) -> None:
     assert_attention_agrees(RAGGED[name], filled_pool(), window)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_capped_scores_and_sinks_agree_with_the_oracle(name: str) -> None:
+    rule = {"cap": 0.7, "sinks": torch.randn(HEADS.num_heads)}
+    assert_attention_agrees(RAGGED[name], filled_pool(), 300, **rule)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_queries_and_keys_are_turned_by_tables_of_their_own(whole: bool) -> None:
+    pool = filled_pool()
+    other, batch = twin(pool), make_batch(RAGGED["mixed"])
+    qkv = random_qkv(batch)
+    norm = HeadNorm(torch.rand(8, 16) + 0.5, 1e-6, whole)
+    expected, _ = write(TorchOps(), batch, pool, qkv, norm, Tables(1, 0))
+    q, _ = write(TritonOps(), batch, other, qkv, norm, Tables(1, 0))
+    torch.testing.assert_close(q, expected, atol=tolerance(), rtol=0)
+    torch.testing.assert_close(other.data, pool.data, atol=tolerance(), rtol=0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -154,12 +172,29 @@ def test_a_row_that_is_not_finite_has_a_scale_that_is_not_and_its_neighbours_hav
 def test_norms_and_activation_agree_with_the_oracle() -> None:
     ops, oracle = TritonOps(), TorchOps()
     x, residual, weight = torch.randn(3, 202) * 9, torch.randn(3, 202), torch.rand(202)
-    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(ops.norm(x, Norm(weight, 1e-6)), oracle.norm(x, Norm(weight, 1e-6)))
     for out, expected in zip(
-        ops.add_rms_norm(x, residual, weight, 1e-6),
-        oracle.add_rms_norm(x, residual, weight, 1e-6),
+        ops.add_norm(x, residual, Norm(weight, 1e-6)),
+        oracle.add_norm(x, residual, Norm(weight, 1e-6)),
         strict=True,
     ):
         torch.testing.assert_close(out, expected)
     x[0, 0] = -1e5  # exp overflows, the product must not
-    torch.testing.assert_close(ops.silu_mul(x), oracle.silu_mul(x))
+    torch.testing.assert_close(ops.activate(x), oracle.activate(x))
+    for activation in (Activation("gelu_tanh"), Activation("silu", gated=False)):
+        got, expected = (each.activate(x, activation) for each in (ops, oracle))
+        torch.testing.assert_close(got, expected)
+
+
+def test_layer_norms_and_plain_sums_agree_with_the_oracle() -> None:
+    ops, oracle = TritonOps(), TorchOps()
+    x, residual = torch.randn(3, 202) + 3, torch.randn(3, 202)
+    for bias in (None, torch.randn(202)):
+        norm = Norm(torch.rand(202), 1e-6, bias, is_layer=True)
+        for got, expected in zip(
+            ops.add_norm(x, residual, norm), oracle.add_norm(x, residual, norm), strict=True
+        ):
+            torch.testing.assert_close(got, expected)
+    same, total = ops.add_norm(x, residual, None)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(same, total)
