@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -17,15 +16,12 @@ from typing import Any
 import pytest
 import uvicorn
 
-sys.path.append(str(Path(__file__).parent))  # for fake_engine
-
-from fake_engine import FakeEngine, make_built
-
 from foretoken import LLM, AsyncLLM
 from foretoken.api.server.process import Listen, uvicorn_config
 from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.serving_context import Settings
 from foretoken.api.text.tokenizer import Tokenizer
+from support.fake_engine import FakeEngine, make_built
 
 TEXTS = [
     "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",

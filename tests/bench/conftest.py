@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import uvicorn
-from fake_openai import FakeServer
+
+from support.fake_openai import FakeServer
 
 
 @pytest.fixture(scope="session")

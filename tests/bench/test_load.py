@@ -7,12 +7,12 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from virtual_time import FakeDriver, make_load, run
 
 from foretoken.bench.load.corpus import TextCorpus
 from foretoken.bench.load.figures import summary
 from foretoken.bench.load.generator import NOT_SENT, Job, Piece, Session, arrivals, warm_up
 from foretoken.bench.load.workloads import single
+from support.virtual_time import FakeDriver, make_load, run
 
 PROMPT = (Piece("user", [1, 2, 3]),)
 CORPUS = TextCorpus(list(range(100)), [5] * 50)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from virtual_time import FakeDriver, make_load, run
 
 from foretoken.bench.load.cli import ALL, WORKLOADS, parsed
 from foretoken.bench.load.cli import run as run_workload
 from foretoken.bench.load.corpus import TextCorpus
 from foretoken.bench.load.generator import arrivals
 from foretoken.bench.load.workloads import Scene
+from support.virtual_time import FakeDriver, make_load, run
 
 CORPUS = TextCorpus(list(range(500)), list(range(50)))
 

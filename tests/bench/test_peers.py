@@ -32,7 +32,7 @@ from foretoken.bench.lab.peers.table import (
 from foretoken.bench.lab.peers.wire import Answer, Call, Job, read_job, write
 from foretoken.bench.lab.peers.worker import Worker, WorkerError
 
-FAKE = Path(__file__).parent / "fake_engine.py"
+FAKE = Path(__file__).parents[1] / "support" / "fake_peer.py"
 ROW = Row(
     name="decode",
     title="decode",

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpoints import make_checkpoint
 from foretoken.bench import phases
 from foretoken.bench.phases_data import (
     BatchPoint,
@@ -40,6 +39,7 @@ from foretoken.bench.roofline import (
     prefill_floor,
     prefill_ridge,
 )
+from support.checkpoints import make_checkpoint
 
 LIMITS = Limits(read=1e9, matrix=1e11, drift=0.0, dtype="bfloat16", how="by hand")
 SHAPE = Shape(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from virtual_time import FakeDriver, make_load, run
 
 from foretoken.bench.load.agents import AGENTS
 from foretoken.bench.load.corpus import TextCorpus, chat_corpus, id_corpus, pool_text
@@ -18,6 +17,7 @@ from foretoken.bench.load.noisy_neighbour import NOISY_NEIGHBOUR, neighbour_figu
 from foretoken.bench.load.openai import joined
 from foretoken.bench.load.trace import BLOCK, TRACE, read_trace, synthetic, write_trace
 from foretoken.bench.load.workloads import MIXED, SHARED_PREFIX, Lengths, Scene, lengths
+from support.virtual_time import FakeDriver, make_load, run
 
 POOL = [(index * 7919) % 5003 for index in range(20_000)]
 

@@ -17,7 +17,9 @@ from importlib.metadata import version
 from typing import Any, TextIO, TypeVar
 
 Refusal = TypeVar("Refusal", bound=Exception)
-URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")  # of tests/scripted.py
+URL = os.environ.get(
+    "FORETOKEN_URL", "http://127.0.0.1:8000"
+)  # of tests/support/scripted_server.py
 MODEL = "foretoken-builtin"
 KEY = "sk-local"  # that server's --api-key
 

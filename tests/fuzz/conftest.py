@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+
 from fuzz.inprocess import App
 
 EXAMPLES, SEED = 8, 1

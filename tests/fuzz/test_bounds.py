@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from fuzz.inprocess import App
 
 HI = [{"role": "user", "content": "hi"}]

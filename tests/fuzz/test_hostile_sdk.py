@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from foretoken import LLM, DeadlineExceeded, ForetokenError, InvalidRequest, SamplingParams
 from fuzz.conftest import Effort
 from fuzz.hostile import GRAMMARS, REGEXES, SCHEMAS, TEXTS
 from fuzz.inprocess import SMALL
-
-from foretoken import LLM, DeadlineExceeded, ForetokenError, InvalidRequest, SamplingParams
 
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 17, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400,

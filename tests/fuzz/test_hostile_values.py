@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from fuzz.bodies import BODIES, Place, places, replaced
 from fuzz.conftest import Effort
 from fuzz.hostile import VALUES

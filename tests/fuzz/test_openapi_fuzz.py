@@ -14,9 +14,6 @@ import httpx
 import pytest
 import requests
 import schemathesis
-from fuzz.conftest import Effort
-from fuzz.inprocess import App
-from fuzz.shapes import check_refusal
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -25,6 +22,9 @@ from schemathesis import GenerationMode, checks
 
 from foretoken.api.server.openapi import EVENTS, OPERATIONS
 from foretoken.api.types.sampling_params import FORMS
+from fuzz.conftest import Effort
+from fuzz.inprocess import App
+from fuzz.shapes import check_refusal
 
 CHECKS = [
     checks.status_code_conformance,
@@ -35,7 +35,10 @@ CHECKS = [
 ]
 ENOUGH = 40  # inputs, of which some are accepted
 ASTRAY = ("cache_salt", "previous_id", "after")  # lead a known id to nowhere
-ENDLESS = ("GET", "/ui/events")  # its stream ends with its client: see tests/test_dashboard.py
+ENDLESS = (
+    "GET",
+    "/ui/events",
+)  # its stream ends with its client: see tests/server/test_dashboard.py
 WITHOUT_DATA = [
     (method, path)
     for (method, path), known in OPERATIONS.items()

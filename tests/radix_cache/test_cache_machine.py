@@ -19,9 +19,9 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
-from naive_cache import Borrower, NaiveCache, Prefix, nth, prefix_of
 
 from foretoken.radix_cache import PrefixCache
+from support.naive_cache import Borrower, NaiveCache, Prefix, nth, prefix_of
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 NAMES = [None, "a", "b"]

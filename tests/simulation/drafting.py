@@ -7,8 +7,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from fixed_depth import FixedDepth
-
 from foretoken.core.execution.proposer import DraftRow, Proposer
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import NO_DRAFT_PLAN, NO_SPECULATION, DraftPlan, Speculator
@@ -20,6 +18,7 @@ from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.radix import RadixSource
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
+from support.fixed_depth import FixedDepth
 
 from .faults import Fault, Faults
 from .model import VOCAB_SIZE, Chains, advance, choose, solo

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from fake_model import FakeRunner, make_request, make_scheduler
+from support.fake_model import FakeRunner, make_request, make_scheduler
 
 from . import loop as loops
 from .loop import SimulatedLoop, Stuck

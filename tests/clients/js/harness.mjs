@@ -2,7 +2,7 @@
 
 import { readFileSync, writeSync } from "node:fs";
 
-export const URL = process.env.FORETOKEN_URL ?? "http://127.0.0.1:8000"; // of tests/scripted.py
+export const URL = process.env.FORETOKEN_URL ?? "http://127.0.0.1:8000"; // of tests/support/scripted_server.py
 export const MODEL = "foretoken-builtin";
 export const KEY = "sk-local"; // that server's --api-key
 

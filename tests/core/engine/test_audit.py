@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from fake_model import FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.engine import audit
 from foretoken.core.engine.engine import Engine
 from foretoken.core.interface.request import Delta
+from support.fake_model import FakeRunner, answer, make_request, make_scheduler
 
 SLICE = 10
 NUM_PROMPTS = 40

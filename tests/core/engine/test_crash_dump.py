@@ -6,11 +6,11 @@ import asyncio
 import json
 import os
 
-from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.engine.crash_dump import StepLog, make_report, stacks, write_report
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.watchdog import Supervision
 from foretoken.core.errors import ForetokenError
+from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 
 
 class Broken(FakeRunner):

@@ -9,9 +9,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from fixed_depth import FixedDepth
 
-from fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import (
@@ -23,6 +21,8 @@ from foretoken.core.errors import (
 )
 from foretoken.core.interface.request import Delta, FinishReason
 from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
+from support.fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
+from support.fixed_depth import FixedDepth
 
 
 class GatedRunner(FakeRunner):

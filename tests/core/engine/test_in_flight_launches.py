@@ -6,12 +6,12 @@ import gc
 import weakref
 
 import pytest
-from flying import FAILED, Device, Hand, chain, run, tokens_of, yields
 
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.engine.step_executor import InFlightStep
 from foretoken.core.interface.step import StepOutput
 from foretoken.core.interface.step_runner import StepCancelled
+from support.in_flight_fakes import FAILED, Device, Hand, chain, run, tokens_of, yields
 
 
 def test_the_next_step_is_launched_before_anybody_waits_for_the_first() -> None:

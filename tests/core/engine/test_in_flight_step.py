@@ -8,11 +8,11 @@ import threading
 import weakref
 
 import pytest
-from flying import FAILED, Hand, Recorder, chain, run, tokens_of, yields
 
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.interface.step import StepOutput, StepPlan
 from foretoken.core.interface.step_runner import StepCancelled
+from support.in_flight_fakes import FAILED, Hand, Recorder, chain, run, tokens_of, yields
 
 
 def test_steps_go_on_from_the_tokens_of_the_one_before() -> None:

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from fake_model import make_request, make_scheduler
 from foretoken.core.engine.inbox import RequestInbox
 from foretoken.core.errors import EngineDead
 from foretoken.core.interface.request import FinishReason
 from foretoken.core.telemetry.metrics import EngineMetrics
+from support.fake_model import make_request, make_scheduler
 
 
 def make_mail() -> RequestInbox:

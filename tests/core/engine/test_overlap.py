@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fixed_depth import FixedDepth
-from one_by_one import Ahead, Launching
-from overlapping import (
+
+from foretoken.core.interface.request import FinishReason, Request
+from support.fake_model import VOCAB_SIZE, answer, sometimes
+from support.fixed_depth import FixedDepth
+from support.overlap_fixture import (
     PROMPTS,
     Reader,
     both,
@@ -19,9 +21,7 @@ from overlapping import (
     run,
     stop_at,
 )
-
-from fake_model import VOCAB_SIZE, answer, sometimes
-from foretoken.core.interface.request import FinishReason, Request
+from support.virtual_thread import Ahead, Launching
 
 # -- the same answers -----------------------------------------------------------------------------
 

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-import virtual_time
-from one_by_one import a_second
-from overlapping import PROMPTS, Reader, both, come_to_rest, make_engine, read_all, run
 
-from fake_model import answer
 from foretoken.core.engine.watchdog import StepHung
 from foretoken.core.errors import EngineDead
 from foretoken.core.interface.request import FinishReason
 from foretoken.core.interface.step import StepPlan
+from support import virtual_time
+from support.fake_model import answer
+from support.overlap_fixture import PROMPTS, Reader, both, come_to_rest, make_engine, read_all, run
+from support.virtual_thread import a_second
 
 
 def hangs_at(number: int) -> Callable[[str], float | None]:

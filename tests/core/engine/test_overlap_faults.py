@@ -7,13 +7,22 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from one_by_one import Ahead, Launching, Told
-from overlapping import PROMPTS, Reader, both, come_to_rest, is_ahead, make_engine, read_all, run
 
-from fake_model import answer
 from foretoken.core.errors import EngineDead, ForetokenError
 from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from support.fake_model import answer
+from support.overlap_fixture import (
+    PROMPTS,
+    Reader,
+    both,
+    come_to_rest,
+    is_ahead,
+    make_engine,
+    read_all,
+    run,
+)
+from support.virtual_thread import Ahead, Launching, Told
 
 FAILED = RuntimeError("the forward pass failed")
 

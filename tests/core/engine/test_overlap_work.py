@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from fake_model import FakeRunner, make_request, make_scheduler
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.step_executor import OverlapWork
 from foretoken.core.interface.step import StepOutput, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from support.fake_model import FakeRunner, make_request, make_scheduler
 
 
 class Work:

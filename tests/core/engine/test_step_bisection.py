@@ -8,17 +8,7 @@ import math
 import weakref
 
 import pytest
-from fixed_depth import FixedDepth
 
-from fake_model import (
-    Driver,
-    FakeRunner,
-    answer,
-    make_request,
-    make_scheduler,
-    perfect,
-    sometimes,
-)
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.engine.step_bisection import StepBisection, forget_frames, is_out_of_memory
@@ -27,6 +17,16 @@ from foretoken.core.interface.request import Delta, FinishReason
 from foretoken.core.interface.speculator import NO_SPECULATION
 from foretoken.core.interface.step import LEAST_CHUNK, StepOutput, StepPlan
 from foretoken.core.scheduling.chunk_budget import REGROWTH
+from support.fake_model import (
+    Driver,
+    FakeRunner,
+    answer,
+    make_request,
+    make_scheduler,
+    perfect,
+    sometimes,
+)
+from support.fixed_depth import FixedDepth
 
 PROMPTS = [[1 + i % 6, 2, 1 + i // 6] for i in range(16)]
 GPU_LOST = [

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from fake_model import FakeRunner, make_request, make_scheduler
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.engine.step_executor import MAX_FAILURES, OverlapWork, StepExecutor
 from foretoken.core.engine.watchdog import Watchdog
 from foretoken.core.interface.step import StepOutput, StepPlan
 from foretoken.core.scheduling.scheduler import Event
 from foretoken.core.telemetry.metrics import EngineMetrics
+from support.fake_model import FakeRunner, make_request, make_scheduler
 
 
 class LaterThread:

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-import virtual_time
 
-from fake_model import FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.engine.watchdog import BEATS, LoopGuard, StepHung, Supervision
 from foretoken.core.errors import EngineDead
+from support import virtual_time
+from support.fake_model import FakeRunner, answer, make_request, make_scheduler
 
 PROMPT = [1, 2, 3]
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fixed_depth import FixedDepth
 from msgspec.structs import replace
 
-from fake_model import Driver
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
@@ -21,7 +19,9 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
-from tiny_pair import write_pair
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
+from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 64, 2, 40
 POISON = 63  # a token whose embedding is not a number

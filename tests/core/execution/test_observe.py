@@ -10,13 +10,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from checkpoints import make_checkpoint
 from foretoken.core.execution.model_runner import MAX_FAILURES, ModelRunner
 from foretoken.core.execution.proposer import DraftRow, VerifiedRow
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Branch, Draft, PlanRow, SamplingMetadata, StepPlan
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch
+from support.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = array("q", [5, 9, 2, 6, 5])

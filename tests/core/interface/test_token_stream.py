@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from fake_model import make_request
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason
 from foretoken.core.interface.step import TokenLogprob
+from support.fake_model import make_request
 
 
 def make_stream() -> TokenStream:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.build import SETTING as VARIANT
+from support.checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint
 
 LENGTH = 600  # three blocks of keys
 pytestmark = pytest.mark.usefixtures("one_thread")

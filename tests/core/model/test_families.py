@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import (
+from foretoken.core.errors import ModelLoadError
+from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.ops.native import native_library
+from support.checkpoints import (
     KINDS,
     ORIGINAL_LEN,
     VOCAB_SIZE,
@@ -17,10 +20,7 @@ from checkpoints import (
     make_reference,
     save,
 )
-from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import Decoder, load_decoder
-from foretoken.core.ops.native import native_library
-from greedy_streams import generate, greedy, random_ids
+from support.greedy_streams import generate, greedy, random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import KINDS, ModelDriver, make_checkpoint, make_reference, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.config import DecoderConfig, ExpertNames, LayerSpec, NormNames
@@ -17,7 +16,8 @@ from foretoken.core.model.families import FAMILIES
 from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import Fold, head_order, scaled
 from foretoken.core.ops.base import Activation
-from greedy_streams import random_ids
+from support.checkpoints import KINDS, ModelDriver, make_checkpoint, make_reference, save
+from support.greedy_streams import random_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

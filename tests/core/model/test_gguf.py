@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GgmlType
-from gguf_files import write_gguf as write
 
-from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder, read_config
 from foretoken.core.model.checkpoint import open_checkpoint
@@ -22,6 +20,8 @@ from foretoken.core.model.formats.gguf import GgufCheckpoint
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.linear import NativeLinear
 from foretoken.core.ops.quantize import QuantizedWeight
+from support.checkpoints import ModelDriver, make_checkpoint
+from support.gguf_files import write_gguf as write
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = list(range(3, 23))

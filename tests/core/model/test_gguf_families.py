@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as GgmlType
-from gguf_files import ARCHS, rounded, write_gguf
 
-from checkpoints import ModelDriver, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES
 from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.native import native_library
-from greedy_streams import generate, greedy
-from tiny_models import tiny_model
+from support.checkpoints import ModelDriver, save
+from support.gguf_files import ARCHS, rounded, write_gguf
+from support.greedy_streams import generate, greedy
+from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = [int(i) for i in torch.randint(3, 190, (40,), generator=torch.Generator().manual_seed(1))]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import ModelDriver, make_checkpoint, make_reference, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder, read_config
 from foretoken.core.model.checkpoint import Checkpoint
+from support.checkpoints import ModelDriver, make_checkpoint, make_reference, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WEIGHTS = "model.safetensors"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import make_checkpoint
 from foretoken.api.cli.commands import main
 from foretoken.core.model.report import inspect_model
-from models_page import PAGE, page
-from tiny_models import save_tiny, tiny_config
+from support.checkpoints import make_checkpoint
+from support.models_page import PAGE, page
+from support.tiny_models import save_tiny, tiny_config
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_page_is_what_the_code_says() -> None:
-    assert PAGE.read_text("utf-8") == page(), "run: python tests/models_page.py"
+    assert PAGE.read_text("utf-8") == page(), "run: PYTHONPATH=tests python -m support.models_page"
 
 
 def test_check_prints_what_an_own_model_needs(

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FORMATS, quantize_checkpoint, write_plain
 from safetensors.torch import load_file, save_file
 
-from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.checkpoint import Checkpoint, open_checkpoint
 from foretoken.core.model.formats.safetensors import TensorFiles
-from tiny_models import save_tiny
+from support.checkpoints import ModelDriver, make_checkpoint
+from support.quantized_checkpoints import FORMATS, quantize_checkpoint, write_plain
+from support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = list(range(3, 23))

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import make_checkpoint
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.ops.layers import run_layers
+from support.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE_SIZE = 16

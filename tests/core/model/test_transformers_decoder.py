@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-from checkpoints import ModelDriver, make_checkpoint, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.transformers_decoder import TransformersDecoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
-from greedy_streams import generate, greedy, random_ids
-from tiny_models import FEW, TYPES, VOCAB, save_tiny, tiny_config, tiny_model
+from support.checkpoints import ModelDriver, make_checkpoint, save
+from support.greedy_streams import generate, greedy, random_ids
+from support.tiny_models import FEW, TYPES, VOCAB, save_tiny, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

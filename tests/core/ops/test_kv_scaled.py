@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import NUM_TOKENS, REQUESTS, House, shuffled
 
-from checkpoints import VOCAB_SIZE, ModelDriver, make_checkpoint
 from foretoken.api.build.engine_builder import build
 from foretoken.api.build.kv_pools import count_pages
 from foretoken.core.config import EngineConfig
@@ -18,7 +16,9 @@ from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.torch.torch_ops import TorchOps
-from tiny_pair import write_pair
+from support.checkpoints import VOCAB_SIZE, ModelDriver, make_checkpoint
+from support.equality_harness import NUM_TOKENS, REQUESTS, House, shuffled
+from support.tiny_pair import write_pair
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BACKENDS = (

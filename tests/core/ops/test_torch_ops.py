@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from turns import Turns
 
 from foretoken.core.ops.backends import choose_ops
 from foretoken.core.ops.base import HeadLayout, Norm
@@ -17,6 +16,7 @@ from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool, bytes_per_page
 from foretoken.core.ops.torch.attention import TorchPlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fixed_depth import FixedDepth
 
-from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import NO_SPECULATION, NoSpeculation
 from foretoken.core.interface.step import PlanRow, StepPlan
 from foretoken.core.interface.step_runner import Finished, launch_behind
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
+from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
+from support.fixed_depth import FixedDepth
 
 PROMPTS = {"a": [1, 2, 3, 4, 5], "b": [2, 1], "c": [3, 3, 3]}
 NOW = 100.0

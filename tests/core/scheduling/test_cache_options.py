@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from fake_model import VOCAB_SIZE, Driver, FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import CacheOptions, Pin, Request
 from foretoken.core.interface.step import RowOutput, StepOutput
+from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, answer, make_request, make_scheduler
 
 PRIVATE = CacheOptions(read=False, write=False)
 

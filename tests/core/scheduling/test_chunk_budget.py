@@ -7,7 +7,6 @@ from array import array
 
 import pytest
 
-from fake_model import Driver, FakeRunner, make_request, make_scheduler
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.sampling_params import TokenSamplingParams
@@ -19,6 +18,7 @@ from foretoken.core.interface.step import (
     StepPlan,
 )
 from foretoken.core.scheduling.chunk_budget import MEASURE, REMEASURE, ChunkBudget
+from support.fake_model import Driver, FakeRunner, make_request, make_scheduler
 
 SAMPLING = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1)
 STEP_S, TOKEN_S = 0.5, 0.01  # of a machine: each step, and each token of a prompt

@@ -7,9 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
-from fixed_depth import FixedDepth
 
-from fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import (
     MAX_FAILURES,
@@ -21,6 +19,8 @@ from foretoken.core.interface.speculator import (
 from foretoken.core.interface.step import Draft, PlanRow, RowOutput, StepOutput, StepPlan
 from foretoken.core.scheduling.draft_pages import allocate_draft_pages, draft_limits
 from foretoken.radix_cache import KVLease, PrefixCache
+from support.fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
+from support.fixed_depth import FixedDepth
 
 
 def lease_of(cache: PrefixCache, num_tokens: int) -> KVLease:

@@ -8,7 +8,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from fake_model import (
+from foretoken.core.errors import InvalidRequest
+from foretoken.core.interface.request import Request
+from foretoken.core.scheduling.admission import RETURN_GROWTH
+from foretoken.core.scheduling.scheduler import Scheduler
+from support.fake_model import (
     VOCAB_SIZE,
     Driver,
     FakeRunner,
@@ -19,10 +23,6 @@ from fake_model import (
     sometimes,
     wrong,
 )
-from foretoken.core.errors import InvalidRequest
-from foretoken.core.interface.request import Request
-from foretoken.core.scheduling.admission import RETURN_GROWTH
-from foretoken.core.scheduling.scheduler import Scheduler
 
 
 def drive(drafter=no_draft, **options) -> Driver:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fake_model import EOS, make_request
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.interface.step import RowOutput, TokenLogprob
 from foretoken.core.scheduling.draft_pages import make_row
 from foretoken.core.scheduling.output_processor import take_output
+from support.fake_model import EOS, make_request
 
 NAMED = 5  # a stop token that the caller asked for
 

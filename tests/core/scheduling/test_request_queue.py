@@ -8,7 +8,6 @@ from itertools import count
 
 import pytest
 
-from fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 from foretoken.core.errors import QueueFull
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling import request_queue as tenants
@@ -21,6 +20,7 @@ from foretoken.core.scheduling.request_queue import (
     WaitingQueue,
 )
 from foretoken.core.scheduling.request_table import MAX_PASSED
+from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 
 AGING = 10.0
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fake_model import (
+from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
+from foretoken.core.interface.request import RequestStatus, by_order
+from foretoken.core.interface.step import Refusal, RowOutput, StepOutput, StepPlan
+from support.fake_model import (
     VOCAB_SIZE,
     Driver,
     FakeRunner,
@@ -22,9 +25,6 @@ from fake_model import (
     sometimes,
     wrong,
 )
-from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
-from foretoken.core.interface.request import RequestStatus, by_order
-from foretoken.core.interface.step import Refusal, RowOutput, StepOutput, StepPlan
 
 
 def drive(drafter=no_draft, **options) -> Driver:

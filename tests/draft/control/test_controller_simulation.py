@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from draft_simulator import Auto, Machine, Regime, best_constant, run
 
 from foretoken.draft.control.cost_model import StepProfile
+from support.draft_simulator import Auto, Machine, Regime, best_constant, run
 
 ROW_SHARES = (0.01, 0.03, 0.1, 0.3)  # what a row costs, in passes of a plain step
 LM_DEPTHS = (0, 1, 2, 4, 6)

@@ -14,7 +14,7 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.draft.control import profiler as profiler_module
 from foretoken.draft.control.cost_model import CostModel
 from foretoken.draft.control.profiler import profile_step
-from tiny_pair import write_pair
+from support.tiny_pair import write_pair
 
 
 @pytest.fixture(scope="module")

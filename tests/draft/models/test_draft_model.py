@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixed_depth import FixedDepth
 
-from fake_model import Driver
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
@@ -24,7 +22,9 @@ from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
-from tiny_pair import write_pair
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
+from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, WINDOW = 256, 4, 120, 24
 

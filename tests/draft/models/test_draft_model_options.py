@@ -22,7 +22,7 @@ from foretoken.core.sampling.rejection import SampledDraft, draw
 from foretoken.core.sampling.verifier import VerifyRow, sample, verify
 from foretoken.draft.models import temperature_tuner as tuner_module
 from foretoken.draft.models.draft_model import LmProposer
-from tiny_pair import write_pair
+from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 120
 

@@ -20,8 +20,8 @@ from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_drafters import load_head, score_taps
 from foretoken.draft.models.head_files import head_kind, open_head, save_head
-from tiny_heads import TARGET, block_config, eagle_config
-from tiny_pair import write_pair
+from support.tiny_heads import TARGET, block_config, eagle_config
+from support.tiny_pair import write_pair
 
 Json = dict[str, Any]
 Tensors = dict[str, Tensor]

@@ -15,7 +15,7 @@ from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_files import head_kind, open_head, save_head
-from tiny_heads import TARGET, block_config, eagle_config
+from support.tiny_heads import TARGET, block_config, eagle_config
 
 CONFIGS = {
     "dspark": block_config(),

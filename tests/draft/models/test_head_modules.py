@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
-from tiny_heads import TARGET, block_config, eagle_config
+from support.tiny_heads import TARGET, block_config, eagle_config
 
 LENGTH = 19
 Weights = dict[str, Tensor]

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixed_depth import FixedDepth
 from torch import Tensor
 
-from fake_model import Driver
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
@@ -34,8 +32,10 @@ from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_drafters import JoinedHead, join_target
 from foretoken.draft.models.head_proposer import HeadProposer
 from foretoken.radix_cache import PrefixCache
-from tiny_heads import block_config, join_random
-from tiny_pair import write_pair
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
+from support.tiny_heads import block_config, join_random
+from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, CHUNK = 256, 4, 160, 32
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from taught import ASKING
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.model.loader import load_decoder
@@ -13,6 +12,7 @@ from foretoken.draft.training.drafts.answers import AnswerBook, answer_prompts
 from foretoken.draft.training.drafts.conversations import Conversation
 from foretoken.draft.training.drafts.making import Target
 from foretoken.draft.training.drafts.records import read_records
+from support.draft_training import ASKING
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from taught import ASKING
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong
 from foretoken.draft.training.drafts.answers import AnswerBook, answer_prompts
@@ -19,6 +18,7 @@ from foretoken.draft.training.drafts.conversations import (
 )
 from foretoken.draft.training.drafts.gathering import Gathering, gather
 from foretoken.draft.training.drafts.records import VERSION, Record, read_records, write_line
+from support.draft_training import ASKING
 
 
 class Letters:

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from turns import Turns
 
 from foretoken.api.cli.selftest import compare
 from foretoken.core.ops.backends import choose_ops
@@ -39,6 +38,7 @@ from foretoken.core.ops.native.build import (
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
+from support.rope_fixture import Turns
 
 AMX = building._NEEDED["amx"]
 SHAPES = [  # [out, in]: whole tiles; less than one; odd; a tile and a bit; many tiles and a bit

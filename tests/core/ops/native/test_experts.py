@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from native_variants import every_variant
 from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
@@ -16,6 +15,7 @@ from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.quantize import Quantize
 from foretoken.core.ops.torch.experts import route, run_experts
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.native_variants import every_variant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, WIDTH, COUNT = 50, 37, 12

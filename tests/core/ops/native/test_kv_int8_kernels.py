@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from native_variants import every_variant
 from torch import Tensor
-from turns import Turns
 
 from foretoken.core.ops.base import HeadLayout, HeadNorm, Ops
 from foretoken.core.ops.batch import Segment, build_batch
@@ -18,6 +16,8 @@ from foretoken.core.ops.kv_pool import KvDtype, KVPool, from_scaled
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.native_variants import every_variant
+from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16)

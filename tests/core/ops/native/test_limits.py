@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native_variants import every_variant
 
 from foretoken.core.ops.native import limits, native_library
 from foretoken.core.ops.native.memory import HugeArena
+from support.native_variants import every_variant
 
 
 @pytest.mark.parametrize("variant", every_variant())

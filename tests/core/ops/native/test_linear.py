@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_variants import every_variant
 from torch import Tensor
 
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import NativeLinear, linear, pack_linear
 from foretoken.core.ops.quantize import Quantize, QuantizedWeight, WeightKind, quantize_weight
+from support.native_variants import every_variant
 
 KINDS: list[tuple[Quantize, torch.dtype, float]] = [  # and the relative error that is allowed
     ("none", torch.float32, 1e-6),

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from native_variants import every_variant
 from torch import Tensor
-from turns import Turns
 
-from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.ops.backends import choose_ops
@@ -32,6 +29,9 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.plan import NativePlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.checkpoints import ModelDriver, make_checkpoint
+from support.native_variants import every_variant
+from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from native_variants import every_variant
 from torch import Tensor
 
 from foretoken.core.ops.backends import choose_ops
@@ -16,6 +15,7 @@ from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import NativeLinear, Products, linear, pack_linear
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.products import SETTING, bfloat16_products, choose_products
+from support.native_variants import every_variant
 
 SHAPES = [(64, 128), (37, 51), (1, 32), (130, 33)]
 

@@ -20,7 +20,7 @@ from foretoken.core.ops.native.sampler import NativeSampler
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import ALL_BANNED, NOT_FINITE, Choice, Verified, VerifyRow
-from sampling_rows import (
+from support.sampling_rows import (
     PROMPT_LEN,
     Countdown,
     best_of,

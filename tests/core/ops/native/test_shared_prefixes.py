@@ -8,11 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from native_variants import every_variant
 from torch import Tensor
-from turns import Turns
 
-from checkpoints import ModelDriver, make_checkpoint, void_item
 from foretoken.core.model import load_decoder
 from foretoken.core.ops.base import HeadLayout, Ops
 from foretoken.core.ops.batch import Segment, build_batch
@@ -21,6 +18,9 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.native.plan import NativePlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.checkpoints import ModelDriver, make_checkpoint, void_item
+from support.native_variants import every_variant
+from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK = 64  # keys that attention takes at a time

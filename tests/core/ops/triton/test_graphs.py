@@ -21,8 +21,12 @@ from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
 pytest.importorskip("triton")
 
-from fake_graph import fake_graphs
-from graphed import (
+from foretoken.core.ops.triton import plan, step, tile_schedule
+from foretoken.core.ops.triton.graph_inputs import GraphInputs
+from foretoken.core.ops.triton.lm_head import FusedLmHead
+from foretoken.core.ops.triton.step import TritonStep
+from support.fake_graph import fake_graphs
+from support.graph_fixture import (
     NUM_PAGES,
     PAGE_SIZE,
     SIZE,
@@ -32,11 +36,6 @@ from graphed import (
     make_decoder,
     make_pool,
 )
-
-from foretoken.core.ops.triton import plan, step, tile_schedule
-from foretoken.core.ops.triton.graph_inputs import GraphInputs
-from foretoken.core.ops.triton.lm_head import FusedLmHead
-from foretoken.core.ops.triton.step import TritonStep
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import make_reference, save
 from foretoken.api.build.engine_builder import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
@@ -18,6 +17,7 @@ from foretoken.core.interface.request import OnToken, Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
+from support.checkpoints import make_reference, save
 
 pytest.importorskip("triton")
 

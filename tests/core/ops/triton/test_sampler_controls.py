@@ -14,7 +14,7 @@ from foretoken.core.ops.triton.history import History
 from foretoken.core.ops.triton.sampling_form import SamplingForm
 from foretoken.core.ops.triton.sampling_inputs import write_controls
 from foretoken.core.sampling.logits_processors import SampleRow
-from sampling_rows import Countdown, row_of, sampling_of
+from support.sampling_rows import Countdown, row_of, sampling_of
 
 VOCAB = 40
 

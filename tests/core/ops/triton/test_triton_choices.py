@@ -28,8 +28,6 @@ from foretoken.draft.models.draft_model import LmProposer
 
 pytest.importorskip("triton")
 
-from fake_graph import _fresh
-from graphed import PAGE_SIZE, VOCAB, CountedGraph, Graphs, make_decoder, make_pool
 from triton.runtime.interpreter import InterpretedFunction
 
 from foretoken.core.ops.triton import step, tile_schedule
@@ -38,8 +36,10 @@ from foretoken.core.ops.triton.gumbel_argmax import GumbelArgmax
 from foretoken.core.ops.triton.input_fields import fields, fill_controls, fill_idle
 from foretoken.core.ops.triton.sampling_form import NUM_COLUMNS, ROW
 from foretoken.core.ops.triton.sampling_inputs import write_controls, write_plain_controls
-from sampling_rows import Countdown, logits_of, row_of
-from triton_sampling import SAMPLER, as_on_a_gpu  # noqa: F401
+from support.fake_graph import _fresh
+from support.graph_fixture import PAGE_SIZE, VOCAB, CountedGraph, Graphs, make_decoder, make_pool
+from support.sampling_rows import Countdown, logits_of, row_of
+from support.triton_sampling import SAMPLER, as_on_a_gpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 LENGTH = 4  # tokens of a prompt

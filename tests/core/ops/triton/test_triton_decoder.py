@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from checkpoints import ModelDriver, make_reference, save
 from foretoken.core.model import Decoder, load_decoder, loader
+from support.checkpoints import ModelDriver, make_reference, save
 
 pytest.importorskip("triton")
 

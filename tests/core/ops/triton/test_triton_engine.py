@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixed_depth import FixedDepth
-from house import make_speculator
 
-from checkpoints import make_reference, save
-from fake_model import Driver
 from foretoken.api.build.engine_builder import build
 from foretoken.core.config import EngineConfig
 from foretoken.core.execution.model_runner import ModelRunner
@@ -29,6 +25,10 @@ from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
+from support.checkpoints import make_reference, save
+from support.equality_harness import make_speculator
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,10 @@ from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
 pytest.importorskip("triton")
 
-from attended import (
+from foretoken.core.ops.triton import plan as plans
+from foretoken.core.ops.triton import tile_schedule
+from foretoken.core.ops.triton.triton_ops import TritonOps
+from support.attention_fixture import (
     HEADS,
     PAGE_SIZE,
     TURNS,
@@ -23,10 +26,6 @@ from attended import (
     make_batch,
     page_ids,
 )
-
-from foretoken.core.ops.triton import plan as plans
-from foretoken.core.ops.triton import tile_schedule
-from foretoken.core.ops.triton.triton_ops import TritonOps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -29,13 +29,12 @@ from foretoken.draft.models.draft_model import LmProposer
 
 pytest.importorskip("triton")
 
-from fake_graph import Memory
-from fake_stream import FakeStream, StreamGraph
-from graphed import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
-
 from foretoken.core.ops.triton import graph_inputs
 from foretoken.core.ops.triton.sampler import TritonPendingTokens, TritonSampler
-from triton_sampling import as_on_a_gpu  # noqa: F401
+from support.fake_graph import Memory
+from support.fake_stream import FakeStream, StreamGraph
+from support.graph_fixture import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool
+from support.triton_sampling import as_on_a_gpu  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 PARAMS = {

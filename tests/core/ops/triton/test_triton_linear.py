@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import ModelDriver, make_reference, save
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.ops.quantize import quantize_weight
+from support.checkpoints import ModelDriver, make_reference, save
 
 pytest.importorskip("triton")
 

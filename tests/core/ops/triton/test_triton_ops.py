@@ -12,7 +12,8 @@ from foretoken.core.ops.torch.torch_ops import TorchOps
 
 pytest.importorskip("triton")
 
-from attended import (
+from foretoken.core.ops.triton.triton_ops import TritonOps
+from support.attention_fixture import (
     HEADS,
     PAGE_SIZE,
     TURNS,
@@ -25,8 +26,6 @@ from attended import (
     twin,
     write,
 )
-
-from foretoken.core.ops.triton.triton_ops import TritonOps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -22,8 +22,8 @@ from foretoken.core.ops.triton.gumbel_argmax_kernels import ODD_1, ODD_2, gumbel
 from foretoken.core.ops.triton.sampler import TritonSampler
 from foretoken.core.sampling.gumbel import _gumbel_of_words
 from foretoken.core.sampling.logits_processors import scaled, truncate
-from sampling_rows import logits_of, random_row, row_of
-from triton_sampling import SAMPLER, as_on_a_gpu, oracle  # noqa: F401
+from support.sampling_rows import logits_of, random_row, row_of
+from support.triton_sampling import SAMPLER, as_on_a_gpu, oracle  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 INF, NAN = math.inf, math.nan

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from foretoken.core.interface.step import Refusal
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.verifier import ALL_BANNED, NOT_FINITE, Choice, Verified, VerifyRow
-from sampling_rows import (
+from support.sampling_rows import (
     Countdown,
     best_of,
     logits_of,
@@ -24,7 +24,7 @@ from sampling_rows import (
     row_of,
     sampling_of,
 )
-from triton_sampling import ORACLE, SAMPLER, as_on_a_gpu, oracle  # noqa: F401
+from support.triton_sampling import ORACLE, SAMPLER, as_on_a_gpu, oracle  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 INF, NAN = math.inf, math.nan

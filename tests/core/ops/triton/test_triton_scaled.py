@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import ModelDriver, make_checkpoint
 from foretoken.core.model import load_decoder
 from foretoken.core.ops.kv_pool import SCALED_DTYPES as DTYPES
 from foretoken.core.ops.kv_pool import KvDtype, from_scaled
 from foretoken.core.ops.kv_pool import to_scaled as oracle
+from support.checkpoints import ModelDriver, make_checkpoint
 
 pytest.importorskip("triton")
 

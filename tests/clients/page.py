@@ -1,0 +1,128 @@
+"""Writes docs/clients.md from a run of all clients: ``PYTHONPATH=tests python -m clients.page``."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from clients.catalog import CLIENTS, HERE, Client, Outcome, run_client
+from support.server_process import running
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "clients.md"
+KEY = "sk-local"  # as the scripts have it
+FLAGS = ["--api-key", KEY, "--reasoning-parser", "think", "--log-level", "error", "--port", "0"]
+SERVER = [sys.executable, str(TESTS / "support" / "scripted_server.py"), *FLAGS]
+HEAD = """# Clients
+
+Every client points its base URL here and works. Written by `PYTHONPATH=tests python -m
+clients.page`, which runs these clients, each in a process of its own, against a real server whose
+model says what the conversation asks it to (`tests/support/scripted_server.py`); `make test` runs
+them again and fails where this table is not true. What a feature asserts stands under its name in
+the client's script (`tests/clients/`); one that fails is in bold.
+
+"""
+POINTING = """
+## Pointing them here
+
+From the scripts that were run (`tests/clients/`), against `foretoken serve --api-key sk-local`. A
+server without that flag takes any key; most clients want one to be set.
+"""
+COLUMNS = "| client | version | features | pass |\n|---|---|---|---|\n"
+SERVED = {
+    'f"{URL}/v1"': '"http://127.0.0.1:8000/v1"',
+    "`${URL}/v1`": '"http://127.0.0.1:8000/v1"',
+    'f"hosted_vllm/{MODEL}"': '"hosted_vllm/smollm2"',
+    r"\bURL\b": '"http://127.0.0.1:8000"',
+    r"\bMODEL\b": '"smollm2"',
+    r"\bKEY\b": f'"{KEY}"',
+}
+
+
+def row(outcome: Outcome) -> str:
+    """A client's line of the table."""
+    versions = [
+        version if len(outcome.versions) == 1 else f"{name} {version}"
+        for name, version in outcome.versions.items()
+    ]
+    features = [f"**{each}**" if why else each for each, why in outcome.failures.items()]
+    total = len(outcome.failures)
+    passed = f"{total - len(outcome.failed)} of {total}"
+    cells = [outcome.client.title, "<br>".join(versions), ", ".join(features), passed]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def pointing(client: Client) -> str:
+    """The few lines of a client's script that point it at a server, where it marks them."""
+    source = (HERE / client.script).read_text()
+    match = re.search(r"(?://|#) docs: begin\n(.*?)(?://|#) docs: end\n", source, re.DOTALL)
+    if match is None:
+        return ""
+    lines = match[1]
+    is_python = client.script.endswith(".py")
+    imports = (_python_imports if is_python else _js_imports)(source, lines)
+    for ours, theirs in SERVED.items():
+        if ours.startswith("\\b"):
+            lines = re.sub(ours, theirs, lines)
+        else:
+            lines = lines.replace(ours, theirs)
+    name = "python" if is_python else "js"
+    return f"\n### {client.title}\n\n```{name}\n{imports}\n{lines}```\n"
+
+
+def _python_imports(source: str, lines: str) -> str:
+    """The imports that ``lines`` need."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and node.module not in ("harness", "__future__"):
+            names = [each.name for each in node.names if re.search(rf"\b{each.name}\b", lines)]
+            found += [f"from {node.module} import {', '.join(names)}\n"] if names else []
+        elif isinstance(node, ast.Import) and f"{node.names[0].name}." in lines:
+            found.append(f"import {node.names[0].name}\n")
+    return "".join(found)
+
+
+def _js_imports(source: str, lines: str) -> str:
+    imports = re.findall(r'^import \{? ?([\w, ]+?) ?\}? from "[^.].*\n', source, re.MULTILINE)
+    statements = re.findall(r'^import .* from "[^.].*\n', source, re.MULTILINE)
+    return "".join(
+        statement
+        for statement, names in zip(statements, imports, strict=True)
+        if any(re.search(rf"\b{name}\b", lines) for name in names.split(", "))
+    )
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """All of docs/clients.md."""
+    once = {outcome.client.script: outcome.client for outcome in reversed(outcomes)}
+    return "".join(
+        [
+            HEAD,
+            COLUMNS,
+            *(row(outcome) for outcome in outcomes),
+            POINTING,
+            *(pointing(client) for client in reversed(once.values())),
+        ]
+    )
+
+
+def main() -> int:
+    """Run, write, and tell what failed."""
+    for client in CLIENTS:
+        if client.missing():
+            print(f"{client.title}: {client.missing()}", file=sys.stderr)
+            return 1
+    with running(command=SERVER) as server:
+        outcomes = [run_client(client, server.url) for client in CLIENTS]
+    PAGE.write_text(page(outcomes))
+    for outcome in outcomes:
+        for feature, why in outcome.failed.items():
+            print(f"{outcome.client.title}: {feature}: {why}", file=sys.stderr)
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Same seed, same tokens: whatever guesses, whatever rides along, whatever was cached.
+
+Every request runs alone first, without any draft. Then all of them run through the whole engine
+(scheduler, cache, ragged forward, verifier) in many ways, and every stream must be that first one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.core.ops.native import native_library
+from support.equality_harness import DEPTHS, NUM_TOKENS, REQUESTS, SYNTHETIC, House, shuffled
+from support.tiny_pair import write_pair
+
+
+@pytest.fixture(
+    scope="module",
+    params=["float32-torch", "bfloat16-torch", "float32-native", "bfloat16-native"],
+)
+def house(request, tmp_path_factory) -> House:
+    torch.set_num_threads(1)
+    dtype, backend = request.param.split("-")
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
+    return House.load(pair, dtype, backend)
+
+
+def test_the_requests_are_worth_comparing(house: House) -> None:
+    streams = {tuple(tokens) for tokens in house.solo.values()}
+    assert len(streams) > len(REQUESTS) * 0.8
+    assert any(len(tokens) < NUM_TOKENS for tokens in house.solo.values()), "none ever stops"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "max_running"),
+    [("lm", 1), ("auto+lm", 1), *((d, n) for d in (None, "lm", *SYNTHETIC) for n in (3, 8))],
+)
+def test_no_drafter_and_no_batch_changes_a_token(house: House, drafter, max_running) -> None:
+    house.check(house.run(shuffled(max_running), drafter, max_running=max_running))
+
+
+@pytest.mark.parametrize("max_running", [3, 8])
+@pytest.mark.parametrize("sources", DEPTHS)
+def test_no_source_and_no_controller_changes_a_token(house: House, sources, max_running) -> None:
+    order = shuffled(max_running)[::2]
+    served = house.run(order, sources, max_running=max_running, max_batch_tokens=96, repeats=2)
+    for index in order:
+        assert served[str(index)] == house.solo[str(index)], REQUESTS[index][1].params
+    names = {name for r in house.requests for name in r.usage.accepted_by_source}
+    assert names, "nothing was ever guessed right, so nothing was shown"
+
+
+@pytest.mark.parametrize("drafter", [None, "lm", "perfect", "all", "auto+lm"])
+def test_preemption_changes_no_token(house: House, drafter) -> None:
+    served = house.run(shuffled(4), drafter, num_pages=59, max_batch_tokens=40)
+    assert house.scheduler.num_preemptions > 0
+    house.check(served)
+
+
+@pytest.mark.parametrize("drafter", [None, "lm", "auto+lm"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_cached_prompt_gives_the_same_tokens_as_a_cold_one(house, drafter, page_size) -> None:
+    order = shuffled(6)[:12]
+    served = house.run(order, drafter, page_size=page_size, repeats=2)
+    assert house.scheduler.cache.num_hits > 0
+    for index in order:
+        assert served[str(index)] == house.solo[str(index)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_the_depth_changes_no_token(house: House, depth) -> None:
+    house.check(house.run(shuffled(depth), "lm", depth=depth))
+
+
+def test_rejected_and_unused_slots_may_hold_anything(house: House) -> None:
+    house.check(house.run(shuffled(8), "wrong", poison=True))
+
+
+def test_drafts_of_a_language_model_are_accepted(house: House) -> None:
+    house.run(shuffled(1), "lm")
+    usages = [request.usage for request in house.requests]
+    accepted = sum(usage.accepted_tokens for usage in usages)
+    assert accepted == sum(usage.accepted_by_source.get("lm", 0) for usage in usages)
+    assert accepted > 0.3 * sum(usage.proposed_tokens for usage in usages)
+
+
+@pytest.fixture(scope="module", params=["float32-torch", "bfloat16-native"])
+def transformers_house(request, tmp_path_factory) -> House:
+    """Target and draft model are transformers' modules on our pages and kernels."""
+    torch.set_num_threads(1)
+    dtype, backend = request.param.split("-")
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
+    return House.load(pair, dtype, backend, impl="transformers")
+
+
+@pytest.mark.parametrize("drafter", [None, "lm", "all", "auto+lm"])
+def test_modules_of_transformers_keep_the_promise(transformers_house: House, drafter) -> None:
+    """No drafter, batch, chunk, cached prefix or preemption changes a token."""
+    house = transformers_house
+    house.check(house.run(shuffled(4), drafter, num_pages=59, max_batch_tokens=40))
+    assert house.scheduler.num_preemptions > 0
+    order = shuffled(6)[:12]
+    served = house.run(order, drafter, repeats=2)
+    assert house.scheduler.cache.num_hits > 0
+    for index in order:
+        assert served[str(index)] == house.solo[str(index)]

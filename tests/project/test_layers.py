@@ -1,0 +1,156 @@
+"""The house rules that a reader of one file cannot see."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.lab.import_graph import graph_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("radix_cache", "core", "draft", "api", "bench")
+FILES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
+
+
+class _RunTime(ast.NodeTransformer):
+    """Leaves out what only type checkers see."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return None
+        return self.generic_visit(node)
+
+
+def _imports(path: Path, *, at_run_time: bool = False) -> Iterator[str]:
+    """Dotted names of all that a file imports; relative ones resolved below `foretoken`."""
+    package = ("foretoken", *path.relative_to(ROOT).parent.parts)
+    tree: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(_RunTime().visit(tree) if at_run_time else tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield ".".join((*base, *filter(None, [node.module])))
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return LAYERS.index(parts[1]) if parts[0] == "foretoken" and parts[1:2] and (
+        parts[1] in LAYERS
+    ) else None  # fmt: skip
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_imports_point_left(path: Path) -> None:
+    own = LAYERS.index(path.relative_to(ROOT).parts[0])
+    wrong = [name for name in _imports(path) if (_layer(name) or 0) > own]
+    assert not wrong, f"{_name(path)} imports from the right: {wrong}"
+
+
+# Inside a package, too: a room imports only those that stand before it, never a neighbour.
+ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "core": (
+        ("errors",),
+        ("config", "interface"),
+        ("scheduling", "sampling"),
+        ("ops", "telemetry"),
+        ("model",),
+        ("execution", "engine"),
+    ),
+    "draft": (("sources",), ("control", "models"), ("speculator", "training")),
+}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_what_stands_before_them(package: str) -> None:
+    place = {room: index for index, rooms in enumerate(ROOMS[package]) for room in rooms}
+    imports = graph_of(package).imports
+    assert imports.keys() == place.keys()
+    wrong = {
+        f"{room} imports {other}"
+        for room, others in imports.items()
+        for other in others
+        if place[other] >= place[room]
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "radix_cache").glob("*.py")), ids=_name)
+def test_radix_cache_needs_only_sortedcontainers(path: Path) -> None:
+    foreign = {"torch", "numpy", "transformers", "msgspec", "starlette"}
+    assert not foreign & {name.split(".")[0] for name in _imports(path)}
+
+
+def test_the_scheduler_and_all_it_imports_are_free_of_torch() -> None:
+    seen: set[Path] = set()
+    todo = [ROOT / "core" / "engine" / "engine.py", ROOT / "core" / "scheduling" / "scheduler.py"]
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        names = set(_imports(path, at_run_time=True))
+        assert not {"torch", "numpy"} & {name.split(".")[0] for name in names}, path
+        found = [ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in names
+                 if name.startswith("foretoken.")]  # fmt: skip
+        todo += [path for path in found if path.is_file() and path not in seen]
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_cuda_is_named_only_in_ops(path: Path) -> None:
+    if path.is_relative_to(ROOT / "core" / "ops"):
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "cuda"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert not named
+    assert not any(name.startswith(("torch.cuda", "triton")) for name in _imports(path))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "core" / "ops").glob("*.py")), ids=_name)
+def test_triton_is_imported_only_beside_its_kernels(path: Path) -> None:
+    assert not any(name.split(".")[0] == "triton" for name in _imports(path))
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        path for room in ("interface", "scheduling") for path in (ROOT / "core" / room).glob("*.py")
+    ),
+    ids=_name,
+)
+def test_interface_and_scheduling_are_free_of_torch(path: Path) -> None:
+    names = {name.split(".")[0] for name in _imports(path, at_run_time=True)}
+    assert not {"torch", "numpy", "asyncio"} & names
+
+
+API_ROOMS = (
+    "types",
+    "text",
+    "structured",
+    "parsing",
+    "build",
+    "runtime",
+    "serving",
+    "sdk",
+    "openai",
+)
+API_ROOMS += ("anthropic", "server", "client", "cli")
+
+
+def test_rooms_of_the_api_stand_in_one_line() -> None:
+    imports = graph_of("api").imports
+    assert set(imports) == set(API_ROOMS)
+    for index, room in enumerate(API_ROOMS):
+        assert imports[room] <= set(API_ROOMS[:index]), room

@@ -1,0 +1,220 @@
+"""The files of docs/operations say what is there: metrics, flags, runbooks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from configparser import RawConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foretoken.api.cli import commands
+from support.observed_app import Observed
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs/operations.md").read_text()
+FOLDER = ROOT / "docs/operations"
+ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+RULES: list[dict[str, Any]] = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+DASHBOARD = json.loads((FOLDER / "grafana-dashboard.json").read_text())
+PARTS = ("_bucket", "_sum", "_count")
+_NAME = re.compile(r"\b(?:foretoken:|process_)\w+")
+_OURS = re.compile(r"`([a-z0-9_]+)(?:\{[\w, ]+\})?`")
+
+
+@pytest.fixture(scope="module")
+def exposed() -> set[str]:
+    """Names of all samples of a server that has answered something."""
+    server = Observed()
+    server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+    server.complete("abab abab abab abab", max_tokens=40)
+    names = {name.partition(" ")[0] for name in server.samples()}
+    server.close()
+    return names
+
+
+def expressions() -> list[str]:
+    """Everything that Prometheus is asked."""
+    targets = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    variables = [each["definition"] for each in DASHBOARD["templating"]["list"][1:]]
+    return [*variables, *(each["expr"] for each in targets), *(rule["expr"] for rule in RULES)]
+
+
+def families(names: set[str]) -> set[str]:
+    """Histograms by their own names as well."""
+    return names | {name.removesuffix(part) for name in names for part in PARTS}
+
+
+def test_everything_that_is_asked_for_is_exposed(exposed: set[str]) -> None:
+    asked = {name for each in expressions() for name in _NAME.findall(each)}
+    assert len(asked) > 40
+    assert asked - exposed == set()
+
+
+def test_the_guide_has_every_metric_and_no_other(exposed: set[str]) -> None:
+    table = GUIDE.partition("| metric |")[2].splitlines()
+    cells = [row.split(" | ")[0] for row in table if row.startswith("| `")]
+    told = {name for cell in cells for name in _OURS.findall(cell)}
+    there = {
+        re.sub("_(bucket|sum|count)$", "", name).removeprefix("foretoken:")
+        for name in exposed
+        if not name.endswith("_created") and ":spec_decode_" not in name
+    }
+    others = {"process_virtual_memory_bytes"}
+    assert told == there - others
+
+
+def test_every_name_in_the_text_is_a_metric(exposed: set[str]) -> None:
+    known = families(exposed)
+    named = {name for name in _NAME.findall(GUIDE) if not name.startswith("foretoken:_")}
+    assert named - known == set()
+    pattern = r"`((?:kv_cache|num_requests|max_requests|step|request|event_loop|http)_\w+)`"
+    loose = set(re.findall(pattern, GUIDE)) - {"request_id"}
+    assert {f"foretoken:{name}" for name in loose} - known == set()
+
+
+def test_labels_that_rules_choose_by_have_those_values(exposed: set[str]) -> None:
+    server_side = (ROOT / "api/serving/metrics.py").read_text()
+    chosen = {
+        word
+        for each in expressions()
+        for words in re.findall(r'reason=~?"([^"]+)"', each)
+        for word in words.split("|")
+    }
+    assert chosen
+    assert [word for word in chosen if f'"{word}"' not in server_side] == []
+
+
+# -- alerts ---------------------------------------------------------------------------------------
+
+
+def anchors() -> set[str]:
+    return {
+        re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower()).replace(" ", "-")
+        for line in GUIDE.splitlines()
+        if line.startswith("#")
+    }
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_leads_to_its_runbook(rule: dict[str, Any]) -> None:
+    page, _, anchor = rule["annotations"]["runbook"].partition("#")
+    assert page == "docs/operations.md"
+    assert anchor == rule["alert"].lower()
+    assert anchor in anchors()
+    assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def test_every_runbook_has_its_alert_and_every_alert_its_test() -> None:
+    names = {rule["alert"] for rule in RULES}
+    assert set(re.findall(r"^### (Foretoken\w+)$", GUIDE, re.MULTILINE)) == names
+    tests = yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]
+    assert {test["alertname"] for test in tests[0]["alert_rule_test"]} == names
+    [firing, _] = tests[2]["promql_expr_test"]
+    assert firing["exp_samples"][0]["value"] == len(names)
+
+
+def test_links_of_the_guide_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", GUIDE):
+        page, _, anchor = target.partition("#")
+        assert not page or (ROOT / "docs" / page).exists(), target
+        assert page or anchor in anchors(), target
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert DASHBOARD["uid"] == "foretoken"
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}"
+            assert "$instance" in target["expr"]
+
+
+# -- how it is started ----------------------------------------------------------------------------
+
+
+def flags(args: list[str]) -> Any:
+    """What `foretoken` makes of them; exits where one is unknown."""
+    return commands._parser().parse_args(args)
+
+
+def test_the_container_starts_a_server_that_hears_its_signals() -> None:
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text())
+    lines = dict(re.findall(r"^(ENTRYPOINT|USER|HEALTHCHECK|STOPSIGNAL) (.*)$", text, re.MULTILINE))
+    command, *args = json.loads(lines["ENTRYPOINT"])  # exec form: no shell between
+    assert command == "foretoken"
+    parsed = flags(args)
+    assert (parsed.host, parsed.port, parsed.log_format) == ("0.0.0.0", 8000, "json")
+    assert lines["STOPSIGNAL"] == "SIGTERM"
+    assert int(lines["USER"]) > 0
+    probe = json.loads(lines["HEALTHCHECK"].partition(" CMD ")[2])
+    assert "http://127.0.0.1:8000/health" in probe[-1]
+    compile(probe[-1], "HEALTHCHECK", "exec")
+
+
+def test_what_the_image_needs_is_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split("\n")
+    packed = {"api", "core", "draft", "radix_cache", "bench", "README.md", "LICENSE",
+              "pyproject.toml", "constraints.txt", "_version.py", "__init__.py"}  # fmt: skip
+    assert packed & set(ignored) == set()
+    assert all((ROOT / name).exists() for name in packed)
+
+
+def unit() -> dict[str, str]:
+    parser = RawConfigParser(strict=False, comment_prefixes=("#",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(FOLDER / "foretoken.service")
+    return dict(parser["Service"])
+
+
+def test_the_unit_starts_a_server_and_waits_for_its_drain() -> None:
+    service = unit()
+    command, *args = shlex.split(service["ExecStart"])
+    assert command.endswith("/foretoken")
+    parsed = flags([each for each in args if not each.startswith("$FORETOKEN")])
+    assert float(service["TimeoutStopSec"]) > parsed.drain_seconds + 10
+    assert service["KillMode"] == "mixed"
+    assert service["Restart"] == "on-failure"
+    assert service["NoNewPrivileges"] == "yes"
+    assert service["EnvironmentFile"].startswith("/")  # "-/" would serve all, were the file lost
+
+
+def test_the_proxy_waits_as_long_as_the_server() -> None:
+    text = (FOLDER / "nginx.conf").read_text()
+    found = dict(re.findall(r"^\s*(\w+) +(\S+);", text, re.MULTILINE))
+    limits = flags(["serve"])
+    defaults = commands.server_settings(limits).limits
+    assert found["proxy_buffering"] == "off"
+    assert seconds(found["proxy_read_timeout"]) > defaults.max_request_seconds
+    assert seconds(found["keepalive_timeout"]) < defaults.idle_seconds
+    assert seconds(found["client_header_timeout"]) == defaults.header_seconds
+    assert seconds(found["client_body_timeout"]) == defaults.body_seconds
+    assert found["client_max_body_size"] == f"{defaults.max_body_bytes // 2**20}m"
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+def test_commands_of_the_guide_have_flags_that_exist() -> None:
+    text = re.sub(r"\\\n\s*", " ", GUIDE)
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+             for line in block.splitlines()]  # fmt: skip
+    given = [line.partition("FORETOKEN_FLAGS=")[2] for line in lines if "FORETOKEN_FLAGS" in line]
+    given += [line.partition("foretoken serve ")[2] for line in lines if "foretoken serve" in line]
+    given += [line.partition(" foretoken /models")[2].partition(" ")[2] for line in lines
+              if line.startswith("docker run")]  # fmt: skip
+    assert len(given) == 3
+    for each in given:
+        flags(["serve", *shlex.split(each)])
+    known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help()))
+    foreign = {"--build-arg", "--init", "--stop-timeout", "--now"}
+    named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign
+    assert named - known == set()

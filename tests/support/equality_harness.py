@@ -1,0 +1,317 @@
+"""A pair of models, requests with every sampling parameter, and what each says when alone."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from foretoken.api.types.sampling_params import SamplingParams
+from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import DraftRow, Proposer
+from foretoken.core.interface.request import Request
+from foretoken.core.interface.speculator import Speculator
+from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import ModelImpl, load_decoder
+from foretoken.core.ops.kv_pool import KvDtype
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.control.acceptance import AcceptanceModel
+from foretoken.draft.control.controller import Controller
+from foretoken.draft.control.cost_model import CostModel, StepProfile
+from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.sources.oracle import OracleSource
+from foretoken.draft.sources.prediction import PredictionSource
+from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.source import Source
+from foretoken.draft.sources.suffix import SuffixSource
+from foretoken.draft.speculator import DraftSpeculator
+from foretoken.radix_cache import PrefixCache
+from support.checkpoints import void_item
+from support.fake_model import Driver
+from support.fixed_depth import FixedDepth
+from support.tiny_heads import join_random
+
+NUM_TOKENS = 16
+STOP_IDS = frozenset({2, 3})
+TEMPERATURES = (0.0, 0.7, 1.0)
+PARAMETERS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "all_cuts": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.9},
+    "repetition": {"repetition_penalty": 1.4},
+    "logit_bias": {"logit_bias": {7: 4.0, 9: -50.0}},
+    "allowed": {"allowed_token_ids": [4, 5, 6, 7, 8, 9, 10, 11, 12]},
+    "bad_words": {"bad_words": ["x"]},
+    "min_tokens": {"min_tokens": 12},
+    "logprobs": {"logprobs": 3},
+    "ignore_eos": {"ignore_eos": True},
+}
+
+
+def requests(shared: Sequence[int]) -> list[tuple[list[int], SamplingMetadata]]:
+    """One request for each parameter and temperature; half of them share a prefix."""
+    made = []
+    for index, (name, temperature) in enumerate(
+        (name, temperature) for name in PARAMETERS for temperature in TEMPERATURES
+    ):
+        rng = random.Random(index)
+        own = [rng.randrange(4, 256) for _ in range(rng.randrange(1, 30))]
+        prompt = [*shared, *own] if index % 2 else own
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=NUM_TOKENS,
+            **PARAMETERS[name],  # type: ignore[arg-type]
+        )
+        sampling = SamplingMetadata(
+            params=params,
+            seed=1000 + index,
+            prompt_len=len(prompt),
+            stop_ids=frozenset() if params.ignore_eos else STOP_IDS,
+            bad_words_ids=((5,), (6, 7), (8, 9, 10)) if params.bad_words else (),
+        )
+        made.append((prompt, sampling))
+    return made
+
+
+# Two of the native kernels' blocks of keys, which sharers read together, and a bit.
+SHARED = [random.Random(99).randrange(4, 256) for _ in range(137)]
+REQUESTS = requests(SHARED)
+
+
+class RandomDrafts:
+    """Guesses anything, ids that do not exist included."""
+
+    def __init__(self, targets: dict[str, list[int]]) -> None:
+        self._rng = random.Random(5)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        return [Draft.of(self._guess(row.max_draft), "random") for row in rows]
+
+    def _guess(self, most: int) -> list[int]:
+        return [self._rng.randrange(-2, 260) for _ in range(self._rng.randrange(most + 1))]
+
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
+
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
+
+
+class Perfect:
+    """Knows the answer."""
+
+    def __init__(self, targets: dict[str, list[int]]) -> None:
+        self._targets = targets
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        return [Draft.of(self._rest(row)[: row.max_draft], "perfect") for row in rows]
+
+    def _rest(self, row: DraftRow) -> list[int]:
+        return self._targets[row.request_id][len(row.tokens) - row.sampling.prompt_len :]
+
+    taps = ()
+
+    def observe(self, *step: object) -> None: ...
+
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
+
+
+class Wrong(Perfect):
+    """Knows the answer and never says it."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        right = super().propose(rows)
+        return [Draft.of([(t + 1) % 256 for t in draft.token_ids], "wrong") for draft in right]
+
+
+class Peeking(Perfect):
+    """Looks at what it drafted before it decides how much of it to show."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        return [self._prune(draft) for draft in super().propose(rows)]
+
+    @staticmethod
+    def _prune(draft: Draft) -> Draft:
+        kept = [t for t in draft.token_ids if t % 3]
+        return Draft.of(kept, "peeking")
+
+
+class Raising(Perfect):
+    """Fails every other time."""
+
+    calls = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        self.calls += 1
+        if self.calls % 2:
+            raise RuntimeError("the draft model is broken")
+        return super().propose(rows)
+
+
+SYNTHETIC = {
+    "random": RandomDrafts,
+    "perfect": Perfect,
+    "wrong": Wrong,
+    "peeking": Peeking,
+    "raising": Raising,
+}
+
+
+SOURCES: dict[str, Callable[[], list[Source]]] = {
+    "radix": lambda: [RadixSource()],
+    "suffix": lambda: [SuffixSource()],
+    "ngram": lambda: [SuffixSource(own_only=True)],
+    "prediction": lambda: [PredictionSource()],
+    "oracle": lambda: [OracleSource(0.7, 256)],
+    "all": lambda: [
+        PredictionSource(),
+        RadixSource(),
+        SuffixSource(),
+        SuffixSource(own_only=True),
+    ],
+}
+CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and opens branches
+    {1: 0.1, 64: 0.1001, 256: 0.101}, {1: 0.0001, 64: 0.0002}
+)
+DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
+DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
+HEADS = {"block": "block", "reduced": "reduced", "eagle": "eagle"}  # kinds of `join_random`
+HEADS |= {"auto+block": "block", "auto+eagle": "eagle"}
+
+
+class Frozen(CostModel):
+    """Costs that no measurement changes: what is drafted follows from the tokens alone."""
+
+    def observe(self, **_: object) -> None: ...  # type: ignore[override]
+
+    def observe_draft(self, *_: object) -> None: ...
+
+
+def make_speculator(name: str) -> DraftSpeculator:
+    """The sources of that name; "auto" is all of them under the controller."""
+    return DraftSpeculator(
+        SOURCES.get(name, SOURCES["all"])(),
+        Controller(Frozen(CHEAP)),
+        AcceptanceModel(),
+        depth=DEPTHS[name],
+        has_lm="+" in name,
+        lm_block=4 if name == "auto+block" else 1,
+        lm_catches_up=name not in HEADS,
+        clock=lambda: 0.0,
+    )
+
+
+class House:
+    """A target, a draft model, and what every request says when it is alone."""
+
+    def __init__(self, target: Decoder, draft: Decoder, kv_dtype: KvDtype = "auto") -> None:
+        self.target, self.draft, self.kv_dtype = target, draft, kv_dtype
+        self.solo = {}
+        for index in range(len(REQUESTS)):
+            self.solo |= self.run([index], None, depth=0)
+
+    @classmethod
+    def load(
+        cls,
+        pair: Sequence[Path],
+        dtype: Literal["float32", "bfloat16"],
+        backend: Literal["torch", "native"] = "torch",
+        kv_dtype: KvDtype = "auto",
+        impl: ModelImpl = "auto",
+    ) -> House:
+        target, draft = (
+            load_decoder(folder, dtype=dtype, exact="batch", backend=backend, impl=impl)
+            for folder in pair
+        )
+        return cls(target, draft, kv_dtype)
+
+    def run(
+        self,
+        order: Sequence[int],
+        drafter: str | None,
+        *,
+        depth: int = 4,
+        max_running: int = 8,
+        num_pages: int = 600,
+        page_size: int = 4,
+        max_batch_tokens: int = 48,
+        repeats: int = 1,
+        poison: bool = False,
+        speculator: Speculator | None = None,
+    ) -> dict[str, list[int]]:
+        cache = PrefixCache(num_pages, page_size)
+        limits = SchedulerLimits(
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
+            max_queued=100,
+            max_model_len=300,
+            vocab_size=256,
+        )
+        if speculator is None:
+            speculator = make_speculator(drafter) if drafter in DEPTHS else FixedDepth(depth)
+        scheduler = Scheduler(cache, limits, speculator)
+        pool = self.target.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)
+        if poison:
+            pool.data.fill_(void_item(pool))
+        runner = ModelRunner(self.target, pool, self._proposer(drafter, num_pages, page_size))
+        driver = Driver(scheduler, runner)  # type: ignore[arg-type]
+        for _ in range(repeats):
+            driver.ended.clear()
+            self.requests = [self._request(index) for index in order]
+            driver.add(*self.requests)
+            driver.run()
+        self.scheduler = scheduler
+        return driver.served
+
+    def _proposer(self, name: str | None, num_pages: int, page_size: int) -> Proposer | None:
+        if name in SYNTHETIC:
+            return SYNTHETIC[name](self.solo)
+        if name in HEADS:
+            joined = join_random(HEADS[name], self.target)
+            head_pool = joined.make_pool(num_pages, page_size=page_size)
+            head_pool.data.fill_(float("nan"))
+            return joined.proposer(head_pool)
+        if name not in ("lm", "auto+lm"):
+            return None
+        pool = self.draft.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)
+        return LmProposer(self.draft, pool, window=16)
+
+    def _request(self, index: int) -> Request:
+        prompt, sampling = REQUESTS[index]
+        return Request(
+            request_id=str(index),
+            tokens=array("q", prompt),
+            sampling=sampling,
+            stop_ids=sampling.stop_ids,
+            prediction=array("q", self._predict(index)),
+        )
+
+    def _predict(self, index: int) -> list[int]:
+        """The answer, with a token changed, one dropped and one added."""
+        known = self.solo.get(str(index), [])
+        return [
+            *known[:3],
+            77,
+            *known[3:6],
+            *known[7:10],
+            *(t ^ 1 for t in known[10:11]),
+            *known[11:],
+        ]
+
+    def check(self, served: dict[str, list[int]]) -> None:
+        for request_id, tokens in served.items():
+            assert tokens == self.solo[request_id], REQUESTS[int(request_id)][1].params
+
+
+def shuffled(seed: int) -> list[int]:
+    order = list(range(len(REQUESTS)))
+    random.Random(seed).shuffle(order)
+    return order

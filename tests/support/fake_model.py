@@ -1,0 +1,235 @@
+"""A model without tensors: the next token and the KV of a position are hashes of its prefix.
+
+So a million steps are cheap, every answer is known in advance, and every page that a step reads
+can be checked for holding the KV of exactly the tokens on its path.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from foretoken.core.interface.request import OnToken, Request
+from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.speculator import Speculator
+from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step_runner import (
+    Finished,
+    OnKernelsStarted,
+    Pending,
+    ignore_kernels,
+    launch_behind,
+)
+from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.radix_cache import PrefixCache
+from support.fixed_depth import FixedDepth
+
+VOCAB_SIZE = 7
+EOS = 0
+
+Drafter = Callable[[PlanRow, random.Random], list[int]]
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the fake model says after these tokens; never EOS."""
+    return 1 + hash(tuple(tokens)) % (VOCAB_SIZE - 1)
+
+
+def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The fake model's answer, token by token."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def no_draft(row: PlanRow, rng: random.Random) -> list[int]:
+    return []
+
+
+def perfect(row: PlanRow, rng: random.Random) -> list[int]:
+    return answer(row.tokens, row.max_draft)
+
+
+def wrong(row: PlanRow, rng: random.Random) -> list[int]:
+    return [EOS] * row.max_draft
+
+
+def sometimes(row: PlanRow, rng: random.Random) -> list[int]:
+    """Right up to a random point."""
+    right = answer(row.tokens, row.max_draft)
+    cut = rng.randrange(row.max_draft + 1)
+    return right[:cut] + [EOS] * (rng.randrange(row.max_draft - cut + 1))
+
+
+class FakeRunner:
+    """Runs plans, and fails loudly when a page does not hold what its path says."""
+
+    launches = False
+
+    def __init__(self, page_size: int, drafter: Drafter = no_draft, seed: int = 0) -> None:
+        self.page_size = page_size
+        self.num_computed = 0
+        self.plans: list[StepPlan] = []
+        self._drafter = drafter
+        self._rng = random.Random(seed)
+        self._kv: dict[tuple[int, int], int] = {}
+
+    def launch(
+        self,
+        plan: StepPlan,
+        after: Pending | None = None,
+        on_kernels_started: OnKernelsStarted = ignore_kernels,
+    ) -> Pending:
+        """Compute it at once."""
+        if after is not None:
+            run = partial(FakeRunner.launch, self, on_kernels_started=on_kernels_started)
+            return launch_behind(run, plan, after.finish())
+        on_kernels_started()
+        return Finished(self.step(plan))
+
+    def step(self, plan: StepPlan) -> StepOutput:
+        self.plans.append(plan)
+        return StepOutput(rows=[self._row(row) for row in plan.rows])
+
+    def _row(self, row: PlanRow) -> RowOutput:
+        draft = self._drafter(row, self._rng) if row.samples and row.max_draft else []
+        for position in range(row.start):
+            held = self._kv[self._slot(row, position)]
+            assert held == hash(tuple(row.tokens[: position + 1])), "foreign KV on the path"
+        path = [*row.tokens[: row.stop], *draft]
+        for position in range(row.start, len(path)):
+            self._kv[self._slot(row, position)] = hash(tuple(path[: position + 1]))
+        self.num_computed += row.stop - row.start
+        if not row.samples:
+            return RowOutput(request_id=row.request_id)
+        right = answer(row.tokens, len(draft) + 1)
+        num_accepted = 0
+        while num_accepted < len(draft) and draft[num_accepted] == right[num_accepted]:
+            num_accepted += 1
+        return RowOutput(
+            request_id=row.request_id,
+            token_ids=right[: num_accepted + 1],
+            num_proposed=len(draft),
+            num_accepted=num_accepted,
+            sources=["fake"] * len(draft),
+            draft_len=len(draft),
+        )
+
+    def _slot(self, row: PlanRow, position: int) -> tuple[int, int]:
+        return row.page_ids[position // self.page_size], position % self.page_size
+
+
+def make_scheduler(
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    max_batch_tokens: int = 16,
+    max_running: int = 8,
+    max_queued: int = 100,
+    max_model_len: int = 1000,
+    depth: int = 0,
+    speculator: Speculator | None = None,
+    max_slowdown: float = math.inf,
+    aging_seconds: float = 10.0,
+    max_priority: float = math.inf,
+    cache_quota: float = 1.0,
+) -> Scheduler:
+    limits = SchedulerLimits(
+        max_batch_tokens=max_batch_tokens,
+        max_running=max_running,
+        max_queued=max_queued,
+        max_slowdown=max_slowdown,
+        aging_seconds=aging_seconds,
+        max_priority=max_priority,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+    )
+    cache = PrefixCache(num_pages, page_size, cache_quota=cache_quota)
+    return Scheduler(cache, limits, speculator or FixedDepth(depth))
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    on_token: OnToken | None = None,
+    namespace: str | None = None,
+    tenant: str | None = None,
+    priority: int = 0,
+    deadline: float | None = None,
+    depth: int | None = None,
+    stop_ids: Sequence[int] = (EOS,),
+    **params: object,
+) -> Request:
+    params.setdefault("max_tokens", 8)
+    sampling = SamplingMetadata(
+        params=TokenSamplingParams(**params),  # type: ignore[arg-type]
+        seed=0,
+        prompt_len=len(prompt),
+    )
+    return Request(
+        request_id=request_id,
+        tokens=array("q", prompt),
+        sampling=sampling,
+        stop_ids=frozenset(stop_ids),
+        on_token=on_token,
+        namespace=namespace,
+        tenant=tenant,
+        priority=priority,
+        deadline=deadline,
+        depth=depth,
+    )
+
+
+class Driver:
+    """Runs a scheduler step by step and collects what each request was told."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        self.scheduler, self.runner = scheduler, runner
+        self.now = 0.0
+        self.served: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.check(request)
+            self.scheduler.add(request, self.now)
+            self.served[request.request_id] = []
+
+    def abort(self, request_id: str) -> None:
+        self._note(self.scheduler.abort(request_id, self.now))
+
+    def step(self) -> StepPlan:
+        self.now += 1.0
+        self._note(self.scheduler.expire(self.now))
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.audit()
+        if plan.rows:
+            self.scheduler.speculator.work()
+            output = self.runner.step(plan)
+            self._note(self.scheduler.commit(plan, output, self.now))
+            self.scheduler.speculator.observe_step(plan, output, sum(output.times.values()))
+        else:
+            assert not plan.released_request_ids, "nobody reads an empty plan"
+        self.scheduler.audit()
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.num_requests:
+                return
+            idle = not self.step().rows
+            assert not (idle and self.scheduler.num_requests), "requests wait for ever"
+        raise AssertionError("the requests never ended")
+
+    def _note(self, events: list) -> None:  # type: ignore[type-arg]
+        for request, delta in events:
+            assert request.request_id not in self.ended, "told something after the end"
+            self.served[request.request_id] += delta.token_ids
+            if delta.terminal:
+                self.ended[request.request_id] = delta.finish_reason or str(delta.error)

@@ -1,0 +1,114 @@
+"""A small decoder over the Triton kernels, whose layers are graphs that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from foretoken.core.model import Decoder
+from foretoken.core.model.config import DecoderConfig, LayerSpec
+from foretoken.core.model.rope import RopeSpec
+from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights, MlpWeights, Norm, Ops
+from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.triton.graphs import Graph, MakeGraph, cuda_graphs
+from foretoken.core.ops.triton.triton_ops import TritonOps
+from support.fake_graph import fake_graphs
+
+PAGE_SIZE, NUM_PAGES, SIZE, VOCAB = 16, 60, 16, 20
+CONFIG = DecoderConfig(
+    model_type="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=SIZE,
+    intermediate_size=SIZE,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    norm_eps=1e-6,
+    rope=RopeSpec(),
+    max_model_len=NUM_PAGES * PAGE_SIZE,
+    layers=(LayerSpec(), LayerSpec(window=40)),
+)
+
+
+class CountedGraph:
+    """A graph that counts its replays."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.num_replayed = 0
+
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
+        return self._graph.capture(work)
+
+    def replay(self) -> None:
+        self.num_replayed += 1
+        self._graph.replay()
+
+
+class Graphs:
+    """Makes graphs that share memory, and keeps them: CUDA's where the tests run on a GPU."""
+
+    def __init__(self) -> None:
+        self.made: list[CountedGraph] = []
+
+    def __call__(self) -> CountedGraph:
+        self.made.append(CountedGraph(self._make()))
+        return self.made[-1]
+
+    @cached_property
+    def _make(self) -> MakeGraph:
+        """Not before a test runs: then it is known where."""
+        return cuda_graphs() if torch.get_default_device().type == "cuda" else fake_graphs()
+
+    @property
+    def num_replayed(self) -> int:
+        return sum(graph.num_replayed for graph in self.made)
+
+
+def make_decoder(graphs: MakeGraph | None) -> Decoder:
+    """Seeded weights; linears are the library's, which the interpreter does not slow down.
+
+    But for the output layer: a graph computes it for as many rows as it has.
+    """
+    ops = TritonOps(exact="off", graphs=graphs or "off")
+    torch.manual_seed(0)
+    layers = tuple(make_layer(ops, layer.window) for layer in CONFIG.layers)
+    embedding = torch.randn(VOCAB, SIZE)
+    head = TritonOps(exact="spec").pack_linear(embedding)
+    weights = DecoderWeights(embedding, layers, make_norm(), head)
+    return Decoder(CONFIG, weights, ops)
+
+
+def make_layer(ops: Ops, window: int | None) -> LayerWeights:
+    return LayerWeights(
+        attention_norm=make_norm(),
+        qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
+        head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
+        o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
+        mlp_norm=make_norm(),
+        mlp=MlpWeights(
+            gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
+            down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
+        ),
+        window=window,
+    )
+
+
+def make_norm() -> Norm:
+    return Norm(torch.rand(SIZE) + 0.5, CONFIG.norm_eps)
+
+
+def make_pool(decoder: Decoder, kv_dtype: KvDtype = "auto") -> KVPool:
+    """Every page holds something, as if it had been computed before."""
+    pool = decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE, kv_dtype=kv_dtype)
+    torch.manual_seed(1)
+    vectors, scales = pool.split(pool.blocks)
+    drawn = torch.randn(vectors.shape)
+    vectors.copy_(drawn if scales is None else drawn * 50)
+    if scales is not None:
+        scales.copy_(torch.rand(scales.shape) / 50)
+    return pool

@@ -1,0 +1,110 @@
+"""Writes docs/models.md: ``PYTHONPATH=tests python -m support.models_page``.
+
+A test compares the page with it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import textwrap
+from pathlib import Path
+
+import transformers
+
+from foretoken.core.model.families import FAMILIES, parse_config
+from foretoken.core.model.fields import Fields
+from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
+from foretoken.core.model.report import ModelReport, inspect_model
+from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
+from support.checkpoints import KINDS, SHAPE
+from support.known_models import KNOWN
+from support.tiny_models import TYPES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+HERE = Path(__file__).resolve().parent / "models_page.md"
+
+
+def page() -> str:
+    """The page: the text of models_page.md with its tables filled in."""
+    text = HERE.read_text("utf-8")
+    tables = {
+        "FAMILIES": _families(),
+        "TYPES": textwrap.fill(", ".join(f"`{name}`" for name in sorted(TYPES)), 110),
+        "NUM_TYPES": str(len(TYPES)),
+        "GGUF": textwrap.fill(", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)), 110),
+        "KNOWN": _known(),
+        "REFUSED": _refused(),
+    }
+    for name, table in tables.items():
+        text = text.replace(f"<!-- {name} -->", table)
+    return text
+
+
+def _families() -> str:
+    rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
+    rows += [
+        f"| `{name}` | {_formats(name)} | {_backends(name)} | the same | transformers |"
+        for name in FAMILIES
+    ]
+    rows += [
+        "| all below | safetensors; GGUF of those listed below"
+        " | torch, native on a CPU; torch on a GPU, not yet run there"
+        " | measured at the start; the same for the tiny models of the tests | transformers |"
+    ]
+    return "\n".join(rows)
+
+
+def _backends(model_type: str) -> str:
+    """Of a tiny config that the tests compare with transformers."""
+    differences = next(more for name, more in KINDS.values() if name == model_type)
+    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | differences))
+    layers = parse_config(Fields(config.to_dict(), model_type)).layers
+    return "torch, native" if any(layer.experts for layer in layers) else "torch, native, Triton"
+
+
+def _formats(model_type: str) -> str:
+    return "safetensors, GGUF" if model_type in GGUF_TYPES else "safetensors"
+
+
+def _known() -> str:
+    rows = ["| model | path | parameters | weights, bf16 | KV a token | context |", _line(6)]
+    rows += [_known_row(name, _report(config)) for name, config in KNOWN.items()]
+    return "\n".join(rows)
+
+
+def _report(config: dict[str, object]) -> ModelReport:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+        return inspect_model(Path(folder))
+
+
+def _known_row(name: str, report: ModelReport) -> str:
+    if report.problem is not None:
+        return f"| {name} | refused | | | | |"
+    kv = report.kv_bytes_per_token
+    assert kv is not None
+    return (
+        f"| {name} | {report.path} | {report.num_parameters / 1e9:.2f} B"
+        f" | {report.weight_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB"
+        f" | {report.max_model_len:,} |"
+    )
+
+
+def _refused() -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    rows = ["| refused | why | instead |", _line(3)]
+    rows += [
+        f"| {', '.join(names)} | {reason} | {OTHER_ENGINE} |" for reason, names in by_reason.items()
+    ]
+    return "\n".join(rows)
+
+
+def _line(columns: int) -> str:
+    return "|---" * columns + "|"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")

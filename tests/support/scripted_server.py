@@ -1,0 +1,185 @@
+"""A real server whose model says what the conversation asks it to.
+
+``python tests/support/scripted_server.py --port 0 [flags of foretoken serve]``: the built-in
+pair behind the real HTTP stack and the real engine. What stands between ``[[`` and ``]]`` in the
+last message that is not the assistant's is the answer, literally, and then the end token; without
+such marks it is "OK.". So whole agent loops become deterministic: a tool's result can say what
+comes next.
+
+The model computes everything as ever; then the wanted token of each position gets a logit that
+wins. Grammars mask on top of that, so an answer in the wrong form is bent into the right one:
+white space may differ from the script's, and where nothing of the script is allowed the model
+speaks for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.api.build import engine_builder as builder
+from foretoken.api.cli.commands import main
+from foretoken.api.text.tokenizer import Tokenizer
+from foretoken.core.execution.model_runner import ModelRunner, Work, num_logits
+from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata
+from foretoken.core.sampling.verifier import Verified
+
+WINNING = 1e4  # a logit above all others, per byte of the token
+UNMARKED = "OK."
+END = "<|im_end|>"
+MAX_KNOWN = 512
+_MARKED = re.compile(r"\[\[(.*?)\]\](?!\])", re.DOTALL)
+_TURN = re.compile(r"<\|im_start\|>(?!assistant)")
+_SPACE = frozenset(b" \t\r\n")
+
+
+def wanted_answer(prompt: str) -> str:
+    """The answer that a rendered prompt asks for: the last marked text of its last message."""
+    last = _TURN.split(prompt)[-1]
+    marked = _MARKED.findall(last)
+    return marked[-1] if marked else UNMARKED
+
+
+def progress(answer: bytes, said: bytes) -> int | None:
+    """How much of the answer was said, white space aside; None for something else."""
+    at = 0
+    for byte in said:
+        if answer[at : at + 1] != bytes([byte]):
+            if byte in _SPACE:
+                continue
+            while answer[at : at + 1].isspace():
+                at += 1
+            if answer[at : at + 1] != bytes([byte]):
+                return None
+        at += 1
+    return at
+
+
+class Script:
+    """One answer, and which tokens go on with it."""
+
+    def __init__(self, answer: str, tokens: Tokens) -> None:
+        self._answer = answer.encode()
+        self._tokens = tokens
+        self._usual: dict[int, int] = {}  # the tokenizer's own token at each of its boundaries
+        at = 0
+        for token_id in tokens.encode(answer):
+            self._usual[at] = token_id
+            at += len(tokens.bytes_of[token_id])
+
+    def next_logits(self, said: bytes) -> dict[int, float]:
+        """Logits of the tokens that may follow what was said, the best one highest."""
+        at = progress(self._answer, said)
+        if at is None:
+            return {}
+        rest = self._answer[at:]
+        if not rest:
+            return {self._tokens.end_id: WINNING}
+        # In the order of their weights: with white space that the script lacks, without white
+        # space that the grammar forbids, as it is written.
+        logits = self._prefixes(b" " + rest, WINNING) | self._prefixes(rest.lstrip(), 1e2 * WINNING)
+        logits |= self._prefixes(rest, 1e4 * WINNING)
+        if at in self._usual:
+            logits[self._usual[at]] = 1e8 * WINNING
+        if rest.isspace():
+            logits[self._tokens.end_id] = WINNING / 2
+        return logits
+
+    def _prefixes(self, rest: bytes, weight: float) -> dict[int, float]:
+        """Every token that ``rest`` begins with: a grammar may allow a short one alone."""
+        ids = self._tokens.ids_of
+        lengths = range(1, self._tokens.longest + 1)
+        return {
+            ids[rest[:length]]: weight * length
+            for length in lengths
+            if length <= len(rest) and rest[:length] in ids
+        }
+
+
+class Tokens:
+    """The vocabulary as bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        tokenizer = Tokenizer.load(folder, max_model_len=2**20)
+        self.encode = tokenizer.encode_word
+        self.end_id = tokenizer.vocab[END]
+        self.bytes_of = {i: tokenizer.token_bytes(i) for i in tokenizer.vocab.values()}
+        self.ids_of = {data: token_id for token_id, data in self.bytes_of.items() if data}
+        self._decode = tokenizer.decode
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.ids_of))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Special tokens included."""
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    def join(self, token_ids: Sequence[int]) -> bytes:
+        """What the tokens say together."""
+        return b"".join(self.bytes_of.get(token_id, b"") for token_id in token_ids)
+
+
+class ScriptedRunner(ModelRunner):
+    """Steers every request along the answer that its prompt asks for."""
+
+    launches = False  # a pass that chooses, too, would choose by its own logits
+    tokens: Tokens
+    scripts: dict[SamplingMetadata, Script]  # of the last MAX_KNOWN requests
+
+    @classmethod
+    def over(cls, runner: ModelRunner, tokens: Tokens) -> ScriptedRunner:
+        """The same model, pool and proposer."""
+        steered = cls.__new__(cls)
+        vars(steered).update(vars(runner), tokens=tokens, scripts={})
+        return steered
+
+    def _verify(self, work: Work) -> list[list[Verified]]:
+        at, logits = 0, work.output.logits
+        for row, drafts in zip(work.plan.rows, work.paths, strict=True):
+            for index, draft in enumerate(drafts):
+                num_draft = len(draft.token_ids)
+                at += num_draft + 1 if index else num_logits(row, draft)
+                if row.samples:
+                    self._steer(row, draft, logits[at - num_draft - 1 : at])
+        return super()._verify(work)
+
+    def _steer(self, row: PlanRow, draft: Draft, logits: torch.Tensor) -> None:
+        """``logits`` [len(draft) + 1, vocab]: after the row's tokens and after each drafted one."""
+        script = self._script(row)
+        said = self.tokens.join(row.tokens[row.sampling.prompt_len :])
+        for values, drafted in zip(logits, [*draft.token_ids, None], strict=True):
+            for token_id, logit in script.next_logits(said).items():
+                values[token_id] = logit
+            if drafted is not None:
+                said += self.tokens.join([drafted])
+
+    def _script(self, row: PlanRow) -> Script:
+        if row.sampling not in self.scripts:
+            prompt = self.tokens.text(row.tokens[: row.sampling.prompt_len])
+            if len(self.scripts) >= MAX_KNOWN:
+                del self.scripts[next(iter(self.scripts))]
+            self.scripts[row.sampling] = Script(wanted_answer(prompt), self.tokens)
+        return self.scripts[row.sampling]
+
+
+def build_scripted(model: str | os.PathLike[str] | None, config: Any) -> builder.Built:
+    """`build`, with a scripted model in the engine."""
+    built = _build(model, config)
+    built.engine.runner = ScriptedRunner.over(built.engine.runner, Tokens(built.path))
+    return built
+
+
+_build = builder.build
+
+if __name__ == "__main__":
+    builder.build = build_scripted
+    sys.exit(main(["serve", "builtin", *sys.argv[1:]]))
