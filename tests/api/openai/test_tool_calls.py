@@ -152,7 +152,7 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
 @pytest.fixture
 def long_context(monkeypatch, built):
     """Room for the description of a tool in letters."""
-    monkeypatch.setattr("fake_engine.MAX_MODEL_LEN", 4096)
+    monkeypatch.setattr("support.fake_engine.MAX_MODEL_LEN", 4096)
     built.max_model_len = 4096
 
 
