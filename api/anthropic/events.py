@@ -15,6 +15,7 @@ from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import Turn
 from ..runtime.chat_types import TurnDelta
 from ..serving.errors import ApiError
+from ..serving.serve import Reply
 from ..serving.serving_context import Service
 from ..types.results import Body
 from .blocks import Blocks
@@ -59,15 +60,11 @@ class MessageWriter:
     # -- whole ----------------------------------------------------------------------------------
 
     async def whole(self, turn: Turn) -> Body:
-        """The answer in one body; closes the turn."""
+        """The answer in one body."""
         blocks, last = self._blocks(), TurnDelta()
-        try:
-            async with aclosing(turn.deltas()) as deltas:
-                async for delta in deltas:
-                    self._take(turn, delta, blocks)
-                    last = delta
-        finally:
-            turn.close()
+        async with aclosing(turn.deltas()) as deltas:
+            async for last in deltas:
+                self._take(turn, last, blocks)
         blocks.end()
         message = self._message(turn.usage)
         message["content"] = [part.body for part in blocks.parts]
@@ -167,3 +164,37 @@ class MessageWriter:
             "speculation": speculation_body(usage),
             **why,
         }
+
+
+class MessageReply(Reply):
+    """One turn."""
+
+    def __init__(self, writer: MessageWriter, turn: Turn) -> None:
+        self._writer, self._turn = writer, turn
+
+    async def whole(self) -> object:
+        """In one body."""
+        return await self._writer.whole(self._turn)
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """As events."""
+        return self._writer.events(self._turn)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._turn.close()
+
+
+class WarmedMessage(Reply):
+    """The answer to a prompt that was only to be cached."""
+
+    def __init__(self, writer: MessageWriter, usage: Usage) -> None:
+        self._writer, self._usage = writer, usage
+
+    async def whole(self) -> object:
+        """In one body."""
+        return self._writer.warm(self._usage)
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """As events."""
+        return self._writer.warm_events(self._usage)

@@ -2,68 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..openai.schema import decoder, refuse_unsupported, sampling_params
 from ..openai.shapes import is_prewarm, prewarm
 from ..runtime.chat_types import Ask
 from ..runtime.tools import read_cache
-from ..serving.errors import ApiError, JsonResponse
+from ..serving.errors import ApiError
+from ..serving.serve import Count, Dialect, Reply
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service
-from ..serving.sse import EventStream, unless_gone
+from ..types.request_context import CONTEXT
 from ..types.sampling_params import SamplingParams
 from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import conversation_ask
-from .errors import request_id
-from .events import PING, MessageWriter, error_event
+from .events import PING, MessageReply, MessageWriter, WarmedMessage, error_event
 from .placing import Placer
 from .schema import CountRequest, MessagesRequest
 
+C = TypeVar("C", bound=CountRequest)
 decode = decoder(MessagesRequest)
 decode_count = decoder(CountRequest)
 NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "prompt": "messages"}
 
 
-class MessagesRoute:
-    """Conversations in Anthropic's shape."""
+class Conversing(Dialect[C]):
+    """What answers and counts have in common."""
+
+    most_temperature = ANTHROPIC_TEMPERATURE
+    ping = PING
+
+    def error_event(self, error: ApiError) -> bytes:
+        """An error inside a stream."""
+        context = CONTEXT.get()
+        return error_event(error, None if context is None else context.request_id)
+
+    def rename(self, error: InvalidRequest, _body: C) -> None:
+        """As bodies of this API call the fields."""
+        name = error.param or ""
+        if name in NAMES and not isinstance(error, PromptTooLong):
+            error.args = (str(error).replace(name, NAMES[name], 1),)
+            error.param = NAMES[name]
+
+
+class MessagesCount(Conversing[CountRequest]):
+    """POST /v1/messages/count_tokens."""
+
+    can_stream = False
+
+    def decode(self, data: bytes) -> CountRequest:
+        """A body; raises `ApiError` 400."""
+        return decode_count(data)
+
+    def check(self, body: CountRequest) -> None:
+        """How it would be sampled is of no account."""
+        self.service.check_model(body.model)
+
+    async def open(self, body: CountRequest) -> Reply:
+        """How many tokens a conversation has."""
+        ask = await self.service.apart(partial(conversation_ask, body))
+        return Count({"input_tokens": len(await self.service.turns.render(ask))})
+
+
+class MessagesRoute(Conversing[MessagesRequest]):
+    """POST /v1/messages: conversations in Anthropic's shape."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
+        super().__init__(service)
         self._placer = Placer(service.turns, normalizes=service.settings.normalize)
 
-    async def create(self, request: Request) -> Response:
-        """Answer one conversation, whole or as a stream."""
-        body = await self.service.read(request, decode)
-        self.service.check_model(body.model)
-        self.service.check_range(body, most_temperature=ANTHROPIC_TEMPERATURE)
-        with _anthropic_names():
-            wanted = partial(self.service.wanted, request, deadline_ms=body.deadline_ms)
-            ask, prompt_ids, breakpoints = await wanted(self._rendered(request, body))
-            writer = self._writer(body, breakpoints)
-            if body.max_tokens == 0:
-                is_streamed = bool(body.stream)
-                return await self._warm(request, ask, prompt_ids, writer, is_streamed=is_streamed)
-            opening = self.service.turns.open(ask, request_id=writer.id, prompt_ids=prompt_ids)
-            turn = await wanted(opening)
-        if body.stream:
-            return self._stream(request, writer.events(turn), turn.close)
-        return JsonResponse(await unless_gone(request.receive, writer.whole(turn)))
+    def decode(self, data: bytes) -> MessagesRequest:
+        """A body; raises `ApiError` 400."""
+        return decode(data)
 
-    async def _rendered(
-        self, request: Request, body: MessagesRequest
-    ) -> tuple[Ask, list[int], Breakpoints]:
-        """The question, its prompt, and where it may be cached up to."""
-        marks, ask = await self.service.apart(request, lambda: (read_marks(body), read_ask(body)))
-        prompt_ids = await self.service.turns.render(ask)
+    async def open(self, body: MessagesRequest) -> Reply:
+        """Render, find the breakpoints, submit; with no tokens to say the prompt is only cached."""
+        turns = self.service.turns
+        marks, ask = await self.service.apart(lambda: (read_marks(body), read_ask(body)))
+        prompt_ids = await turns.render(ask)
         ask, breakpoints = await self._placed(marks, ask, prompt_ids)
-        return ask, prompt_ids, breakpoints
+        writer = self._writer(body, breakpoints)
+        if body.max_tokens == 0:
+            return WarmedMessage(
+                writer,
+                await prewarm(self.service, ask, request_id=writer.id, prompt_ids=prompt_ids),
+            )
+        turn = await turns.open(ask, request_id=writer.id, prompt_ids=prompt_ids)
+        return MessageReply(writer, turn)
 
     def _writer(self, body: MessagesRequest, breakpoints: Breakpoints) -> MessageWriter:
         asked = body.diagnostics
@@ -75,45 +103,6 @@ class MessagesRoute:
             previous_id=None if asked is None else asked.previous_message_id,
             explains=bool(body.explain_cache),
         )
-
-    async def _warm(
-        self,
-        request: Request,
-        ask: Ask,
-        prompt_ids: Sequence[int],
-        writer: MessageWriter,
-        *,
-        is_streamed: bool,
-    ) -> Response:
-        """Bring a prompt into the cache and say nothing."""
-        work = prewarm(self.service, ask, request_id=writer.id, prompt_ids=prompt_ids)
-        usage = await unless_gone(request.receive, work)
-        if is_streamed:
-            return self._stream(request, writer.warm_events(usage), _nothing)
-        return JsonResponse(writer.warm(usage))
-
-    def _stream(
-        self, request: Request, events: AsyncGenerator[bytes], close: Callable[[], None]
-    ) -> EventStream:
-        return EventStream(
-            events,
-            close=close,
-            ping_seconds=self.service.settings.limits.ping_seconds,
-            ping=PING,
-            on_error=partial(_tell, request_id(request.scope)),
-        )
-
-    async def count(self, request: Request) -> Response:
-        """How many tokens a conversation has."""
-        body = await self.service.read(request, decode_count)
-        self.service.check_model(body.model)
-        with _anthropic_names():
-            num_tokens = await self.service.wanted(request, self._num_tokens(request, body))
-        return JsonResponse({"input_tokens": num_tokens})
-
-    async def _num_tokens(self, request: Request, body: CountRequest) -> int:
-        ask = await self.service.apart(request, partial(conversation_ask, body))
-        return len(await self.service.turns.render(ask))
 
     async def _placed(
         self, marks: Sequence[Mark], ask: Ask, prompt_ids: Sequence[int]
@@ -150,24 +139,3 @@ def read_params(body: MessagesRequest) -> SamplingParams:
     if body.format is not None:
         params = replace(params, json_schema=body.format.schema)
     return params
-
-
-@contextmanager
-def _anthropic_names() -> Iterator[None]:
-    """Errors name the fields as these bodies do."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = error.param or ""
-        if name not in NAMES or isinstance(error, PromptTooLong):
-            raise
-        message = str(error).replace(name, NAMES[name], 1)
-        raise InvalidRequest(message, param=NAMES[name]) from error
-
-
-def _nothing() -> None:
-    """A prompt that is warm has ended."""
-
-
-def _tell(request_id: str | None, error: ApiError) -> bytes:
-    return error_event(error, request_id)

@@ -16,22 +16,16 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.events import PlainParser
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
 from ..runtime.generation import merge
-from ..runtime.prompt_history import PromptNote, text_parts
-from ..runtime.tools import read_cache
-from ..serving.errors import JsonResponse
-from ..serving.serving_context import OPENAI_TEMPERATURE, Service
-from ..serving.sse import EventStream, unless_gone
+from ..serving.serve import Dialect, Reply
 from ..types.results import Body, batch_usage
 from .chat import OPENING, ChatWriter, read_ask
-from .completions import completion_params, refuse
+from .completions import completion_params, open_text, read_prompts, refuse
 from .schema import ChatRequest, CompletionRequest, Message, Positive, decoder
 from .shapes import Head, is_prewarm, usage_body
 
@@ -107,7 +101,29 @@ decode_chat = decoder(ChatRequest)
 decode_completion = decoder(CompletionRequest)
 
 
-def decode_branches(data: bytes) -> list[Fork]:
+@dataclass(frozen=True, slots=True)
+class Forks:
+    """The branches of one body; what they share is that of the first."""
+
+    forks: list[Fork]
+
+    @property
+    def model(self) -> str | None:
+        """The model that is asked for."""
+        return self.forks[0].body.model
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is a stream."""
+        return self.forks[0].body.stream
+
+    @property
+    def deadline_ms(self) -> float | None:
+        """Milliseconds for all of them."""
+        return self.forks[0].body.deadline_ms
+
+
+def decode_branches(data: bytes) -> Forks:
     """One body for each branch, as if it had been sent alone; raises 400."""
     asked = decode(data)
     is_chat = bool(bytes(asked.messages))
@@ -121,7 +137,7 @@ def decode_branches(data: bytes) -> list[Fork]:
     if is_prewarm(shared):
         name = "prompt_cache_options.prewarm"
         raise InvalidRequest(f"{name}: a chat or a completion can be prewarmed", param=name)
-    return [_forked(shared, each, f"branches[{i}]") for i, each in enumerate(asked.branches)]
+    return Forks([_forked(shared, each, f"branches[{i}]") for i, each in enumerate(asked.branches)])
 
 
 def _forked(shared: AnyBody, branch: Branch, path: str) -> Fork:
@@ -154,91 +170,75 @@ def _joined(front: Any, end: Text | None, path: str) -> Text:  # noqa: ANN401 - 
     return whole
 
 
-class BranchesRoute:
+class BranchesRoute(Dialect[Forks]):
     """Forks a beginning into branches."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def decode(self, data: bytes) -> Forks:
+        """All branches; raises `ApiError` 400."""
+        return decode_branches(data)
 
-    async def create(self, request: Request) -> Response:
-        """Answer all branches, whole or as one stream."""
-        forks = await self.service.read(request, decode_branches)
-        first = forks[0].body
-        for fork in forks:
-            self.service.check_range(fork.body, most_temperature=OPENAI_TEMPERATURE)
-        self.service.check_model(first.model)
-        self._check_limits(forks)
-        self.service.check_room(len(forks), 1)
-        head = Head(prefix="branches", model=self.service.model)
-        writer = BranchWriter(self.service, head, first)
-        writer.prompt_ids = [f"{head.id}-{index}" for index in range(len(forks))]
-        opening = self._open(request, forks, writer.prompt_ids)
-        turns = await self.service.wanted(request, opening, first.deadline_ms)
-        if first.stream:
-            return EventStream(
-                writer.branch_events(turns),
-                close=lambda: _close(turns),
-                ping_seconds=self.service.settings.limits.ping_seconds,
-            )
-        choices = await unless_gone(request.receive, _collect(turns))
-        return JsonResponse(writer.branches(turns, choices))
-
-    def _check_limits(self, forks: Sequence[Fork]) -> None:
+    def check(self, body: Forks) -> None:
+        """Each branch within the limits of a body of its own."""
         limits = self.service.settings.limits
-        limits.check("branches", len(forks), "max_prompts")
-        for fork in forks:
+        for fork in body.forks:
+            self.service.check_range(fork.body, most_temperature=self.most_temperature)
+        self.service.check_model(body.model)
+        limits.check("branches", len(body.forks), "max_prompts")
+        for fork in body.forks:
             with fork.naming():
                 limits.check_body(fork.body)
+        self.service.check_room(len(body.forks), 1)
 
-    async def _open(
-        self, request: Request, forks: Sequence[Fork], names: Sequence[str]
-    ) -> list[Turn]:
-        turns: list[Turn] = []
+    async def open(self, body: Forks) -> Reply:
+        """Submit all branches or none."""
+        head = Head(prefix="branches", model=self.service.model)
+        writer = BranchWriter(self.service, head, body.forks[0].body)
+        writer.prompt_ids = [f"{head.id}-{index}" for index in range(len(body.forks))]
+        reply = BranchReply(writer)
         try:
-            for fork, name in zip(forks, names, strict=True):
+            for fork, name in zip(body.forks, writer.prompt_ids, strict=True):
                 with fork.naming():
-                    turns.append(await self._open_one(request, fork.body, name))
+                    reply.turns.append(await self._open_one(fork.body, name))
         except BaseException:
-            _close(turns)
+            reply.close()
             raise
-        return turns
+        return reply
 
-    async def _open_one(self, request: Request, body: AnyBody, name: str) -> Turn:
+    async def _open_one(self, body: AnyBody, name: str) -> Turn:
         if isinstance(body, ChatRequest):
-            ask = await self.service.apart(request, partial(read_ask, body))
+            ask = await self.service.apart(partial(read_ask, body))
             return await self.service.turns.open(ask, request_id=name)
         refuse(body)
-        prompt: Any = body.prompt
-        note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
-        if isinstance(prompt, str):
-            special = body.add_special_tokens is not False
-            prompt = await self.service.llm.tokenizer.encode(prompt, add_special_tokens=special)
+        [prompt] = read_prompts(body.prompt)
         ask = Ask(messages=(), params=completion_params(body))
-        answer = await self.service.llm.open(
-            prompt,
-            ask.params,
-            request_id=name,
-            cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
-            note=note,
-        )
+        answer = await open_text(self.service, body, prompt, ask.params, name)
         return Turn(self.service.llm, answer, ask, [PlainParser()])
 
 
-def _close(turns: Sequence[Turn]) -> None:
-    for turn in turns:
-        turn.close()
+class BranchReply(Reply):
+    """The branches; an error of one ends the others."""
 
+    def __init__(self, writer: BranchWriter) -> None:
+        self._writer = writer
+        self.turns: list[Turn] = []
 
-async def _collect(turns: Sequence[Turn]) -> list[TurnChoice]:
-    """All answers; an error of one ends the others."""
-    try:
-        return [
+    async def whole(self) -> object:
+        """All of them in one body."""
+        choices = [
             replace(choice, index=index)
-            for index, turn in enumerate(turns)
+            for index, turn in enumerate(self.turns)
             for choice in await turn.collect()
         ]
-    finally:
-        _close(turns)
+        return self._writer.branches(self.turns, choices)
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """All of them as events, mixed."""
+        return self._writer.branch_events(self.turns)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for turn in self.turns:
+            turn.close()
 
 
 class BranchWriter(ChatWriter):

@@ -4,73 +4,68 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ...core.errors import InvalidRequest
-from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, Call, TurnChoice, TurnDelta
 from ..runtime.tools import read_cache, read_choice, read_tools
-from ..serving.errors import JsonResponse
-from ..serving.serving_context import OPENAI_TEMPERATURE, Service
-from ..serving.sse import HEADERS, EventStream, unless_gone
+from ..serving.serve import Dialect, Reply
+from ..serving.serving_context import Service
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from ..types.sampling_params import SamplingParams
 from .messages_in import plain_messages
 from .schema import AnyRequest, ChatRequest, decoder, refuse_unsupported_chat, sampling_params
-from .shapes import Head, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
+from .shapes import Head, Warmed, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
 
 decode = decoder(ChatRequest)
 OPENING: Body = {"delta": {"role": "assistant", "content": ""}}
 
 
-class ChatRoute:
+class ChatRoute(Dialect[ChatRequest]):
     """Conversations in OpenAI's shape."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def decode(self, data: bytes) -> ChatRequest:
+        """A body; raises `ApiError` 400."""
+        return decode(data)
 
-    async def create(self, request: Request) -> Response:
-        """Answer one conversation, whole or as a stream."""
-        body = await self.service.read(request, decode)
-        self.service.check_model(body.model)
-        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
+    async def open(self, body: ChatRequest) -> Reply:
+        """Render and submit."""
+        ask = await self.service.apart(partial(read_ask, body))
+        self.service.check_room(1, ask.params.n)
         head = Head(prefix="chatcmpl", model=self.service.model)
-        try:
-            reading = self.service.apart(request, partial(read_ask, body))
-            ask = await self.service.wanted(request, reading, body.deadline_ms)
-            self.service.check_room(1, ask.params.n)
-            if is_prewarm(body):
-                work = prewarm(self.service, ask, request_id=head.id)
-                usage = await self.service.wanted(request, work, body.deadline_ms)
-                return self._prewarmed(ChatWriter(self.service, head, body), body, usage)
-            opening = self.service.turns.open(ask, request_id=head.id)
-            turn = await self.service.wanted(request, opening, body.deadline_ms)
-        except InvalidRequest as error:
-            if error.param == "json_schema" and body.response_format is not None:
-                error.param = "response_format"  # as this body calls it
-            raise
         writer = ChatWriter(self.service, head, body)
-        if body.stream:
-            return EventStream(
-                writer.events(turn),
-                close=turn.close,
-                ping_seconds=self.service.settings.limits.ping_seconds,
-            )
-        choices = await unless_gone(request.receive, turn.collect())
-        return JsonResponse(writer.whole(turn, choices))
+        if is_prewarm(body):
+            return Warmed(writer, [await prewarm(self.service, ask, request_id=head.id)])
+        return ChatReply(writer, await self.service.turns.open(ask, request_id=head.id))
 
-    def _prewarmed(self, writer: ChatWriter, body: ChatRequest, usage: Usage) -> Response:
-        if body.stream:
-            return Response(b"".join(writer.prewarmed_events(usage)), headers=HEADERS)
-        return JsonResponse(writer.prewarmed(usage))
+    def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
+        """Of the two ways to ask for JSON."""
+        if error.param == "json_schema" and body.response_format is not None:
+            error.param = "response_format"
+
+
+class ChatReply(Reply):
+    """One turn."""
+
+    def __init__(self, writer: ChatWriter, turn: Turn) -> None:
+        self._writer, self._turn = writer, turn
+
+    async def whole(self) -> object:
+        """The n choices in one body."""
+        return self._writer.whole(self._turn, await self._turn.collect())
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """The n choices as events, mixed."""
+        return self._writer.events(self._turn)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._turn.close()
 
 
 def read_ask(body: ChatRequest) -> Ask:
@@ -130,10 +125,14 @@ class ChatWriter(Writer):
         """The answer in one body."""
         return self.answer([self.choice(each) for each in choices], turn.usage)
 
-    def prewarmed(self, usage: Usage) -> Body:
-        """The answer that says nothing."""
-        nothing = TurnChoice(index=0, finish_reason="length")
-        return self.answer([self.choice(nothing)], usage)
+    def nothing(self, index: int) -> Body:
+        """The choice of a prompt that was only to be cached."""
+        return self.choice(TurnChoice(index=index, finish_reason="length"))
+
+    def nothing_chunks(self, index: int) -> list[bytes]:
+        """The same as events."""
+        ending = TurnDelta(index=index, finish_reason="length")
+        return [self.chunk(index, OPENING), *self._chunks(ending)]
 
     def choice(self, choice: TurnChoice) -> Body:
         """One of the n answers."""
@@ -173,12 +172,6 @@ class ChatWriter(Writer):
                     yield chunk
         for last in self.end(turn.usage):
             yield last
-
-    def prewarmed_events(self, usage: Usage) -> Iterator[bytes]:
-        """The answer that says nothing as events."""
-        yield self.chunk(0, OPENING)
-        yield from self._chunks(TurnDelta(finish_reason="length"))
-        yield from self.end(usage)
 
     def _chunks(self, delta: TurnDelta) -> list[bytes]:
         """What a step adds, all of it in one chunk, and the end in one of its own."""

@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ...core.errors import InvalidRequest
-from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
 from ..runtime.generation import Answer, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts
 from ..runtime.tools import read_cache
-from ..serving.errors import JsonResponse
-from ..serving.serving_context import OPENAI_TEMPERATURE, Service
-from ..serving.sse import HEADERS, EventStream, unless_gone
+from ..serving.serve import Dialect, Reply
+from ..serving.serving_context import Service
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body, Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
@@ -31,7 +25,7 @@ from .schema import (
     refuse_unsupported,
     sampling_params,
 )
-from .shapes import Head, Writer, finite, is_prewarm, reason_body, token_name, warm_usage
+from .shapes import Head, Warmed, Writer, finite, is_prewarm, reason_body, token_name, warm_usage
 
 decode = decoder(CompletionRequest)
 
@@ -131,17 +125,18 @@ class CompletionWriter(Writer):
         ]
         return self.answer(choices, batch_usage([each.usage for each in completions]))
 
-    def prewarmed(self, usages: list[Usage]) -> Body:
-        """The answer that says nothing, once for each prompt."""
+    def nothing(self, index: int) -> Body:
+        """The choice of a prompt that was only to be cached."""
         nothing = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
-        choices: list[Body] = [{"index": index, **nothing} for index in range(len(usages))]
-        return self.answer(choices, batch_usage(usages))
+        return {"index": index, **nothing}
 
-    def prewarmed_events(self, usages: list[Usage]) -> Iterator[bytes]:
+    def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
-        for index in range(len(usages)):
-            yield self.chunk(index, {"text": ""}, finish_reason="length")
-        yield from self.end(batch_usage(usages))
+        return [self.chunk(index, {"text": ""}, finish_reason="length")]
+
+    def forget(self, answer: Answer) -> None:
+        """Abort what still runs of it."""
+        self._service.llm.forget(answer)
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> Body:
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
@@ -164,7 +159,7 @@ class CompletionWriter(Writer):
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, answers: list[Answer]) -> AsyncGenerator[bytes]:
+    async def events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes]:
         """All answers as events."""
         states = [
             _ChoiceWriter(self, answer, self._lead(prompt_index) if self._wants_logprobs else None)
@@ -237,38 +232,26 @@ async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta
             yield replace(delta, index=first_index + delta.index)
 
 
-class CompletionsRoute:
+class CompletionsRoute(Dialect[CompletionRequest]):
     """Continues texts."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def decode(self, data: bytes) -> CompletionRequest:
+        """A body; raises `ApiError` 400."""
+        return decode(data)
 
-    async def create(self, request: Request) -> Response:
-        """Answer one prompt or a list of them, whole or as a stream."""
-        body = await self.service.read(request, decode)
-        self.service.check_model(body.model)
-        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
+    async def open(self, body: CompletionRequest) -> Reply:
+        """Tokenise and submit all prompts."""
         refuse(body)
-        params = completion_params(body)
-        prompts = read_prompts(body.prompt)
+        params, prompts = completion_params(body), read_prompts(body.prompt)
         self.service.check_room(len(prompts), params.n)
         head = Head(prefix="cmpl", model=self.service.model)
-        wanted = partial(self.service.wanted, request, deadline_ms=body.deadline_ms)
-        echoed = await wanted(self._echoed(prompts)) if body.echo else None
+        echoed = await self._echoed(prompts) if body.echo else None
         writer = CompletionWriter(self.service, head, body, echoed)
         writer.prompt_ids = prompt_ids(head, len(prompts))
         if is_prewarm(body):
-            work = self._prewarm(head, prompts, params, body)
-            return _prewarmed(writer, body, await wanted(work))
-        answers = await wanted(self._open(head, prompts, params, body))
-        if body.stream:
-            return EventStream(
-                writer.events(answers),
-                close=lambda: self._forget(answers),
-                ping_seconds=self.service.settings.limits.ping_seconds,
-            )
-        completions = await unless_gone(request.receive, self._finish(answers))
-        return JsonResponse(writer.whole(completions))
+            reply = TextReply(writer, await self._open(head, prompts, warm_params(params), body))
+            return Warmed(writer, [warm_usage(self.service, each) for each in await reply.read()])
+        return TextReply(writer, await self._open(head, prompts, params, body))
 
     async def _echoed(self, prompts: list[Prompt]) -> list[str]:
         tokenizer = self.service.llm.tokenizer
@@ -285,48 +268,58 @@ class CompletionsRoute:
         self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
     ) -> list[Answer]:
         answers: list[Answer] = []
-        llm = self.service.llm
-        special = body.add_special_tokens is not False
-        cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
         try:
             for prompt, name in zip(prompts, prompt_ids(head, len(prompts)), strict=True):
-                note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
-                if isinstance(prompt, str):
-                    prompt = await llm.tokenizer.encode(prompt, add_special_tokens=special)
-                answers.append(
-                    await llm.open(prompt, params, request_id=name, cache=cache, note=note)
-                )
+                answers.append(await open_text(self.service, body, prompt, params, name))
         except BaseException:
-            self._forget(answers)
+            for answer in answers:
+                self.service.llm.forget(answer)
             raise
         return answers
 
-    async def _prewarm(
-        self, head: Head, prompts: list[Prompt], params: SamplingParams, body: CompletionRequest
-    ) -> list[Usage]:
-        answers = await self._open(head, prompts, warm_params(params), body)
-        return [warm_usage(self.service, each) for each in await self._finish(answers)]
 
-    async def _finish(self, answers: list[Answer]) -> list[Completion]:
+async def open_text(
+    service: Service, body: CompletionRequest, prompt: Prompt, params: SamplingParams, name: str
+) -> Answer:
+    """Tokenise and submit one prompt under this name."""
+    note = PromptNote(parts=text_parts(prompt), cache_key=body.prompt_cache_key)
+    if isinstance(prompt, str):
+        special = body.add_special_tokens is not False
+        prompt = await service.llm.tokenizer.encode(prompt, add_special_tokens=special)
+    cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
+    return await service.llm.open(prompt, params, request_id=name, cache=cache, note=note)
+
+
+class TextReply(Reply):
+    """The answers to all prompts of one body."""
+
+    def __init__(self, writer: CompletionWriter, answers: Sequence[Answer]) -> None:
+        self._writer, self._answers = writer, answers
+
+    async def read(self) -> list[Completion]:
+        """All of them, closed at the end."""
         try:
-            return [await self.service.llm.finish(answer) for answer in answers]
+            return [await answer.collect() for answer in self._answers]
         finally:
-            self._forget(answers)
+            self.close()
 
-    def _forget(self, answers: list[Answer]) -> None:
-        for answer in answers:
-            self.service.llm.forget(answer)
+    async def whole(self) -> object:
+        """All of them in one body."""
+        return self._writer.whole(await self.read())
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """All of them as events, mixed."""
+        return self._writer.events(self._answers)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for answer in self._answers:
+            self._writer.forget(answer)
 
 
 def prompt_ids(head: Head, count: int) -> list[str]:
     """Under which each prompt of a body is known."""
     return [head.id] if count == 1 else [f"{head.id}-p{index}" for index in range(count)]
-
-
-def _prewarmed(writer: CompletionWriter, body: CompletionRequest, usages: list[Usage]) -> Response:
-    if body.stream:
-        return Response(b"".join(writer.prewarmed_events(usages)), headers=HEADERS)
-    return JsonResponse(writer.prewarmed(usages))
 
 
 def refuse(body: CompletionRequest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import time
 from typing import ClassVar
@@ -13,10 +13,11 @@ from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
 from ..runtime.chat_types import Ask
 from ..serving.errors import deadline_exceeded, unavailable
+from ..serving.serve import Reply
 from ..serving.serving_context import SHUTTING_DOWN, Service
 from ..serving.sse import DONE, event
 from ..text.tokenizer import Tokenizer
-from ..types.results import Body, Completion
+from ..types.results import Body, Completion, batch_usage
 from .schema import AnyRequest, Sampling
 
 FINGERPRINT = f"foretoken-{__version__}"
@@ -142,6 +143,14 @@ class Writer:
         """An answer that was given up before it began, or because of a shutdown, is an error."""
         refuse_aborted(self._service, reason, num_tokens)
 
+    def nothing(self, index: int) -> Body:
+        """The choice of a prompt that was only to be cached."""
+        raise NotImplementedError
+
+    def nothing_chunks(self, index: int) -> list[bytes]:
+        """The same as events."""
+        raise NotImplementedError
+
     def answer(self, choices: list[Body], usage: Usage) -> Body:
         """All choices in one body."""
         return {**self._head.body(self.whole_kind, choices), "usage": self._usage(usage)}
@@ -193,6 +202,26 @@ class Writer:
         if self._include_usage:
             chunk["usage"] = usage
         return event(chunk)
+
+
+class Warmed(Reply):
+    """The answer to prompts that were only to be cached: it says nothing, once for each."""
+
+    def __init__(self, writer: Writer, usages: Sequence[Usage]) -> None:
+        self._writer, self._count, self._usage = writer, len(usages), batch_usage(usages)
+
+    async def whole(self) -> object:
+        """In one body."""
+        choices = [self._writer.nothing(index) for index in range(self._count)]
+        return self._writer.answer(choices, self._usage)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """As events."""
+        for index in range(self._count):
+            for chunk in self._writer.nothing_chunks(index):
+                yield chunk
+        for last in self._writer.end(self._usage):
+            yield last
 
 
 def is_prewarm(body: Sampling) -> bool:

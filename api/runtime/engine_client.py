@@ -17,7 +17,7 @@ from ...core.ops.host_memory import keep_freed_memory
 from ..structured.compiler import Grammars
 from ..text.detokenizer import AnswerText
 from ..text.tokenizer import Tokenizer
-from ..types.request_context import Arrival, arrival, note_answer, seconds_left
+from ..types.request_context import arrival, note_answer, seconds_left
 from ..types.results import Completion
 from ..types.sampling_params import SamplingParams
 from .cache_diagnostics import Explainer, Explanation
@@ -272,7 +272,7 @@ class Host:
         if self._grammars is not None:
             answer.grammar = await self._grammars.compile(answer.params)
 
-    def _submit_choices(self, answer: Answer, since: Arrival | None = None) -> None:
+    def _submit_choices(self, answer: Answer, since: float | None = None) -> None:
         """Give all of them to the engine or none. Their time counts since then, else from now."""
         self._check_open()
         try:

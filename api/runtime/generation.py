@@ -146,7 +146,9 @@ class Answer:
             generation.close()
 
     def deltas(self) -> AsyncGenerator[TextDelta]:
-        """The deltas of all choices as they come, told apart by their index."""
+        """The deltas of all choices as they come, each with its index."""
+        if len(self.generations) == 1:
+            return self.generations[0].deltas()
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ...core.interface.request import Request, Usage
-from ..types.request_context import CALLER, Owner, Shares, owner_of
+from ..types.request_context import Owner, Shares, caller, owner_of
 
 MAX_BYTES = 32 * 2**20
 TOKEN_BYTES = 4
@@ -181,7 +181,7 @@ class PromptLog:
         self._num_recorded += 1
         prompt = Remembered(
             response_id=response_id,
-            caller=CALLER.get(),
+            caller=caller(),
             owner=owner_of(request.namespace),
             namespace=request.namespace,
             tokens=_int32(request.tokens[: request.prompt_len]),

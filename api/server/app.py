@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,15 +18,17 @@ from starlette.types import ASGIApp
 from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ..anthropic.errors import error_response
-from ..anthropic.route import MessagesRoute
+from ..anthropic.route import MessagesCount, MessagesRoute
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionsRoute
 from ..openai.messages_in import plain_messages
-from ..openai.responses.route import ResponsesRoute
+from ..openai.responses.route import KeptResponses, ResponsesCount, ResponsesRoute
+from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder
 from ..runtime.engine_client import Host
 from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable, unknown_model
+from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service, Settings
 from ..types.results import Body
 from .auth import Gate
@@ -86,7 +89,8 @@ class TokenRoutes:
         """Token ids of a prompt or of messages."""
         body = await self.service.read(request, decode_tokenize)
         self.service.check_model(body.model)
-        token_ids = await self.service.wanted(request, self._token_ids(request, body))
+        async with self.service.wanted(request.receive):
+            token_ids = await self._token_ids(body)
         names = None
         if body.return_token_strs:
             tokenizer = self.service.llm.tokenizer
@@ -100,10 +104,10 @@ class TokenRoutes:
             }
         )
 
-    async def _token_ids(self, request: Request, body: TokenizeRequest) -> list[int]:
+    async def _token_ids(self, body: TokenizeRequest) -> list[int]:
         llm = self.service.llm
         if body.messages is not None and body.prompt is None:
-            messages = await self.service.apart(request, partial(plain_messages, body.messages))
+            messages = await self.service.apart(partial(plain_messages, body.messages))
             return await llm.render(messages, add_generation_prompt=body.add_generation_prompt)
         if body.prompt is None or body.messages is not None:
             raise InvalidRequest("needs prompt or messages, and not both", param="prompt")
@@ -190,18 +194,22 @@ def _routes(service: Service) -> list[Route]:
     models, tokens = ModelRoutes(service), TokenRoutes(service)
     operator = OperatorRoutes(service)
     cache = CacheRoutes(service)
-    responses, messages = ResponsesRoute(service), MessagesRoute(service)
+    store = ResponseStore(max_seconds=service.settings.limits.store_seconds)
+    kept = KeptResponses(store)
+    dialects: dict[str, Dialect[Any]] = {
+        "/v1/chat/completions": ChatRoute(service),
+        "/v1/completions": CompletionsRoute(service),
+        "/v1/branches": BranchesRoute(service),
+        "/v1/responses": ResponsesRoute(service, store),
+        "/v1/responses/input_tokens": ResponsesCount(service, store),
+        "/v1/messages": MessagesRoute(service),
+        "/v1/messages/count_tokens": MessagesCount(service),
+    }
     return [
-        Route("/v1/chat/completions", ChatRoute(service).create, methods=["POST"]),
-        Route("/v1/completions", CompletionsRoute(service).create, methods=["POST"]),
-        Route("/v1/branches", BranchesRoute(service).create, methods=["POST"]),
-        Route("/v1/responses", responses.create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", responses.count, methods=["POST"]),
-        Route("/v1/responses/{id}", responses.retrieve, methods=["GET"]),
-        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
-        Route("/v1/responses/{id}/input_items", responses.input_items, methods=["GET"]),
-        Route("/v1/messages", messages.create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
+        *[Route(path, Serve(each), methods=["POST"]) for path, each in dialects.items()],
+        Route("/v1/responses/{id}", kept.retrieve, methods=["GET"]),
+        Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", kept.input_items, methods=["GET"]),
         Route("/v1/models", models.index, methods=["GET"]),
         Route("/v1/models/{name:path}", models.retrieve, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hmac
-import re
 from collections.abc import Sequence
-from uuid import uuid4
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..anthropic.errors import error_response, is_messages
+from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
 from ..serving.serving_context import Settings
-from ..types.request_context import CALLER, NOBODY, caller_of, note_request_id
+from ..types.request_context import CONTEXT, NOBODY, caller_of
 
 PAGE_PATH = "/"  # it holds nothing but itself, and asks for the key
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
@@ -24,13 +21,12 @@ OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
 CLOSE = {"connection": "close"}
 FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class Gate:
-    """Gives each answer its ``x-request-id``, lets only callers with a key pass, and names them.
+    """Lets only callers with a key pass, and notes who they are.
 
-    Outermost but for CORS. Every path needs the key unless it is named in ``OPEN_PATHS``; the path
+    Every path needs the key unless it is named in ``OPEN_PATHS``; the path
     is the one of the scope, because a Host header can be forged.
     """
 
@@ -41,7 +37,7 @@ class Gate:
         self._has_page = settings.ui
         self._admins = _digests(settings.admin_keys)
         self._callers = [*_digests(settings.api_keys), *self._admins]
-        # Of several callers none may do to the others what one alone may do to itself.
+        # With several API keys and no admin key, no caller is an admin.
         self._all_are_admins = not self._admins and len(settings.api_keys) <= 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,23 +47,15 @@ class Gate:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        note_request_id(_identify(scope))
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                _name(MutableHeaders(scope=message), scope)
-            await send(message)
-
         offered = _offered(headers)
         known = _among(self._callers, offered)
         state["is_admin"] = self._all_are_admins or known in self._admins
         refusal = self._malformed(scope, headers) or self._unwelcome(scope, known)
         answer = self.app if refusal is None else error_response(scope, refusal)
-        caller = CALLER.set(known or next(iter(offered), NOBODY))
-        try:
-            await answer(scope, receive, send_with_id)
-        finally:
-            CALLER.reset(caller)
+        context = CONTEXT.get()
+        if context is not None:
+            context.caller = known or next(iter(offered), NOBODY)
+        await answer(scope, receive, send)
 
     def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
         if scope["http_version"] not in VERSIONS:
@@ -115,33 +103,10 @@ class Gate:
         )
 
 
-def refusal_of(scope: Scope, error: ApiError) -> Response:
-    """What a client is told of a request that may not have come to the gate yet."""
-    _identify(scope)
-    answer = error_response(scope, error)
-    _name(answer.headers, scope)
-    return answer
-
-
-def _name(headers: MutableHeaders, scope: Scope) -> None:
-    headers["x-request-id"] = _identify(scope)
-    if is_messages(scope["path"]):  # whose clients know it by another name
-        headers["request-id"] = _identify(scope)
-
-
 def needs_admin_key(what: str) -> ApiError:
     """403 for what concerns all callers."""
     message = f"{what} needs an admin key (--admin-key)"
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
-
-
-def _identify(scope: Scope) -> str:
-    """The id of a request: its caller's own, or one that stays."""
-    state: dict[str, str] = scope["state"]
-    if "request_id" not in state:
-        given = Headers(scope=scope).get("x-request-id", "")
-        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
-    return state["request_id"]
 
 
 def _num_bytes(scope: Scope) -> int:

@@ -52,8 +52,8 @@ class CacheRoutes:
             raise needs_admin_key("a flush that names neither cache_salt nor prefix")
         llm, salt = self.service.llm, body.cache_salt
         if body.prefix is not None:
-            reading = self._token_ids(request, body.prefix)
-            tokens = array("q", await self.service.wanted(request, reading))
+            async with self.service.wanted(request.receive):
+                tokens = array("q", await self._token_ids(body.prefix))
             dropped = llm.engine.flush_prefix(tokens, salt)
             llm.prompts.flush_prefix(tokens, salt)
         else:
@@ -62,7 +62,7 @@ class CacheRoutes:
             llm.prompts.flush(*salts)
         return JsonResponse({"flushed_pages": dropped})
 
-    async def _token_ids(self, request: Request, prefix: str | list[int | Message]) -> list[int]:
+    async def _token_ids(self, prefix: str | list[int | Message]) -> list[int]:
         llm = self.service.llm
         if isinstance(prefix, str):
             return await llm.tokenizer.encode(prefix)
@@ -75,7 +75,7 @@ class CacheRoutes:
             message = "prefix must be a text, token ids or messages, not a mixture"
             raise InvalidRequest(message, param="prefix")
         messages = cast("list[Message]", prefix)
-        plain = await self.service.apart(request, partial(plain_messages, messages))
+        plain = await self.service.apart(partial(plain_messages, messages))
         return await llm.render(plain, add_generation_prompt=False)
 
     async def explain(self, request: Request) -> Response:

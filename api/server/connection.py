@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..serving.errors import ApiError
 from ..serving.limits import Limits
-from .auth import IS_SPARE, refusal_of
-from .request_log import BROKEN_OFF
+from .auth import IS_SPARE
+from .request_log import BROKEN_OFF, refusal_of
 
 logger = logging.getLogger(__name__)
 NUM_OTHER_FILES = 128  # of the process, beside one for each connection
@@ -165,7 +165,7 @@ class Connection(H11Protocol):
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, told: ApiError) -> Response:
-        """The answer to a request whose body is no HTTP; its visit is told in passing."""
+        """The answer to a request whose body is no HTTP; its context is told in passing."""
         scope = cast("Scope", self.scope)
         scope["state"][BROKEN_OFF] = told
         # Outside of any context: the one at hand may be that of the request before.

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from ...core.interface.request import Usage
-from ..types.request_context import VISIT, EngineAnswer, Visit
+from ..types.request_context import CONTEXT, EngineAnswer, RequestContext
 
 LogFormat = Literal["text", "json"]
 _FIELDS = "fields"  # the attribute of a record that holds what its line tells beside the message
@@ -65,30 +65,30 @@ class JsonFormatter(logging.Formatter):
 
 
 def _told(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
-    """What the line has beside its message. Lines are written where they are logged: the visit,
+    """What the line has beside its message. Lines are written where they are logged: the request,
     if any, is the one of the context variable."""
-    visit = VISIT.get()
-    if visit is not None and visit.request_id:
-        yield "request_id", visit.request_id
-    if visit is not None and visit.trace_id:
-        yield "trace_id", visit.trace_id
+    request = CONTEXT.get()
+    if request is not None and request.request_id:
+        yield "request_id", request.request_id
+    if request is not None and request.trace_id:
+        yield "trace_id", request.trace_id
     fields: Mapping[str, object] = vars(record).get(_FIELDS, {})
     yield from fields.items()
 
 
-def log_visit(visit: Visit, seconds: float) -> None:
+def log_request(request: RequestContext, seconds: float) -> None:
     """One line for a request that is over; for those of probes only at the level debug."""
-    level = logging.DEBUG if visit.is_probe else logging.INFO
+    level = logging.DEBUG if request.is_probe else logging.INFO
     if logger.isEnabledFor(level):
         fields = {
-            "method": visit.method,
-            "route": visit.route,
-            "status": visit.status,
+            "method": request.method,
+            "route": request.route,
+            "status": request.status,
             "duration_ms": _milliseconds(seconds),
-            **_cost(visit.answers),
+            **_cost(request.answers),
         }
-        if visit.error is not None:
-            fields["error"] = visit.error.code or visit.error.kind
+        if request.error is not None:
+            fields["error"] = request.error.code or request.error.kind
         logger.log(level, "request", extra={_FIELDS: fields})
 
 

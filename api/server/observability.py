@@ -15,9 +15,9 @@ from ...core.errors import InvalidRequest
 from ..runtime.engine_client import Host
 from ..serving.metrics import ServerMetrics
 from ..serving.serving_context import Service
-from ..types.request_context import CALLER
-from .logs import log_visit
-from .request_log import Visits, no_span
+from ..types.request_context import caller
+from .logs import log_request
+from .request_log import RequestLog, no_span
 
 if TYPE_CHECKING:
     from ...core.interface.request import Delta, Request
@@ -38,10 +38,10 @@ class Observing:
         """The application, observed."""
         self.metrics.is_ready = lambda: service.unready is None
         self.metrics.is_draining = lambda: service.draining
-        return Visits(
+        return RequestLog(
             app,
             self.metrics,
-            log=log_visit if self.access_log else None,
+            log=log_request if self.access_log else None,
             span=no_span if self.telemetry is None else self.telemetry.span,
         )
 
@@ -70,7 +70,7 @@ class _Recording:
         self._recorder = recorder
 
     def begin(self, request: Request) -> None:
-        self._recorder.expect(request, CALLER.get())
+        self._recorder.expect(request, caller())
 
     def end(self, request: Request, delta: Delta) -> None:
         self._recorder.finish(request, delta)

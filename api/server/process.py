@@ -146,7 +146,7 @@ def uvicorn_config(llm: Host, listen: Listen) -> uvicorn.Config:
         lifespan="off",
         log_level="warning" if listen.log_level == "info" else listen.log_level,
         log_config=None,  # as all else is logged
-        access_log=False,  # `logs.log_visit` is ours
+        access_log=False,  # `logs.log_request` is ours
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,

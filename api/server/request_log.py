@@ -1,57 +1,62 @@
-"""Visit: one HTTP request under way, for the logs, the metrics and the traces.
-
-Routes and the engine know nothing of it. What they do within a request notes itself here by way of
-a context variable, as the caller is known (`owners.CALLER`).
+"""RequestLog: the outermost layer. It makes the context of a request, names its answer, tells
+those who count, log and trace it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+
+from ..anthropic.errors import error_response, is_messages
+from ..types.request_context import CONTEXT, RequestContext
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from ..serving.errors import ApiError
 
-from ..types.request_context import VISIT, Visit
-
 CLIENT_CLOSED = 499  # as proxies log it: nobody was left to be answered
 SERVER_ERROR = 500
 BROKEN_OFF = "broken_off"  # in a scope's state: what the connection itself told the client
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class Counts(Protocol):
-    """Who counts visits."""
+    """Who counts requests."""
 
     def began(self) -> None:
         """One more is under way."""
 
-    def responded(self, visit: Visit) -> None:
+    def responded(self, context: RequestContext) -> None:
         """The header of its answer goes out."""
 
-    def ended(self, visit: Visit, seconds: float) -> None:
+    def ended(self, context: RequestContext, seconds: float) -> None:
         """All is sent, or nobody listens any more."""
 
 
-def no_span(_visit: Visit) -> AbstractContextManager[None]:
+def no_span(_context: RequestContext) -> AbstractContextManager[None]:
     """Of a server that traces nothing."""
     return contextlib.nullcontext()
 
 
-class Visits:
-    """The outermost layer: makes the visit and tells those who count, log and trace it."""
+class RequestLog:
+    """Gives each answer its ``x-request-id`` and reports the request."""
 
     def __init__(
         self,
         app: ASGIApp,
         counts: Counts,
         *,
-        log: Callable[[Visit, float], None] | None = None,  # with the seconds that it took
-        span: Callable[[Visit], AbstractContextManager[None]] = no_span,
+        log: Callable[[RequestContext, float], None] | None = None,  # with the seconds it took
+        span: Callable[[RequestContext], AbstractContextManager[None]] = no_span,
     ) -> None:
         self.app = app
         self._counts, self._log, self._span = counts, log, span
@@ -61,40 +66,61 @@ class Visits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = Visit(scope)
-        token = VISIT.set(visit)
+        context = RequestContext(scope)
+        context.request_id = identify(scope)
+        token = CONTEXT.set(context)
         began = time.perf_counter()
         self._counts.began()
         try:
-            with self._span(visit):
-                await self._pass_on(visit, receive, send)
+            with self._span(context):
+                await self._pass_on(context, receive, send)
         finally:
             seconds = time.perf_counter() - began
-            self._counts.ended(visit, seconds)
+            self._counts.ended(context, seconds)
             if self._log is not None:
-                self._log(visit, seconds)  # within the visit, so that the line has its id
-            VISIT.reset(token)
+                self._log(context, seconds)  # within the context, so that the line has its id
+            CONTEXT.reset(token)
 
-    async def _pass_on(self, visit: Visit, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, context: RequestContext, receive: Receive, send: Send) -> None:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
-                visit.streams = _is_event_stream(message)
-                self._counts.responded(visit)
+                headers = MutableHeaders(scope=message)
+                _name(headers, context.scope)
+                context.status = message["status"]
+                context.streams = headers.get("content-type", "").startswith("text/event-stream")
+                self._counts.responded(context)
             await send(message)
 
         try:
-            await self.app(visit.scope, receive, watched)
+            await self.app(context.scope, receive, watched)
         except Exception:
-            visit.status = visit.status or SERVER_ERROR
+            context.status = context.status or SERVER_ERROR
             raise
         finally:
-            broken_off: ApiError | None = visit.scope.get("state", {}).get(BROKEN_OFF)
+            broken_off: ApiError | None = context.scope["state"].get(BROKEN_OFF)
             if broken_off is not None:
-                visit.status, visit.error = broken_off.status, broken_off
-            visit.status = visit.status or CLIENT_CLOSED
+                context.status, context.error = broken_off.status, broken_off
+            context.status = context.status or CLIENT_CLOSED
 
 
-def _is_event_stream(message: Message) -> bool:
-    headers = dict(message["headers"])
-    return bytes(headers.get(b"content-type", b"")).startswith(b"text/event-stream")
+def refusal_of(scope: Scope, error: ApiError) -> Response:
+    """What a client is told of a request that no layer may have seen yet."""
+    identify(scope)
+    answer = error_response(scope, error)
+    _name(answer.headers, scope)
+    return answer
+
+
+def identify(scope: Scope) -> str:
+    """The id of a request: its caller's own, or one that stays."""
+    state: dict[str, str] = scope.setdefault("state", {})
+    if "request_id" not in state:
+        given = Headers(scope=scope).get("x-request-id", "")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+    return state["request_id"]
+
+
+def _name(headers: MutableHeaders, scope: Scope) -> None:
+    headers["x-request-id"] = identify(scope)
+    if is_messages(scope["path"]):  # whose clients know it by another name
+        headers["request-id"] = identify(scope)

@@ -30,7 +30,7 @@ from ...core.engine.engine import Engine
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import PlanRow, StepOutput, StepPlan
-from ..types.request_context import VISIT, Visit
+from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ Value = str | bool | int | float | list[str]
 _COMPLETIONS = "/v1/completions"
 
 
-def operation_of(visit: Visit | None) -> str:
+def operation_of(http: RequestContext | None) -> str:
     """What is done, in a word."""
-    is_text = visit is None or visit.route == _COMPLETIONS
+    is_text = http is None or http.route == _COMPLETIONS
     return "text_completion" if is_text else "chat"
 
 
@@ -160,7 +160,7 @@ class _Live:
 
     span: trace.Span
     context: Context  # in which its span is the current one
-    visit: Visit | None
+    http: RequestContext | None
     arrival: float  # seconds on the engine's clock
     offset: int  # nanoseconds from there to the time of day
     chunks: list[_Chunk] = field(default_factory=list)
@@ -211,37 +211,37 @@ class Telemetry:
     # -- HTTP -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def span(self, visit: Visit) -> Iterator[None]:
+    def span(self, http: RequestContext) -> Iterator[None]:
         """The current span inside the block, below the caller's if it named one."""
-        if visit.is_probe:
+        if http.is_probe:
             yield
             return
-        parent = self._propagator.extract(dict(Headers(scope=visit.scope)))
+        parent = self._propagator.extract(dict(Headers(scope=http.scope)))
         with self._tracer.start_as_current_span(
-            visit.method, parent, kind=trace.SpanKind.SERVER, record_exception=False
+            http.method, parent, kind=trace.SpanKind.SERVER, record_exception=False
         ) as span:
             if span.is_recording():
-                visit.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+                http.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
             try:
                 yield
             finally:
-                self._describe_visit(span, visit)
+                self._describe_http(span, http)
 
-    def _describe_visit(self, span: trace.Span, visit: Visit) -> None:
-        if visit.answered_ns:  # the engine was done: what follows is text, and the network
-            self._child(None, "emit", visit.answered_ns, time.time_ns())
-        span.update_name(f"{visit.method} {visit.route}")
+    def _describe_http(self, span: trace.Span, http: RequestContext) -> None:
+        if http.answered_ns:  # the engine was done: what follows is text, and the network
+            self._child(None, "emit", http.answered_ns, time.time_ns())
+        span.update_name(f"{http.method} {http.route}")
         span.set_attributes(
             {
-                "http.request.method": visit.method,
-                "http.route": visit.route,
-                "http.response.status_code": visit.status,
-                "foretoken.request_id": visit.request_id,
+                "http.request.method": http.method,
+                "http.route": http.route,
+                "http.response.status_code": http.status,
+                "foretoken.request_id": http.request_id,
             }
         )
-        if visit.error is not None:
-            span.set_attribute("error.type", visit.error.code or visit.error.kind)
-        if visit.status >= 500:
+        if http.error is not None:
+            span.set_attribute("error.type", http.error.code or http.error.kind)
+        if http.status >= 500:
             span.set_status(trace.StatusCode.ERROR)
 
     # -- the engine -----------------------------------------------------------------------------
@@ -249,8 +249,8 @@ class Telemetry:
     @_harmless
     def begin(self, request: Request, now: float) -> None:
         """A request was taken; the current span is its caller's."""
-        visit = VISIT.get()
-        operation = operation_of(visit)
+        http = CONTEXT.get()
+        operation = operation_of(http)
         offset = time.time_ns() - int(now * NANO)
         span = self._tracer.start_span(
             f"{operation} {self._model}", start_time=offset + int(now * NANO)
@@ -261,7 +261,7 @@ class Telemetry:
         span.set_attribute("gen_ai.request.model", self._model)
         span.set_attributes(asked_of(request))
         context = trace.set_span_in_context(span)
-        self._live[request.request_id] = _Live(span, context, visit, now, offset)
+        self._live[request.request_id] = _Live(span, context, http, now, offset)
 
     @_harmless
     def observe_step(
@@ -309,8 +309,8 @@ class Telemetry:
         if delta.error is not None:
             live.span.set_status(trace.StatusCode.ERROR)
         live.span.end(live.at(now))
-        if live.visit is not None:
-            live.visit.answered_ns = live.at(now)
+        if live.http is not None:
+            live.http.answered_ns = live.at(now)
 
     def _tell_parts(self, live: _Live, request: Request, now: float) -> None:
         usage = request.usage

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from ...core.telemetry.metrics import SECONDS
 from ...core.telemetry.prometheus import PREFIX, Histograms, counters, gauge
-from ..types.request_context import Visit
+from ..types.request_context import RequestContext
 from .event_loop_lag import LoopLag
 
 REASONS = {  # of a refusal, by the code of its error
@@ -28,7 +28,7 @@ DRAINING, NOT_READY, INVALID = "draining", "not_ready", "invalid"
 
 
 class ServerMetrics(Collector):
-    """Counts visits. ``is_ready``, ``is_draining`` and ``num_connections`` are asked when scraped.
+    """Counts requests. Whether the server is ready and drains is asked when it is scraped.
 
     Labels have few values: routes by their templates, methods and reasons from lists.
     """
@@ -57,24 +57,24 @@ class ServerMetrics(Collector):
         """One more is under way."""
         self._num_open += 1
 
-    def responded(self, visit: Visit) -> None:
+    def responded(self, request: RequestContext) -> None:
         """The header of its answer goes out."""
-        self._num_streams += visit.streams
+        self._num_streams += request.streams
 
-    def ended(self, visit: Visit, seconds: float) -> None:
+    def ended(self, request: RequestContext, seconds: float) -> None:
         """All is sent, or nobody listens any more."""
         self._num_open -= 1
-        self._num_streams -= visit.streams
-        self._requests[visit.route, visit.method, str(visit.status)] += 1
-        self._seconds.of(visit.route).observe(seconds)
-        reason = self._reason(visit)
+        self._num_streams -= request.streams
+        self._requests[request.route, request.method, str(request.status)] += 1
+        self._seconds.of(request.route).observe(seconds)
+        reason = self._reason(request)
         if reason is not None:
             self._refusals[reason] += 1
 
-    def _reason(self, visit: Visit) -> str | None:
+    def _reason(self, request: RequestContext) -> str | None:
         """Why no work was done for it; None where it was, or where the server failed."""
-        error = visit.error
-        if error is None or visit.is_probe:
+        error = request.error
+        if error is None or request.is_probe:
             return None
         if error.code in REASONS:
             return REASONS[error.code]

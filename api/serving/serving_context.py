@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
-from ...core.errors import DeadlineExceeded, InvalidRequest
+from ...core.errors import InvalidRequest
 from ..runtime.chat import Turns
 from ..runtime.engine_client import Host
 from ..runtime.normalize import SteadyTurns
-from ..types.request_context import arrival, note_arrival, seconds_left
+from ..types.request_context import arrival, note_arrival, origin, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .json_depth import Excess, find_excess
 from .limits import Limits
 from .metrics import ServerMetrics
-from .sse import unless_gone
+from .sse import UnlessGone
 
 T = TypeVar("T")
 OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the largest that their own APIs take
@@ -89,7 +90,7 @@ class Service:
 
     @property
     def unready(self) -> str | None:
-        """Why new requests had better go elsewhere, though they may well be served."""
+        """The reason why /ready returns 503, or None."""
         return self.outage or self.llm.engine.readiness
 
     def check_range(self, body: object, *, most_temperature: float) -> None:
@@ -137,27 +138,21 @@ class Service:
         excess = look() if len(data) <= QUICK_BYTES else await asyncio.to_thread(look)
         if excess is not None:
             raise ApiError(400, f"{EXCESS[excess]} the limit of {limits.named(excess)}")
-        request.state.num_bytes = len(data)
         return data
 
-    async def apart(self, request: Request, job: Callable[[], T]) -> T:
+    async def apart(self, job: Callable[[], T]) -> T:
         """Do something with the body that was read, in a thread if it is a large one."""
-        return await self.llm.tokenizer.apart(request.state.num_bytes, job)
+        return await self.llm.tokenizer.apart(origin().num_bytes, job)
 
-    async def wanted(
-        self, request: Request, work: Coroutine[Any, Any, T], deadline_ms: float | None = None
-    ) -> T:
-        """Do what comes before the engine's work, while the client is there and has time.
+    def wanted(self, receive: Receive, deadline_ms: float | None = None) -> UnlessGone:
+        """A block that goes on while the client is there and has time.
 
-        Raises `ClientGone` and `DeadlineExceeded`, by the shorter of the caller's and our limit.
+        Its time is the shorter of the caller's limit and ours. Raises `DeadlineExceeded` where
+        nothing of it is left.
         """
         asked = None if deadline_ms is None else deadline_ms / 1000
-        try:
-            left = seconds_left(arrival(), asked, self.llm.max_request_seconds)
-        except DeadlineExceeded:
-            work.close()  # nothing of it is begun
-            raise
-        return await unless_gone(request.receive, work, left)
+        left = seconds_left(arrival(), asked, self.llm.max_request_seconds)
+        return UnlessGone(receive, left)
 
 
 async def _read_in_time(request: Request, limits: Limits) -> bytes:

@@ -1,12 +1,13 @@
-"""Server-sent events that notice when the client leaves."""
+"""The client of a request: its leaving ends the work for it, and streams keep it informed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Self
 
 import msgspec
 from starlette.responses import Response
@@ -17,7 +18,6 @@ from ..types.request_context import TOO_LATE, note_error
 from .errors import ApiError, ClientGone, to_api_error
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 PING_SECONDS = 10.0
@@ -38,13 +38,53 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body)
 
 
+class UnlessGone:
+    """Cancels the block when the client leaves or the time is over.
+
+    Raises `ClientGone` and `DeadlineExceeded`. One task for a whole request: it watches until the
+    block is left. The body must have been read before.
+    """
+
+    def __init__(self, receive: Receive, seconds: float | None = None) -> None:
+        self._receive = receive
+        self._timeout = asyncio.timeout(seconds)
+        self._is_gone = False
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watcher.cancel()
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise ClientGone if self._is_gone else DeadlineExceeded(TOO_LATE) from None
+
+    def wait_on(self) -> None:
+        """Forget the time: from here on somebody else counts it."""
+        self._timeout.reschedule(None)
+
+    async def _watch(self) -> None:
+        await gone(self._receive)
+        self._is_gone = True
+        if not self._timeout.expired():
+            self._timeout.reschedule(0)  # long ago: the block is cancelled at once
+
+
 class EventStream(Response):
     """Sends events as they come; ``close`` is called in any case.
 
     ``ping`` and ``on_error`` are how the dialect says that it lives, and that it failed.
 
     starlette's StreamingResponse leaves the generator open when the client goes during a send, and
-    does not notice one that goes while nothing is sent: here a watcher ends the sender at once.
+    does not notice one that goes while nothing is sent.
     """
 
     def __init__(
@@ -65,35 +105,31 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Serve until the events end or the client leaves, whichever is first."""
-        tasks = [
-            asyncio.create_task(self._send_all(send)),
-            asyncio.create_task(gone(receive)),
-        ]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            async with UnlessGone(receive):
+                await self.send_all(send)
+        except ClientGone:
+            pass  # there is nobody to tell
         finally:
-            await _end(tasks)
-            await self._events.aclose()
             self._close()
-        if not tasks[0].cancelled():
-            tasks[0].result()
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        pings = asyncio.create_task(self._ping(send))
-        try:
-            async with aclosing(self._events) as events:
+    async def send_all(self, send: Send) -> None:
+        """Serve until the events end."""
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            pings = asyncio.create_task(self._ping(send))
+            try:
                 async for body in events:
                     await _write(send, body)
-        except Exception as error:
-            # The status line is gone: what remains is an event that clients raise as an error.
-            answer = to_api_error(error)
-            note_error(answer)
-            if answer.status == 500:
-                logger.error("a stream failed", exc_info=error)
-            await _write(send, self._on_error(answer))
-        finally:
-            await _end([pings])
+            except Exception as error:
+                # The status line is gone: what remains is an event that clients raise as an error.
+                answer = to_api_error(error)
+                note_error(answer)
+                if answer.status == 500:
+                    logger.error("a stream failed", exc_info=error)
+                await _write(send, self._on_error(answer))
+            finally:
+                pings.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
@@ -111,29 +147,3 @@ async def gone(receive: Receive) -> None:
     """Return when the client has closed its connection; the body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def unless_gone(
-    receive: Receive, work: Coroutine[Any, Any, T], seconds: float | None = None
-) -> T:
-    """Do the work, or cancel it when the client leaves first or the time is over.
-
-    Raises `ClientGone` and `DeadlineExceeded`. The body must have been read before.
-    """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(gone(receive))
-    try:
-        both = [task, watcher]
-        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone if watcher.done() else DeadlineExceeded(TOO_LATE)
-    finally:
-        await _end([task, watcher])
-
-
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel and wait, so that no ``finally`` is left to run later."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,4 @@
-"""When the request that is being served arrived, how large it is and when it is given up.
-
-As the caller is (`owners.CALLER`), this is no argument of the routes: what is asked of it happens
-deep inside, and none of them can forget to pass it on.
-"""
+"""The HTTP request that is being served: its caller, its times, what became of it."""
 
 from __future__ import annotations
 
@@ -25,42 +21,15 @@ if TYPE_CHECKING:
 TOO_LATE = "the deadline passed before the request could run"
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A body that is there."""
-
-    at: float  # of `time.monotonic`
-    num_bytes: int = 0
-
-
-ARRIVAL: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
-
-
-def note_arrival(num_bytes: int) -> None:
-    """The body of this request has arrived; its deadlines count from here."""
-    ARRIVAL.set(Arrival(time.monotonic(), num_bytes))
-
-
-def arrival() -> Arrival:
-    """Of the request that is being served; where there is none, as in the SDK, it is now."""
-    return ARRIVAL.get() or Arrival(time.monotonic())
-
-
-def origin() -> Origin:
-    """Whose work is done, and how long the body that it is about."""
-    known = ARRIVAL.get()
-    return Origin(CALLER.get(), 0 if known is None else known.num_bytes)
-
-
-def seconds_left(since: Arrival, *limits: float | None) -> float | None:
-    """Of the shortest of these times, which count from an arrival; None without any.
+def seconds_left(since: float, *limits: float | None) -> float | None:
+    """What is left of the shortest of these times, which count from ``since``; None without any.
 
     Raises `DeadlineExceeded` where nothing is left.
     """
     given = [each for each in limits if each is not None]
     if not given:
         return None
-    left = since.at + min(given) - time.monotonic()
+    left = since + min(given) - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded(TOO_LATE)
     return left
@@ -69,6 +38,7 @@ def seconds_left(since: Arrival, *limits: float | None) -> float | None:
 UNKNOWN_ROUTE = "unknown"
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 NO_KEY = frozenset({401, 403})
+NOBODY = b""  # whoever comes without a key, and the SDK
 METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
 
@@ -105,11 +75,14 @@ class EngineAnswer(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
-    """What is known of it so far. Holds no text of anybody's."""
+class RequestContext:
+    """What is known of one HTTP request so far. Holds no text of anybody's."""
 
     scope: Scope
-    request_id: str = ""  # the gate's
+    caller: bytes = NOBODY  # a hash of its key; the gate sets it
+    arrived: float | None = None  # when its body was there, of `time.monotonic`
+    num_bytes: int = 0  # of its body
+    request_id: str = ""
     trace_id: str = ""  # where it is traced
     status: int = 0  # 0: no answer began
     streams: bool = False  # the answer is an event stream
@@ -135,39 +108,57 @@ class Visit:
         return self.scope["path"] in PROBES and self.status not in NO_KEY
 
 
-VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+CONTEXT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+"""The HTTP request that is being served; None in the SDK.
+
+It is no argument of the routes: what is asked of it happens deep inside, and none of them can
+forget to pass it on.
+"""
 
 
-def note_request_id(request_id: str) -> None:
-    """What the gate calls the request."""
-    visit = VISIT.get()
-    if visit is not None:
-        visit.request_id = request_id
+def note_arrival(num_bytes: int) -> None:
+    """The body of this request has arrived; its deadlines count from here."""
+    context = CONTEXT.get()
+    if context is not None:
+        context.arrived, context.num_bytes = time.monotonic(), num_bytes
+
+
+def arrival() -> float:
+    """When the request that is being served arrived; where there is none, as in the SDK, now."""
+    context = CONTEXT.get()
+    known = None if context is None else context.arrived
+    return time.monotonic() if known is None else known
+
+
+def caller() -> bytes:
+    """Who sent the request that is being served."""
+    context = CONTEXT.get()
+    return NOBODY if context is None else context.caller
+
+
+def origin() -> Origin:
+    """Whose work is done, and how long the body that it is about."""
+    context = CONTEXT.get()
+    return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
 
 
 def note_error(error: KnownError) -> None:
     """What the client is told instead of an answer."""
-    visit = VISIT.get()
-    if visit is not None:
-        visit.error = error
+    context = CONTEXT.get()
+    if context is not None:
+        context.error = error
 
 
 def note_answer(answer: EngineAnswer) -> None:
     """What the engine was asked."""
-    visit = VISIT.get()
-    if visit is not None:
-        visit.answers.append(answer)
+    context = CONTEXT.get()
+    if context is not None:
+        context.answers.append(answer)
 
 
 Owner = bytes
 K = TypeVar("K", bound=Hashable)
 FAIR_SHARE = 0.25  # of a memory that all owners have in common
-NOBODY = b""  # whoever comes without a key, and the SDK
-CALLER: ContextVar[bytes] = ContextVar("caller", default=NOBODY)
-"""The caller of the request that is being served, as a hash of its key; the gate sets it.
-
-It is no argument of the routes, so that none of them can forget to pass it on.
-"""
 
 
 def caller_of(key: str | bytes) -> bytes:
@@ -178,14 +169,14 @@ def caller_of(key: str | bytes) -> bytes:
 
 def owner_of(cache_salt: str | None) -> Owner:
     """Whose responses and prompts the caller may read: those of its key and of this salt."""
-    return hashlib.sha256(msgspec.json.encode((CALLER.get().hex(), cache_salt))).digest()
+    return hashlib.sha256(msgspec.json.encode((caller().hex(), cache_salt))).digest()
 
 
 def tenant_of(cache_salt: str | None) -> str | None:
     """Whom the scheduler charges: the salt, else the caller's key by a short hash, else nobody."""
     if cache_salt is not None:
         return cache_salt
-    return f"key-{CALLER.get().hex()[:16]}" if CALLER.get() else None
+    return f"key-{caller().hex()[:16]}" if caller() else None
 
 
 class Shares(Generic[K]):

@@ -18,12 +18,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
 from foretoken.api.cli import commands
 from foretoken.api.runtime.generation import Answer, Generation
-from foretoken.api.server.logs import JsonFormatter, TextFormatter, announcement, log_visit
+from foretoken.api.server.logs import JsonFormatter, TextFormatter, announcement, log_request
 from foretoken.api.server.observability import make_telemetry
 from foretoken.api.server.tracing import MAX_CHUNKS, Telemetry
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.metrics import ServerMetrics
-from foretoken.api.types.request_context import VISIT, Visit
+from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Usage
@@ -114,7 +114,7 @@ def test_refusals_are_counted_by_their_reason(server: Observed) -> None:
 def test_a_refusal_is_no_failure(error: ApiError | None, draining: bool, reason: str) -> None:
     metrics = ServerMetrics()
     metrics.is_draining = lambda: draining
-    visit = Visit({"type": "http", "method": "GET", "path": "/"}, error=error)
+    visit = RequestContext({"type": "http", "method": "GET", "path": "/"}, error=error)
     metrics.began()
     metrics.ended(visit, 0.1)
     text = metrics.render().decode()
@@ -124,7 +124,7 @@ def test_a_refusal_is_no_failure(error: ApiError | None, draining: bool, reason:
 
 def test_a_stream_is_open_from_its_header_to_its_end() -> None:
     metrics = ServerMetrics()
-    visit = Visit({"type": "http", "method": "GET", "path": "/"}, streams=True)
+    visit = RequestContext({"type": "http", "method": "GET", "path": "/"}, streams=True)
     told = []
     metrics.began()
     told.append(open_now(metrics))
@@ -144,7 +144,7 @@ def open_now(metrics: ServerMetrics) -> tuple[str, ...]:
 def test_a_probe_that_is_refused_is_no_refusal_of_a_request() -> None:
     metrics = ServerMetrics()
     refused = ApiError(503, "", code="unavailable")
-    visit = Visit({"type": "http", "method": "GET", "path": "/ready"}, error=refused)
+    visit = RequestContext({"type": "http", "method": "GET", "path": "/ready"}, error=refused)
     metrics.ended(visit, 0.1)
     assert 'reason="not_ready"} 0.0' in metrics.render().decode()
 
@@ -230,7 +230,9 @@ def test_times_that_nobody_knows_yet_are_left_out(caplog: pytest.LogCaptureFixtu
     stream: Any = SimpleNamespace(ended=False)
     answer.generations = [Generation(request, Any, stream, lambda _: None)]  # type: ignore[arg-type]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
-    log_visit(Visit(scope, answers=[answer]), 0.5)  # its caller left; the engine has yet to notice
+    log_request(
+        RequestContext(scope, answers=[answer]), 0.5
+    )  # its caller left; the engine has yet to notice
     [line] = lines(caplog)
     assert (line["queue_ms"], line["prompt_tokens"], line["finish_reason"]) == (2, 7, "abort")
     assert "ttft_ms" not in line
@@ -292,11 +294,11 @@ def test_every_line_of_a_request_has_the_id_that_its_caller_gave_it(
 def test_text_lines_name_the_request_too() -> None:
     record = logging.LogRecord("foretoken.x", logging.INFO, "x.py", 1, "hot: %s", ("yes",), None)
     assert TextFormatter().format(record) == "INFO foretoken.x hot: yes"
-    token = VISIT.set(Visit({"type": "http"}, request_id="mine"))
+    token = CONTEXT.set(RequestContext({"type": "http"}, request_id="mine"))
     try:
         assert TextFormatter().format(record) == "INFO foretoken.x hot: yes request_id=mine"
     finally:
-        VISIT.reset(token)
+        CONTEXT.reset(token)
 
 
 def test_the_first_line_is_as_all_others_are() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Literal
 
 from ....core.errors import InvalidRequest
@@ -34,14 +33,9 @@ def make_ask(body: ResponsesRequest, history: Sequence[Item], items: Sequence[It
     return read_ask(_to_chat(body, _messages(body, history, items)))
 
 
-@contextmanager
-def renaming(body: ResponsesRequest) -> Iterator[None]:
-    """Let errors name the field as this body calls it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = _name(error.param, body)
-        raise
+def rename(error: InvalidRequest, body: ResponsesRequest) -> None:
+    """Let an error name the field as this body calls it."""
+    error.param = _name(error.param, body)
 
 
 def _name(param: str | None, body: ResponsesRequest) -> str | None:

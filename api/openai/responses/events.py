@@ -10,6 +10,7 @@ import msgspec
 
 from ...runtime.chat import Turn
 from ...serving.errors import ApiError, to_api_error
+from ...serving.serve import Reply
 from ...types.results import Body
 from .answer import ResponseWriter
 
@@ -42,26 +43,41 @@ class Numbered:
         return b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), data)
 
 
-def all_at_once(begun: Body, finished: Body) -> bytes:
-    """A stream of a response without output."""
-    numbered = Numbered()
-    return numbered.begin(begun) + numbered.end(finished)
+class WarmedResponse(Reply):
+    """A response without output."""
+
+    def __init__(self, writer: ResponseWriter, response: Body) -> None:
+        self._writer, self._response = writer, response
+
+    async def whole(self) -> object:
+        """In one body."""
+        return self._response
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """As events."""
+        numbered = Numbered()
+        yield numbered.begin(self._writer.begun()) + numbered.end(self._response)
 
 
-class ResponseEvents:
-    """Writes one answer as a stream. ``finished`` is told of the response before its last event."""
+class ResponseReply(Reply):
+    """One answer. ``keep`` is given the response once it is whole, before its last event."""
 
-    def __init__(self, writer: ResponseWriter, finished: Callable[[Body], None]) -> None:
-        self._writer = writer
-        self._finished = finished
+    def __init__(self, writer: ResponseWriter, turn: Turn, keep: Callable[[Body], None]) -> None:
+        self._writer, self._turn, self._keep = writer, turn, keep
 
-    async def stream(self, turn: Turn) -> AsyncGenerator[bytes]:
-        """Everything; what a step adds is sent at once.
+    async def whole(self) -> object:
+        """In one body."""
+        response = await self._writer.collect(self._turn)
+        self._keep(response)
+        return response
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """As events; what a step adds is sent at once.
 
         The stream begins before the prompt is read. An error after that is a response that
         failed: an event of its own would leave clients without an end.
         """
-        numbered = Numbered()
+        numbered, turn = Numbered(), self._turn
         yield numbered.begin(self._writer.begun())
         try:
             async with aclosing(turn.deltas()) as deltas:
@@ -70,10 +86,14 @@ class ResponseEvents:
                     if events:
                         yield numbered.encode(events)
             last = self._writer.finished(turn)
-            self._finished(last)
+            self._keep(last)
         except Exception as error:
             last = self._writer.failed(turn, error_body(error))
         yield numbered.end(last)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._turn.close()
 
 
 def error_body(error: Exception) -> Body:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -13,16 +11,16 @@ from starlette.responses import Response
 from ....core.errors import InvalidRequest
 from ...runtime.chat_types import Ask
 from ...serving.errors import ApiError, JsonResponse
-from ...serving.serving_context import OPENAI_TEMPERATURE, Service
-from ...serving.sse import HEADERS, EventStream, unless_gone
+from ...serving.serve import Count, Dialect, Reply
+from ...serving.serving_context import Service
 from ...types.request_context import Owner, owner_of
 from ...types.results import Body
 from ..schema import decoder
 from ..shapes import is_prewarm, prewarm
 from .answer import ResponseWriter
-from .ask import make_ask, refuse_unsupported, renaming
+from .ask import make_ask, refuse_unsupported, rename
 from .body import ResponseHead
-from .events import ResponseEvents, all_at_once
+from .events import ResponseReply, WarmedResponse
 from .inputs import kept_items, read_items
 from .schema import Item, ResponsesRequest
 from .store import ResponseStore
@@ -32,55 +30,76 @@ PAGE = 20  # items, as OpenAI has it
 decode = decoder(ResponsesRequest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A body and what it says in the light of what was kept."""
+class Responding(Dialect[ResponsesRequest]):
+    """What answers and counts have in common."""
 
-    owner: Owner
-    items: list[Item]  # the new ones
-    ask: Ask
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        super().__init__(service)
+        self.store = store
+
+    def decode(self, data: bytes) -> ResponsesRequest:
+        """A body; raises `ApiError` 400."""
+        return decode(data)
+
+    def check(self, body: ResponsesRequest) -> None:
+        """Refuse what this API has and foretoken has not."""
+        super().check(body)
+        refuse_unsupported(body)
+
+    def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
+        """As bodies of this API call the fields."""
+        rename(error, body)
+
+    async def read_ask(self, body: ResponsesRequest) -> tuple[Ask, list[Item]]:
+        """What is asked in the light of what was kept, and the items that are new."""
+        owner = owner_of(body.cache_salt)
+        history: list[Item] = []
+        if body.previous_response_id is not None:
+            history = self.store.history(owner, body.previous_response_id)
+        items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
+        limits = self.service.settings.limits
+        limits.check("input", len(history) + len(items), "max_messages")
+        return await self.service.apart(partial(make_ask, body, history, items)), items
 
 
-class ResponsesRoute:
-    """Answers in OpenAI's Responses shape."""
+class ResponsesCount(Responding):
+    """POST /v1/responses/input_tokens."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-        seconds = service.settings.limits.store_seconds
-        self.store = ResponseStore(max_seconds=seconds)
+    can_stream = False
 
-    async def create(self, request: Request) -> Response:
-        """Answer the input, whole or as a stream."""
-        body = await self._read(request)
-        with renaming(body):
-            question = await self._question(request, body)
-            head = ResponseHead(body, question.ask.params, self.service.model)
-            writer = ResponseWriter(self.service, head)
-            if is_prewarm(body):
-                work = prewarm(self.service, question.ask, request_id=head.id)
-                usage = await self.service.wanted(request, work, body.deadline_ms)
-                response = writer.prewarmed(usage)
-                self._keeper(body, question)(response)
-                return _prewarmed(body, writer, response)
-            opening = self.service.turns.open(question.ask, request_id=head.id)
-            turn = await self.service.wanted(request, opening, body.deadline_ms)
-        keep = self._keeper(body, question)
-        if body.stream:
-            events = ResponseEvents(writer, keep).stream(turn)
-            seconds = self.service.settings.limits.ping_seconds
-            return EventStream(events, close=turn.close, ping_seconds=seconds)
-        response = await unless_gone(request.receive, writer.collect(turn))
-        keep(response)
-        return JsonResponse(response)
-
-    async def count(self, request: Request) -> Response:
+    async def open(self, body: ResponsesRequest) -> Reply:
         """How many tokens the input comes to."""
-        body = await self._read(request)
-        with renaming(body):
-            question = await self._question(request, body)
-            rendering = self.service.turns.render(question.ask)
-            token_ids = await self.service.wanted(request, rendering, body.deadline_ms)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+        ask, _ = await self.read_ask(body)
+        num_tokens = len(await self.service.turns.render(ask))
+        return Count({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+class ResponsesRoute(Responding):
+    """POST /v1/responses."""
+
+    async def open(self, body: ResponsesRequest) -> Reply:
+        """Render and submit."""
+        ask, items = await self.read_ask(body)
+        head = ResponseHead(body, ask.params, self.service.model)
+        writer, owner = ResponseWriter(self.service, head), owner_of(body.cache_salt)
+
+        def keep(response: Body) -> None:
+            if body.store is not False:
+                self.store.put(owner, response, kept_items(items))
+
+        if is_prewarm(body):
+            usage = await prewarm(self.service, ask, request_id=head.id)
+            response = writer.prewarmed(usage)
+            keep(response)
+            return WarmedResponse(writer, response)
+        return ResponseReply(writer, await self.service.turns.open(ask, request_id=head.id), keep)
+
+
+class KeptResponses:
+    """What there is to do with responses that were kept."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
 
     async def retrieve(self, request: Request) -> Response:
         """A response that was kept."""
@@ -108,40 +127,6 @@ class ResponsesRoute:
         if _order(request) == "desc":
             items.reverse()
         return JsonResponse(_page(items, _limit(request), request.query_params.get("after")))
-
-    async def _read(self, request: Request) -> ResponsesRequest:
-        body = await self.service.read(request, decode)
-        self.service.check_model(body.model)
-        self.service.check_range(body, most_temperature=OPENAI_TEMPERATURE)
-        refuse_unsupported(body)
-        return body
-
-    async def _question(self, request: Request, body: ResponsesRequest) -> Question:
-        owner = owner_of(body.cache_salt)
-        history: list[Item] = []
-        if body.previous_response_id is not None:
-            history = self.store.history(owner, body.previous_response_id)
-        items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
-        limits = self.service.settings.limits
-        limits.check("input", len(history) + len(items), "max_messages")
-        reading = self.service.apart(request, partial(make_ask, body, history, items))
-        ask = await self.service.wanted(request, reading, body.deadline_ms)
-        return Question(owner=owner, items=items, ask=ask)
-
-    def _keeper(self, body: ResponsesRequest, question: Question) -> Callable[[Body], None]:
-        """Keeps the response unless ``store`` is false."""
-
-        def keep(response: Body) -> None:
-            if body.store is not False:
-                self.store.put(question.owner, response, kept_items(question.items))
-
-        return keep
-
-
-def _prewarmed(body: ResponsesRequest, writer: ResponseWriter, response: Body) -> Response:
-    if not body.stream:
-        return JsonResponse(response)
-    return Response(all_at_once(writer.begun(), response), headers=HEADERS)
 
 
 def _named(request: Request) -> tuple[Owner, str]:

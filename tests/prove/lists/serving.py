@@ -256,8 +256,8 @@ MUTATIONS = (
     Mutation(
         "gate-does-not-name-the-caller",
         "Gate.__call__",
-        "caller = CALLER.set(known or next(iter(offered), NOBODY))",
-        "caller = CALLER.set(NOBODY)",
+        "context.caller = known or next(iter(offered), NOBODY)",
+        "context.caller = NOBODY",
         ("test_the_prompt_of_another_key_is_not_known",),
         "nobody reads what another key has kept",
     ),
@@ -320,7 +320,7 @@ MUTATIONS = (
     ),
     Mutation(
         "visit-of-a-guesser-is-a-probe",
-        "Visit.is_probe",
+        "RequestContext.is_probe",
         'return self.scope["path"] in PROBES and self.status not in NO_KEY',
         'return self.scope["path"] in PROBES',
         ("test_who_guesses_keys_is_seen_wherever_he_tries",),

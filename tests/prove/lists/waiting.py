@@ -54,17 +54,16 @@ MUTATIONS = (
     Mutation(
         "who-waits-has-no-deadline",
         "Service.wanted",
-        "        return await unless_gone(request.receive, work, left)\n",
-        "        return await unless_gone(request.receive, work)\n",
+        "        return UnlessGone(receive, left)\n",
+        "        return UnlessGone(receive)\n",
         ("test_a_deadline_of_the_caller_counts_while_it_waits",),
         "the wait is part of what a request may take",
     ),
     Mutation(
         "chat-opens-for-who-left",
-        "ChatRoute.create",
-        "            ask = await self.service.wanted(request, reading, body.deadline_ms)\n"
-        "            self.service.check_room(1, ask.params.n)\n",
-        "            ask = await reading\n            self.service.check_room(1, ask.params.n)\n",
+        "UnlessGone._watch",
+        "            self._timeout.reschedule(0)",
+        "            self._timeout.reschedule(None)",
         ("test_who_leaves_while_a_large_body_is_read_is_not_waited_for",),
         "who leaves frees what he had",
     ),

@@ -1,0 +1,138 @@
+"""The one body of all routes that generate; what differs between APIs is a `Dialect`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import ClassVar, Generic, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from ...core.errors import InvalidRequest
+from .errors import ApiError, ClientGone, JsonResponse
+from .serving_context import OPENAI_TEMPERATURE, Service
+from .sse import PING, EventStream, error_event
+
+
+class Body(Protocol):
+    """What every decoded body has."""
+
+    @property
+    def model(self) -> str | None:
+        """The model that is asked for."""
+
+    @property
+    def stream(self) -> bool | None:
+        """Whether the answer is a stream."""
+
+    @property
+    def deadline_ms(self) -> float | None:
+        """Milliseconds until the answer is cut short."""
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Reply:
+    """An answer on its way. Whoever has one must `close` it in a ``finally``."""
+
+    async def whole(self) -> object:
+        """All of it as one JSON body."""
+        raise NotImplementedError
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """All of it as server-sent events."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+
+
+class Count(Reply):
+    """An answer that is a number of tokens, streamed by no client."""
+
+    def __init__(self, body: object) -> None:
+        self._body = body
+
+    async def whole(self) -> object:
+        """The body."""
+        return self._body
+
+
+class Dialect(Generic[B]):
+    """How one route reads bodies and writes answers."""
+
+    can_stream: ClassVar[bool] = True
+    most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
+    ping: ClassVar[bytes] = PING
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def decode(self, data: bytes) -> B:
+        """A body; raises `ApiError` 400."""
+        raise NotImplementedError
+
+    def check(self, body: B) -> None:
+        """Raise `ApiError` 404 and `InvalidRequest` before anything is rendered."""
+        self.service.check_model(body.model)
+        self.service.check_range(body, most_temperature=self.most_temperature)
+
+    async def open(self, body: B) -> Reply:
+        """Render the body and submit it; raises `InvalidRequest`, `QueueFull` and `EngineDead`."""
+        raise NotImplementedError
+
+    def rename(self, error: InvalidRequest, body: B) -> None:
+        """Let an error name the field as this body calls it."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """An error inside a stream."""
+        return error_event(error)
+
+
+class Serve(Generic[B]):
+    """The endpoint of a dialect, as an ASGI application."""
+
+    def __init__(self, dialect: Dialect[B]) -> None:
+        self._dialect, self._service = dialect, dialect.service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whole or as a stream; nothing runs on once the client has left."""
+        dialect = self._dialect
+        body = await self._service.read(Request(scope, receive), dialect.decode)
+        is_stream = bool(body.stream) and dialect.can_stream
+        has_begun = False
+        try:
+            async with self._service.wanted(receive, body.deadline_ms) as client:
+                reply = await self._open(body)
+                try:
+                    client.wait_on()  # the engine keeps the deadline of what it was given
+                    if is_stream:
+                        has_begun = True
+                        await self._stream(reply).send_all(send)
+                        return
+                    answer = JsonResponse(await reply.whole())
+                finally:
+                    reply.close()
+        except ClientGone:
+            if has_begun:
+                return  # there is nobody to tell
+            raise
+        await answer(scope, receive, send)
+
+    async def _open(self, body: B) -> Reply:
+        self._dialect.check(body)
+        try:
+            return await self._dialect.open(body)
+        except InvalidRequest as error:
+            self._dialect.rename(error, body)
+            raise
+
+    def _stream(self, reply: Reply) -> EventStream:
+        return EventStream(
+            reply.events(),
+            close=reply.close,
+            ping_seconds=self._service.settings.limits.ping_seconds,
+            ping=self._dialect.ping,
+            on_error=self._dialect.error_event,
+        )
