@@ -1,20 +1,44 @@
-"""A chat template: what it is given, how long and how deep that is, and what its errors say."""
+"""Chat templates: how a model's authors write a conversation as one text, in jinja2.
+
+A template is a program, and the memory and the time that it takes are everybody's. The sandbox of
+jinja2 keeps it from what it must not reach, and from ranges of more than 100,000. Here all that it
+writes is bounded, what sums, products and powers make, and its time, which is looked at whenever it
+calls, reads an attribute or writes. Not so what ``~`` and filters such as ``center`` make: the
+author of a template is trusted that far.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextvars import ContextVar
+from datetime import datetime
+from functools import cached_property, lru_cache
 from typing import Any
+
+from jinja2 import Template, TemplateError, UndefinedError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
 
 from ...core.errors import InvalidRequest
 
 SECONDS = 5.0  # for one conversation; then it is the template's fault
+INLINE_SECONDS = 0.005  # for a short one on the event loop; then it begins anew in a thread
 INLINE_CHARS = 2_048  # longer texts are tokenised in a thread
 MESSAGE_CHARS = 64  # a message costs a template about as much as so much text
-
-
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
+MARK = "THE_FINAL_MESSAGE_ENDS_HERE "  # behind it a space, to see whether a template trims
 NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
+RESERVED = frozenset(
+    {"messages", "conversation", "conversations", "tools", "documents", "chat_template", "self"}
+) | frozenset(  # options of transformers that are no template's
+    {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+     "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "kwargs"}
+)  # fmt: skip
 
 
 class TooLong(Exception):  # noqa: N818
@@ -25,21 +49,41 @@ class TooLong(Exception):  # noqa: N818
         self.num_chars = num_chars
 
 
+class Budget:
+    """What one rendering may take: characters, and seconds from now on.
+
+    Raises `TooLong` and `TimeoutError` inside the template.
+    """
+
+    def __init__(self, most_chars: int, seconds: float) -> None:
+        self.most_chars = most_chars
+        self._ends_at = time.monotonic() + seconds
+
+    def end(self) -> None:
+        """Nobody waits for the text any more."""
+        self._ends_at = 0.0
+
+    def check_time(self) -> None:
+        """Raise where the time is over."""
+        if time.monotonic() > self._ends_at:
+            raise TimeoutError
+
+    def check(self, num_chars: int) -> None:
+        """Raise for a text that is too long, or too late."""
+        if num_chars > self.most_chars:
+            raise TooLong(num_chars)
+        self.check_time()
+
+
+UNBOUNDED = Budget(2**62, float("inf"))
+BUDGET: ContextVar[Budget] = ContextVar("budget", default=UNBOUNDED)
+
+
 class ChatTemplate:
     """The chat template of a Hugging Face tokenizer, which may have none."""
 
     def __init__(self, hf: Any) -> None:  # noqa: ANN401 - transformers is untyped
-        from . import template_sandbox  # brings transformers and jinja2
-
-        self._hf, self._bounded = hf, template_sandbox.bounded
-        template_sandbox.install()
-        self._import_all()
-
-    def _import_all(self) -> None:
-        """What rendering imports on first use: an interrupted import would leave a lock behind."""
-        if hasattr(self._hf, "apply_chat_template"):
-            talk = [{"role": "user", "content": ""}]
-            self._hf.apply_chat_template(talk, chat_template="{{ messages }}", tokenize=False)
+        self._hf = hf
 
     @property
     def text(self) -> str:
@@ -52,46 +96,238 @@ class ChatTemplate:
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for one that is not for a request to choose."""
         for name in options:
-            if name in self._reserved_options:
+            if name in RESERVED:
                 message = f"chat_template_kwargs must not hold {name}"
                 raise InvalidRequest(message, param="chat_template_kwargs")
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        most_chars: int,
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], budget: Budget
     ) -> str:
-        """The text of a conversation; raises whatever the template raises, and `TooLong`.
+        """The text of a conversation, as transformers' ``apply_chat_template`` writes it.
 
-        In a thread, where it may be interrupted: nothing here logs.
+        Raises whatever the template raises, `TooLong` and `TimeoutError`.
         """
-        settings = {"add_generation_prompt": True, **options, "tokenize": False}
+        token = BUDGET.set(budget)
         try:
-            with self._bounded(most_chars):
-                return self._render(messages, settings)
+            return self._completed(messages, {"add_generation_prompt": True, **options})
         except RecursionError:  # its traceback would be as long as what is nested is deep
             param = deeper(messages, options)
             raise InvalidRequest(f"{param} are nested too deeply", param=param) from None
+        finally:
+            BUDGET.reset(token)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
+    def _completed(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
         """Some templates read what a tool need not have: they get it, empty, where they fail."""
-        from jinja2 import UndefinedError
-
         try:
-            return str(self._hf.apply_chat_template(list(messages), **settings))
+            return self._render(messages, dict(options))
         except (UndefinedError, TypeError):
-            tools = completed(settings.get("tools") or ())
+            tools = completed(options.get("tools") or ())
             if tools is None:
                 raise
-            whole = {**settings, "tools": tools}
-            return str(self._hf.apply_chat_template(list(messages), **whole))
+            return self._render(messages, {**options, "tools": tools})
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
+        text, field = self.text, options.pop("continue_final_message", False)
+        talk = [_message(each) for each in messages]
+        given = {"tools": None, "documents": None, **self._special_tokens, **_plain(options)}
+        if not field:
+            return str(_compiled(text).render(messages=talk, **given))
+        if given["add_generation_prompt"]:
+            raise ValueError("continue_final_message excludes add_generation_prompt")
+        final = _mark(talk[-1], field if isinstance(field, str) else "content", text)
+        written = str(_compiled(text).render(messages=talk, **given))
+        end = written.rfind(MARK.strip())
+        if end < 0 or final.strip() not in written:
+            raise ValueError("continue_final_message: the template leaves the final message out")
+        return written[:end] if written.startswith(MARK, end) else written[:end].rstrip()
 
     @cached_property
-    def _reserved_options(self) -> set[str]:
-        names = set(inspect.signature(self._hf.apply_chat_template).parameters)
-        free = {"add_generation_prompt", "continue_final_message"}
-        return names - free | {"self", "messages", "conversations"}  # what names end up as inside
+    def _special_tokens(self) -> dict[str, str]:
+        return {name: str(each) for name, each in self._hf.special_tokens_map.items()}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a template's own: what is null is not there, and reasoning has all its names."""
+    known = {name: _plain(value) for name, value in message.items() if value is not None}
+    reasoning = next((known[name] for name in REASONING if name in known), None)
+    if reasoning is not None:
+        known = {"thinking": reasoning, **known, "reasoning_content": reasoning}
+    return known
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - values of JSON
+    """A copy of plain JSON types: methods of other objects could lead out of the sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return f"<{type(value).__name__}>"
+
+
+def _mark(message: dict[str, Any], field: str, template: str) -> str:
+    """Mark where a message ends that is to be continued; its text. Raises ValueError."""
+    fields = [field]
+    if field in REASONING:
+        fields = [each for each in REASONING if message.get(each) == message.get(field)]
+    given = message.get(field)
+    if given is None or not any(each in template for each in fields):
+        raise ValueError(f"continue_final_message: there is no {field} to continue")
+    if isinstance(given, list):
+        for part in reversed(given):
+            if isinstance(part, dict) and "text" in part:
+                text = str(part["text"])
+                part["text"] = text + MARK
+                return text
+        raise ValueError("continue_final_message: the final message has no text")
+    for each in fields:
+        message[each] = f"{given}{MARK}"
+    return str(given)
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """That of jinja2, with bounds."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """The text of a template, a block or a macro."""
+        return bounded_text(pieces)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - values of a template
+        """An attribute, in time."""
+        BUDGET.get().check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:  # noqa: ANN401 - values of a template
+        """An item, in time."""
+        BUDGET.get().check_time()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - values of a template
+        """What a call gives, in time."""
+        BUDGET.get().check_time()
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - values of a template
+        """The result, unless it would be too long."""
+        BUDGET.get().check(_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+
+class Generation(Extension):
+    """``{% generation %}`` marks what is learnt in training; here it writes what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's name
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block, with a scope of its own."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(lineno)
+
+
+class Names(Namespace):
+    """Attributes that a template may set; those of Python are not its own."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as a dict's
+        given = dict(*args, **kwargs)
+        for name in given:
+            _check_name(name)
+        super().__init__(given)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class Dicts:
+    """``dict`` without the methods of a type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as a dict's
+        return dict(*args, **kwargs)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith("_"):
+        raise SecurityError(f"a namespace takes no {name}")
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@lru_cache(maxsize=16)
+def _compiled(text: str) -> Template:
+    return _environment().from_string(text)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    """With the names that transformers gives to chat templates."""
+    made = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    made.globals |= {"dict": Dicts(), "namespace": Names}
+    return made
+
+
+def bounded_text(pieces: Iterable[str]) -> str:
+    """Pieces as one text. What is too long is counted, not kept."""
+    budget, kept, num_chars = BUDGET.get(), [], 0
+    for piece in pieces:
+        num_chars += len(piece)
+        budget.check_time()
+        if num_chars > budget.most_chars:
+            kept.clear()
+        elif piece:
+            kept.append(piece)
+    budget.check(num_chars)
+    return "".join(kept)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the escapes for HTML that jinja2's own filter adds."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _size(operator: str, left: object, right: object) -> int:
+    """Characters or entries of what comes of it, bits of a number."""
+    if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+        return len(left) + len(right)
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        if operator == "**":
+            return bits * right if bits > 1 else 1
+        return bits + right.bit_length()
+    if isinstance(left, Sized) and isinstance(right, int):
+        return len(left) * right
+    if isinstance(left, int) and isinstance(right, Sized):
+        return len(right) * left
+    return 0
 
 
 def completed(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
@@ -151,8 +387,6 @@ def _inside(value: object) -> Iterable[object]:
 
 def template_error(error: Exception) -> str:
     """What a caller may read: what the template's author wrote, and which field is missing."""
-    from jinja2 import TemplateError, UndefinedError
-
     if type(error) in (TemplateError, UndefinedError, ValueError):
         return f"the chat template refuses these messages: {error}"
     return "the chat template cannot render these messages"

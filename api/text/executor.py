@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -18,7 +16,6 @@ from ..types.request_context import FAIR_SHARE, NO_ORIGIN, Origin
 
 T = TypeVar("T")
 STACK_BYTES = 64 * 2**20  # address space: what is nested within all limits is walked by recursion
-AGAIN_SECONDS = 0.5  # after an interrupt the job still runs: it hit a `__del__`, which swallows it
 
 
 Waited = TypeVar("Waited")
@@ -56,7 +53,7 @@ class Waiting:
         own = self._bytes.get(caller, 0)
         share = FAIR_SHARE * self._max_bytes
         if _is_over(own, num_bytes, share) or _is_over(self._sum, num_bytes, self._max_bytes):
-            raise QueueFull("too much text is waiting to be read")
+            raise QueueFull("the tokenization queue is full")
         self._by_caller.setdefault(caller, OrderedDict())[job.future] = job
         self._bytes[caller] = own + num_bytes
         self._sum += num_bytes
@@ -93,15 +90,8 @@ def _is_over(num_waiting: int, num_bytes: int, limit: float) -> bool:
     return num_waiting > 0 and num_waiting + num_bytes > limit
 
 
-class Interrupted(BaseException):
-    """Raised inside a job that nobody waits for any more; no ``except Exception`` keeps it."""
-
-
 class Worker:
     """Runs jobs, those of several callers in turn. It begins with the first one.
-
-    A job that is run by `run` may end at any instruction: it must not log, for then the lock of a
-    handler would never be given back, nor take another lock that is written in Python, nor import.
 
     A pool of `concurrent.futures` would be joined when the interpreter ends, however long its job
     takes, and gives no say over the stack. ``stack_bytes`` is the address space of the thread.
@@ -113,8 +103,6 @@ class Worker:
         self._waiting = Waiting()
         self._changed = threading.Condition()  # guards what waits
         self._is_closed = self._is_started = False
-        self._lock = threading.Lock()
-        self._current: Future[Any] | None = None  # the job that may be interrupted
 
     @property
     def num_waiting(self) -> int:
@@ -136,10 +124,10 @@ class Worker:
         return future
 
     async def run(self, job: Callable[[], T], *, seconds: float, origin: Origin = NO_ORIGIN) -> T:
-        """Await a job, for so long from when it begins; then, or when cancelled, it is interrupted.
+        """Await a job, for so long from when it begins.
 
-        Raises `TimeoutError` and `QueueFull`. Python code ends at its next instruction, a call into
-        C when it returns: those behind it wait for that.
+        Raises `TimeoutError` and `QueueFull`. A job that is given up runs to its end, and those
+        behind it wait for that: whoever brings it bounds its time. One that waits is dropped.
         """
         loop = asyncio.get_running_loop()
         is_awaited = True
@@ -157,18 +145,11 @@ class Worker:
             async with asyncio.timeout(None) as limit:
                 return await asyncio.wrap_future(future)
         except BaseException:
-            self._give_up(future)
+            with self._changed:
+                self._waiting.drop(future)
             raise
         finally:
             is_awaited = False
-
-    def interrupt(self, future: Future[Any]) -> bool:
-        """Raise `Interrupted` in the thread if it is at this job; returns whether it is."""
-        with self._lock:
-            is_running = self._current is future
-            if is_running:
-                _raise_in(self._ident, Interrupted)
-        return is_running
 
     def close(self) -> None:
         """Cancel what waits; what runs goes on."""
@@ -178,16 +159,6 @@ class Worker:
             self._changed.notify()
         for job in dropped:
             job.future.cancel()
-
-    def _give_up(self, future: Future[Any]) -> None:
-        """Forget a job that waits, or interrupt it until it ends."""
-        with self._changed:
-            self._waiting.drop(future)
-        self._insist(future)
-
-    def _insist(self, future: Future[Any]) -> None:
-        if self.interrupt(future):
-            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._insist, future)
 
     def _start(self) -> None:
         """The stack of a thread is fixed when it begins; others begin as they always did."""
@@ -200,16 +171,10 @@ class Worker:
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._ident = threading.get_ident()
         while (next_one := self._next()) is not None:
-            if not next_one.future.set_running_or_notify_cancel():
-                continue
-            result, error = self._outcome(next_one)
-            if error is None:
-                next_one.future.set_result(result)
-            else:
-                next_one.future.set_exception(error)
-            del next_one, result, error  # may be big, and the next long in coming
+            if next_one.future.set_running_or_notify_cancel():
+                _do(next_one)
+            del next_one  # may be big, and the next long in coming
 
     def _next(self) -> Job[Any] | None:
         """None at the end."""
@@ -218,32 +183,11 @@ class Worker:
                 self._changed.wait()
             return self._waiting.take() if self._waiting else None
 
-    def _outcome(self, job: Job[T]) -> tuple[T | None, BaseException | None]:
-        """What came of a job; an interrupt may come at any instruction up to the end of `_end`."""
-        result: T | None = None
-        error: BaseException | None = None
-        try:
-            self._current = job.future
-            try:
-                result = job.work()
-            except BaseException as raised:
-                error = raised
-            self._end()
-        except Interrupted as late:
-            error = late
-            with suppress(Interrupted):  # none is due for so long
-                self._end()
-        return result, error
 
-    def _end(self) -> None:
-        """From here on the job cannot be interrupted; an interrupt that was on its way is lost."""
-        with self._lock:
-            self._current = None
-        _raise_in(self._ident, None)
-
-
-def _raise_in(ident: int, error: type[BaseException] | None) -> None:
-    """Let a thread raise this at its next instruction; None takes it back."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(ident), None if error is None else ctypes.py_object(error)
-    )
+def _do(job: Job[Any]) -> None:
+    try:
+        result = job.work()
+    except BaseException as error:
+        job.future.set_exception(error)
+    else:
+        job.future.set_result(result)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from ...core.errors import EngineDead, ForetokenError, InvalidRequest, ModelLoad
 from ..types.request_context import origin
 from .chat_template import (
     INLINE_CHARS,
+    INLINE_SECONDS,
+    Budget,
     ChatTemplate,
     TooLong,
     check_messages,
@@ -225,11 +228,15 @@ class Tokenizer:
     async def _rendered(
         self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
     ) -> str:
-        """Never on the event loop: a template is a program, and may go on for ever."""
+        """A short one at once, unless the template takes long: it is a program."""
         is_short = count_chars(messages, settings) <= INLINE_CHARS
-        job = partial(self._template.render, messages, settings, self._most_chars)
+        worker = self._short if is_short else self._long
+        render = partial(self._template.render, messages, settings)
         try:
-            return await self._run(self._short if is_short else self._long, job, TEMPLATE_SECONDS)
+            if is_short:
+                with suppress(TimeoutError):
+                    return render(Budget(self._most_chars, INLINE_SECONDS))
+            return await self._rendered_apart(worker, render)
         except TimeoutError:
             logger.warning("the chat template was ended after %s s", TEMPLATE_SECONDS)
             message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
@@ -246,6 +253,21 @@ class Tokenizer:
             logger.warning("the chat template failed: %s", type(error).__name__)
             logger.debug("the chat template failed", exc_info=error)
             raise InvalidRequest(template_error(error), param="messages") from error
+
+    async def _rendered_apart(self, worker: Worker, render: Callable[[Budget], str]) -> str:
+        """In a thread; the template ends at its next step where nobody waits for it any more."""
+        budget: Budget | None = None
+
+        def job() -> str:
+            nonlocal budget
+            budget = Budget(self._most_chars, TEMPLATE_SECONDS)
+            return render(budget)
+
+        try:
+            return await self._run(worker, job, TEMPLATE_SECONDS)
+        finally:
+            if budget is not None:
+                budget.end()
 
     # -- ids to text ----------------------------------------------------------------------------
 

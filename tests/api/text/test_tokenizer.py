@@ -12,9 +12,8 @@ import pytest
 from jinja2 import TemplateError, UndefinedError
 
 from foretoken import InvalidRequest, PromptTooLong
-from foretoken.api.text.chat_template import INLINE_CHARS
+from foretoken.api.text.chat_template import BUDGET, INLINE_CHARS, Budget, bounded_text
 from foretoken.api.text.detokenizer import BYTE_OF_CHAR, ByteDetokenizer
-from foretoken.api.text.template_sandbox import BoundedEnvironment, bounded
 from foretoken.api.text.tokenizer import Tokenizer
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -41,11 +40,10 @@ def own(byte_level_folder):
     ids=repr,
 )
 def test_only_what_a_template_says_on_purpose_is_shown(own, caplog, error, shown):
-    def fail(messages, **settings):
+    def fail(*_):
         raise error
 
-    own._template._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
-    own._template._reserved_options = frozenset()
+    own._template._render = fail
     with caplog.at_level("DEBUG", "foretoken"), pytest.raises(InvalidRequest) as info:
         asyncio.run(own.encode_chat(TALK, {}))
     assert info.value.param == "messages"
@@ -58,11 +56,10 @@ def test_only_what_a_template_says_on_purpose_is_shown(own, caplog, error, shown
 
 @pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
 def test_what_is_nested_too_deeply_is_named_and_takes_one_line_of_the_log(own, caplog, field):
-    def fail(messages, **settings):
+    def fail(*_):
         raise RecursionError
 
-    own._template._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
-    own._template._reserved_options = frozenset()
+    own._template._render = fail
     deep = {}
     for _ in range(600):
         deep = {"a": [deep]}
@@ -83,25 +80,6 @@ def test_what_a_broken_tokenizer_says_is_logged_and_not_shown(own, caplog):
     with pytest.raises(InvalidRequest, match=r"^the prompt cannot be tokenised$"):
         asyncio.run(own.encode("hi"))
     assert str(caplog.records[0].exc_info[1]) == "/srv/secret"
-
-
-@pytest.mark.parametrize("error", [TypeError, RecursionError, TemplateError])
-def test_nothing_is_logged_where_an_interrupt_may_come(own, caplog, error):
-    """It would leave the lock of the log's handler locked, and the next line would wait for it."""
-
-    def fail(*args, **settings):
-        raise error
-
-    own._template._hf = SimpleNamespace(chat_template="x", apply_chat_template=fail)
-    own._template._reserved_options = frozenset()
-    own._encode = fail
-    long = "x" * (INLINE_CHARS + 1)
-    for job in (own.encode_chat(TALK, {}), own.encode_chat(TALK, {"a": long}), own.encode(long)):
-        with caplog.at_level("DEBUG", "foretoken"), pytest.raises(InvalidRequest):
-            asyncio.run(job)
-    records = [each for each in caplog.records if each.name.startswith("foretoken")]
-    assert len(records) >= 3
-    assert {each.thread for each in records} == {threading.get_ident()}
 
 
 def test_the_loop_turns_between_short_prompts(own):
@@ -135,7 +113,7 @@ def test_a_conversation_that_is_long_in_any_way_is_rendered_in_the_thread(
 ):
     seen = []
 
-    def render(messages, options, most_chars):
+    def render(messages, options, budget):
         seen.append(threading.current_thread().name)
         return "x"
 
@@ -159,6 +137,38 @@ def test_a_byte_level_decoder_alone_in_a_sequence_is_byte_level():
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     assert not Tokenizer(SimpleNamespace(backend_tokenizer=backend), max_model_len=9).is_byte_level
 
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+TALKS = [
+    [{"role": "user", "content": "Grüße <&> 'you'"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "hm",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": [1, None]}}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ],
+]
+EVERYTHING = """{%- set ns = namespace(n=0) -%}{{ bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}{% continue %}{% endif %}
+    {%- set ns.n = ns.n + 1 %}
+[{{ loop.index }}/{{ ns.n }} {{ m.role }}] {{ m.content | tojson }} {{ m.reasoning_content }}
+    {% generation %}{% set inner = 1 %}{{ m.thinking }}{% endgeneration %}{{ inner }}
+    {%- for call in m.tool_calls %}{{ call | tojson(indent=2) }}{% endfor %}
+{% endfor %}
+{%- macro say(x) %}<{{ x }}>{% endmacro %}{{ say(dict(a=1)) }}
+{%- if tools is not none %}{{ tools | tojson(sort_keys=True) }}{% endif %}
+{% if add_generation_prompt %}go{% endif %}"""
+CONTINUED = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.content is string %}{{ m.contentTRIM }}"
+    "{% else %}{% for p in m.content %}{{ p.textTRIM }}{% endfor %}{% endif %}<end>{% endfor %}"
+)
 
 # -- templates are programs ----------------------------------------------------------------------
 
@@ -234,13 +244,61 @@ def test_what_a_template_writes_beyond_its_bound_is_counted_and_not_kept(own):
 
 
 def test_a_template_that_writes_nothing_for_ever_takes_no_memory():
+    token = BUDGET.set(Budget(10, 1000))
     tracemalloc.start()
     try:
-        with bounded(10):
-            assert BoundedEnvironment.concat(itertools.repeat("", 100_000)) == ""
+        assert bounded_text(itertools.repeat("", 100_000)) == ""
         assert tracemalloc.get_traced_memory()[1] < 10_000
     finally:
         tracemalloc.stop()
+        BUDGET.reset(token)
+
+
+def test_a_template_that_nobody_waits_for_ends(own):
+    own._template._hf.chat_template = "{% if messages[0].content %}" + NESTED + "{% endif %}"
+    own._template._hf.chat_template += "fine"
+    begun, render = threading.Event(), own._template.render
+    own._template.render = lambda *given: begun.set() or render(*given)
+    long = "x" * 2 * INLINE_CHARS
+
+    async def body():
+        gone = asyncio.create_task(own.encode_chat([{"role": "user", "content": long}], {}))
+        await asyncio.to_thread(begun.wait, 10)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        behind = own.encode_chat([{"role": "user", "content": "", "more": long}], {})
+        assert await behind == own.encode_word("fine")
+
+    asyncio.run(asyncio.wait_for(body(), 4))  # less than a template may take
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"add_generation_prompt": False}, {"tools": TOOLS}], ids=str
+)
+@pytest.mark.parametrize("talk", TALKS, ids=range(len(TALKS)))
+def test_a_conversation_is_written_as_transformers_writes_it(own, talk, options):
+    template = own._template
+    budget = Budget(10**6, 1000)
+    for text in (template._hf.chat_template, EVERYTHING):
+        template._hf.chat_template = text
+        theirs = {"add_generation_prompt": True, **options, "tokenize": False}
+        expected = template._hf.apply_chat_template(talk, **theirs)
+        assert template.render(talk, options, budget) == expected
+
+
+@pytest.mark.parametrize("words", ["so far", " so far ", [{"type": "text", "text": "so far "}]])
+@pytest.mark.parametrize("trimmed", ["", " | trim"])
+def test_a_final_message_is_continued_as_transformers_does(own, words, trimmed):
+    template = own._template
+    template._hf.chat_template = CONTINUED.replace("TRIM", trimmed)
+    talk = [*TALKS[0], {"role": "assistant", "content": words}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    expected = template._hf.apply_chat_template(talk, tokenize=False, **options)
+    assert template.render(talk, options, Budget(10**6, 1000)) == expected
+    for wrong in ({**options, "add_generation_prompt": True}, {"continue_final_message": "no"}):
+        with pytest.raises(ValueError, match="continue_final_message"):
+            template.render(talk, wrong, Budget(10**6, 1000))
 
 
 def test_a_template_cannot_reach_beyond_its_sandbox(own):

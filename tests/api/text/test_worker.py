@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 import sys
 import threading
@@ -12,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from foretoken import QueueFull
-from foretoken.api.text.executor import Interrupted, Job, Waiting, Worker
+from foretoken.api.text.executor import Job, Waiting, Worker
 from foretoken.api.types.request_context import Origin
 
 STACK = 2**20
@@ -96,7 +95,7 @@ def test_a_caller_fills_its_share_and_all_of_them_the_whole() -> None:
     assert len(waiting) == 1
 
 
-def test_what_nobody_waits_for_any_more_does_not_wait_on() -> None:
+def test_cancelled_jobs_leave_the_queue() -> None:
     async def body() -> None:
         worker, go, begun = Worker("w", stack_bytes=STACK), threading.Event(), threading.Event()
         worker.submit(lambda: begun.set() or go.wait(10))
@@ -117,65 +116,16 @@ def test_what_nobody_waits_for_any_more_does_not_wait_on() -> None:
 # -- deadlines ----------------------------------------------------------------------------------
 
 
-def for_ever() -> None:
-    while True:
-        with contextlib.suppress(Exception):  # as careless code does
-            sum(range(100))
-
-
-def test_a_job_beyond_its_time_is_ended_and_the_next_one_runs() -> None:
+def test_a_job_beyond_its_time_is_given_up_and_the_next_one_has_its_own_time() -> None:
     async def body() -> None:
-        worker = Worker("w", stack_bytes=STACK)
-        late = asyncio.create_task(worker.run(for_ever, seconds=0.05))
-        behind = asyncio.create_task(worker.run(lambda: 3, seconds=0.05))  # its wait is not its own
+        worker, go = Worker("w", stack_bytes=STACK), threading.Event()
+        late = asyncio.create_task(worker.run(lambda: go.wait(10), seconds=0.05))
+        behind = asyncio.create_task(worker.run(lambda: 3, seconds=0.05))
         with pytest.raises(TimeoutError):
             await late
+        assert not behind.done()  # its wait is not its own
+        go.set()
         assert await behind == 3
         worker.close()
 
     asyncio.run(asyncio.wait_for(body(), 20))
-
-
-def test_a_job_that_nobody_waits_for_any_more_is_ended() -> None:
-    begun = threading.Event()
-
-    async def body() -> None:
-        worker = Worker("w", stack_bytes=STACK)
-        gone = asyncio.create_task(worker.run(lambda: begun.set() or for_ever(), seconds=1000))
-        await asyncio.to_thread(begun.wait, 10)
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        assert await worker.run(lambda: 3, seconds=10) == 3
-        worker.close()
-
-    asyncio.run(asyncio.wait_for(body(), 20))
-
-
-def test_an_interrupt_that_was_swallowed_comes_again(monkeypatch) -> None:
-    monkeypatch.setattr("foretoken.api.text.executor.AGAIN_SECONDS", 0.05)
-
-    def stubborn() -> None:
-        with contextlib.suppress(Interrupted):  # as the interpreter does in a `__del__`
-            for_ever()
-        for_ever()
-
-    async def body() -> None:
-        worker = Worker("w", stack_bytes=STACK)
-        with pytest.raises(TimeoutError):
-            await worker.run(stubborn, seconds=0.05)
-        assert await worker.run(lambda: 3, seconds=10) == 3
-        worker.close()
-
-    asyncio.run(asyncio.wait_for(body(), 20))
-
-
-def test_an_interrupt_at_any_time_hits_its_job_or_nobody() -> None:
-    worker = Worker("w", stack_bytes=STACK)
-    for _ in range(2000):
-        future = worker.submit(lambda: 1)
-        worker.interrupt(future)  # before it, in it, behind it
-        with contextlib.suppress(Interrupted):
-            assert future.result(10) == 1
-    assert worker.submit(lambda: 3).result(10) == 3
-    worker.close()

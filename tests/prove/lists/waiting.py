@@ -7,21 +7,29 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "worker-does-the-work-of-who-left",
-        "Worker._give_up",
-        "            self._waiting.drop(future)\n",
-        "            pass\n",
+        "Worker.run",
+        "                self._waiting.drop(future)\n",
+        "                pass\n",
         (
-            "test_what_nobody_waits_for_any_more_does_not_wait_on",
+            "test_cancelled_jobs_leave_the_queue",
             "test_who_leaves_while_its_text_waits_is_not_waited_for",
         ),
         "who leaves frees what he had",
     ),
     Mutation(
-        "worker-interrupts-once",
-        "Worker._insist",
-        "            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._insist, future)\n",
-        "            pass\n",
-        ("test_an_interrupt_that_was_swallowed_comes_again",),
+        "template-goes-on-for-nobody",
+        "Budget.end",
+        "        self._ends_at = 0.0\n",
+        "        pass\n",
+        ("test_a_template_that_nobody_waits_for_ends",),
+        "a template that never ends holds no thread",
+    ),
+    Mutation(
+        "template-has-all-the-time",
+        "Budget.check_time",
+        "        if time.monotonic() > self._ends_at:\n",
+        "        if time.monotonic() < 0:\n",
+        ("test_a_template_that_never_ends_fails_its_request_and_stalls_nobody",),
         "a template that never ends holds no thread",
     ),
     Mutation(
@@ -66,14 +74,5 @@ MUTATIONS = (
         "            self._timeout.reschedule(None)",
         ("test_who_leaves_while_a_large_body_is_read_is_not_waited_for",),
         "who leaves frees what he had",
-    ),
-    Mutation(
-        "renderer-logs-where-it-is-interrupted",
-        "ChatTemplate.render",
-        "            param = deeper(messages, options)\n",
-        "            param = deeper(messages, options)\n"
-        "            __import__('logging').getLogger('foretoken').warning('x')\n",
-        ("test_nothing_is_logged_where_an_interrupt_may_come",),
-        "an interrupt leaves no lock behind",
     ),
 )
