@@ -1,7 +1,5 @@
 """foretoken: an async LLM inference engine with speculative decoding at its centre."""
 
-from typing import TYPE_CHECKING
-
 from ._version import __version__
 from .api.sdk.async_llm import AsyncLLM
 from .api.sdk.llm import LLM
@@ -18,15 +16,10 @@ from .core.errors import (
 )
 from .core.interface.request import Usage
 
-if TYPE_CHECKING:
-    from .api.client import AsyncClient, Client
-
 __all__ = [
     "LLM",
-    "AsyncClient",
     "AsyncLLM",
     "Choice",
-    "Client",
     "Completion",
     "DeadlineExceeded",
     "EngineDead",
@@ -41,16 +34,3 @@ __all__ = [
     "Usage",
     "__version__",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """The clients bring httpx, which takes longer to import than all the rest."""
-    if name not in ("AsyncClient", "Client"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .api import client
-
-    return getattr(client, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -1,5 +1,6 @@
 """An agent: the model calls tools, is told what came of it, and answers in the end.
 
+    pip install openai
     python examples/agent_loop.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
 
 A model that is trained for tools chooses by itself ("auto"). The two small ones that come with
@@ -10,12 +11,13 @@ The conversation only grows, so each turn computes no more than its new tokens.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from foretoken import Client
+from openai import OpenAI
 
 URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
 FILES = {"todo.txt": "buy milk\ncall home", "notes.txt": "the cat is called Tau"}
@@ -72,32 +74,38 @@ def choices(model: str) -> Sequence[Choice]:
     return [*FREE, "none"]
 
 
-def run(client: Client, question: str) -> str:
+def run(client: OpenAI, question: str) -> str:
     """Let the model call until it answers."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    messages: list[Any] = [{"role": "user", "content": question}]
     text = ""
-    for choice in choices(client.models()[0].id):
-        answer = client.chat(
-            messages,
-            tools=TOOLS,
-            tool_choice=choice,
+    model = client.models.list().data[0].id
+    for choice in choices(model):
+        answer = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=TOOLS,  # type: ignore[arg-type]
+            tool_choice=choice,  # type: ignore[arg-type]
             parallel_tool_calls=False,
             max_tokens=128,
             seed=7,
         )
-        usage = answer.usage
-        print(f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached]")
-        messages.append(answer.message)
-        text = answer.text
-        if not answer.tool_calls:
+        usage: Any = answer.usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        print(f"[{usage.prompt_tokens} prompt tokens, {cached} of them cached]")
+        message: Any = answer.choices[0].message
+        messages.append(message)
+        text = message.content or ""
+        if not message.tool_calls:
             break
-        for call in answer.tool_calls:
-            result = FUNCTIONS[call.name](**call.parsed())
-            print(f"{call.name}({call.arguments}) -> {result!r}")
-            messages.append(call.reply(result))
+        for call in message.tool_calls:
+            name, arguments = call.function.name, call.function.arguments
+            result = FUNCTIONS[name](**json.loads(arguments))
+            print(f"{name}({arguments}) -> {result!r}")
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return text
 
 
 if __name__ == "__main__":
-    with Client(sys.argv[1] if len(sys.argv) > 1 else URL) as client:
+    url = sys.argv[1] if len(sys.argv) > 1 else URL
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         print(run(client, "What is the cat called? Look into the files."))

@@ -1,5 +1,6 @@
 """The best of n answers, then the best continuations of it: one prompt, computed once.
 
+    pip install openai
     python examples/best_of_n.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
 
 The n answers share the pages of their prompt, and the next round finds the winner in the cache.
@@ -10,9 +11,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+from typing import Any
 
-from foretoken import Client
-from foretoken.api.client import TextChoice
+from openai import OpenAI
 
 URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
 PROMPT = '''"""A queue on two stacks, and a stack on two queues."""
@@ -28,26 +29,34 @@ class Stack:
 ROUNDS, N, TOKENS = 3, 4, 24
 
 
-def score(choice: TextChoice) -> float:
+def score(choice: Any) -> float:  # noqa: ANN401 - a choice of openai's
     """Mean log-probability of a token: how sure the model was of its own words."""
-    logprobs = (choice.logprobs or {}).get("token_logprobs") or [-math.inf]
+    logprobs = choice.logprobs.token_logprobs or [-math.inf]
     return sum(logprobs) / len(logprobs)
 
 
 def main(url: str) -> None:
     """Grow the prompt by the best of n, a few times."""
     text = PROMPT
-    with Client(url) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
         for number in range(1, ROUNDS + 1):
-            answer = client.complete(
-                text, n=N, max_tokens=TOKENS, temperature=0.8, logprobs=0, seed=number
+            answer = client.completions.create(
+                model=model,
+                prompt=text,
+                n=N,
+                max_tokens=TOKENS,
+                temperature=0.8,
+                logprobs=0,
+                seed=number,
             )
             best = max(answer.choices, key=score)
-            usage = answer.usage
+            usage: Any = answer.usage
+            cached, drafted = usage.prompt_tokens_details.cached_tokens, usage.speculation
             print(
                 f"round {number}: best of {N} scores {score(best):.2f}; "
-                f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, "
-                f"{usage.accepted_tokens} of {usage.completion_tokens} tokens were drafted"
+                f"{cached} of {usage.prompt_tokens} prompt tokens cached, "
+                f"{drafted['accepted_tokens']} of {usage.completion_tokens} tokens were drafted"
             )
             text += best.text
     print(text)

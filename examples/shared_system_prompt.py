@@ -1,5 +1,6 @@
 """A service whose users all have the same long system prompt: it is computed once, at the start.
 
+    pip install openai
     python examples/shared_system_prompt.py [URL]    (or FORETOKEN_URL; the default is `make serve`)
 
 Tells the hit rate: which part of all prompt tokens was not computed again.
@@ -10,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from typing import Any
 
-from foretoken import AsyncClient, Usage
+from openai import AsyncOpenAI
 
 URL = os.environ.get("FORETOKEN_URL", "http://127.0.0.1:8000")
+WARM = {"prompt_cache_options": {"prewarm": True}}  # compute the prompt and say nothing
 RULES = "\n".join(
     f"{number}. Rule {number} of this house is to be kind." for number in range(1, 40)
 )
@@ -21,21 +24,28 @@ SYSTEM = {"role": "system", "content": f"You help the guests of a hotel.\n{RULES
 QUESTIONS = ["When is breakfast?", "Is there a pool?", "May I bring a dog?", "Where can I park?"]
 
 
-async def ask(client: AsyncClient, user: int) -> Usage:
-    """One user, one question."""
+async def ask(client: AsyncOpenAI, model: str, user: int) -> Any:  # noqa: ANN401 - usage
+    """One user, one question; what it cost."""
     question = {"role": "user", "content": QUESTIONS[user % len(QUESTIONS)]}
-    answer = await client.chat([SYSTEM, question], max_tokens=16, seed=user)
+    talk: Any = [SYSTEM, question]
+    answer = await client.chat.completions.create(
+        model=model, messages=talk, max_tokens=16, seed=user
+    )
     return answer.usage
 
 
 async def main(url: str, num_users: int = 12) -> None:
     """Warm the cache, then serve all users at once."""
-    async with AsyncClient(url) as client:
-        warm = await client.prewarm([SYSTEM])
-        print(f"warmed {warm.prompt_tokens} tokens")
-        usages = await asyncio.gather(*[ask(client, user) for user in range(num_users)])
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        model = (await client.models.list()).data[0].id
+        only_system: Any = [SYSTEM]
+        warm: Any = await client.chat.completions.create(
+            model=model, messages=only_system, extra_body=WARM
+        )
+        print(f"warmed {warm.usage.prompt_tokens} tokens")
+        usages = await asyncio.gather(*[ask(client, model, user) for user in range(num_users)])
     prompt = sum(usage.prompt_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in usages)
+    cached = sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
     print(f"{num_users} users: {cached} of {prompt} prompt tokens cached")
     print(f"hit rate: {cached / prompt:.0%}")
 

@@ -49,7 +49,7 @@ class Conversing(Dialect[C]):
 
 
 class MessagesCount(Conversing[CountRequest]):
-    """POST /v1/messages/count_tokens."""
+    """How many tokens a conversation has."""
 
     can_stream = False
 
@@ -68,7 +68,7 @@ class MessagesCount(Conversing[CountRequest]):
 
 
 class MessagesRoute(Conversing[MessagesRequest]):
-    """POST /v1/messages: conversations in Anthropic's shape."""
+    """Answer one conversation, whole or as a stream."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)

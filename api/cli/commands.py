@@ -80,7 +80,7 @@ def _parser() -> Parser:
 
 
 def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
-    serve = commands.add_parser("serve", help="an OpenAI-compatible HTTP server")
+    serve = commands.add_parser("serve", help="serve an OpenAI- and Anthropic-compatible HTTP API")
     serve.set_defaults(run=_serve, parser=serve)
     add_model(serve)
     add_engine_flags(serve)
@@ -89,9 +89,9 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
-    run = commands.add_parser("run", help="one completion, streamed to the terminal")
+    run = commands.add_parser("run", help="print one completion as it is generated")
     run.set_defaults(run=_run, parser=run)
-    run.add_argument("prompt", metavar="PROMPT")
+    run.add_argument("prompt", metavar="PROMPT", help="text to continue")
     add_model(run)
     add_show_drafts(run)
     add_sampling_flags(run)
@@ -99,10 +99,10 @@ def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
-    chat = commands.add_parser("chat", help="a conversation in the terminal")
+    chat = commands.add_parser("chat", help="hold a conversation in the terminal")
     chat.set_defaults(run=_chat, parser=chat)
     add_model(chat)
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    chat.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_show_drafts(chat)
     add_sampling_flags(chat)
     add_engine_flags(chat)
@@ -115,10 +115,10 @@ def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
         "action",
         nargs="?",
         choices=("check",),
-        help="check DIR: what a model is, what it needs, and what would compute it; nothing is"
-        " loaded",
+        help="tell what the model in DIR is, what it needs and what would compute it, without "
+        "loading it",
     )
-    models.add_argument("dir", nargs="?", metavar="DIR", help="a folder, or a GGUF file")
+    models.add_argument("dir", nargs="?", metavar="DIR", help="folder or GGUF file of a model")
 
 
 def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -128,9 +128,11 @@ def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
-    selftest = commands.add_parser("selftest", help="are the native kernels right, and how fast")
+    selftest = commands.add_parser("selftest", help="check and time the native kernels")
     selftest.set_defaults(run=_selftest, parser=selftest)
-    selftest.add_argument("--threads", type=int, default=1, metavar="N")
+    selftest.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="threads of the kernels (1)"
+    )
 
 
 def _serve(parsed: argparse.Namespace) -> int:

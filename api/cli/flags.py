@@ -40,10 +40,24 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 def add_observing_flags(parser: Parser) -> None:
     """The options of `Observing`."""
     add = parser.add_argument_group("observing").add_argument
-    add("--log-format", choices=LOG_FORMATS, default="text", help="json: an object a line")
-    add("--access-log", action="store_true", help="a line for each request, with what it cost")
-    add("--tracing", action="store_true", help=f"by OpenTelemetry, to {ENDPOINTS[1]}")
-    add("--otlp-endpoint", type=_url, metavar="URL", help="trace, to this collector (OTLP, HTTP)")
+    add(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="text",
+        help="format of log lines; json writes one object a line",
+    )
+    add("--access-log", action="store_true", help="log one line per request, with its cost")
+    add(
+        "--tracing",
+        action="store_true",
+        help=f"export traces with OpenTelemetry to the collector in {ENDPOINTS[1]}",
+    )
+    add(
+        "--otlp-endpoint",
+        type=_url,
+        metavar="URL",
+        help="address of the OTLP/HTTP collector that receives traces",
+    )
     add(
         "--trace-steps",
         type=_share,
@@ -67,7 +81,7 @@ def add_observing_flags(parser: Parser) -> None:
         "--record-bytes",
         type=size,
         metavar="SIZE",
-        help="that all records may take, in all runs together (1GiB)",
+        help="limit on the size of all records, over all runs (1GiB)",
     )
 
 
@@ -165,109 +179,192 @@ def add_engine_flags(parser: Parser) -> None:
     add = group.add_argument
     add(
         "--draft",
-        help="auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and the PATH of "
-        "one draft model or trained head",
+        help="drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and "
+        "the PATH of one draft model or trained head",
         metavar="SPEC",
     )
     add(
         "--draft-temperature",
         choices=("same", "tuned"),
-        help="of a draft model: the request's, or a multiple of it tuned by acceptances",
+        help="temperature of a draft model: the request's own, or a multiple tuned by acceptances",
     )
-    add("--speculation", type=_depth, metavar="auto|off|K", help="K: fixed draft tokens a step")
-    add("--verify", choices=("coupled", "rejection"))
-    add("--exact", choices=("spec", "batch", "off"))
+    add(
+        "--speculation",
+        type=_depth,
+        metavar="auto|off|K",
+        help="draft tokens a step: chosen by their cost (auto), none (off), or always K",
+    )
+    add(
+        "--verify",
+        choices=("coupled", "rejection"),
+        help="verification of drafts: the tokens of an answer without drafts (coupled), or only "
+        "their distribution (rejection)",
+    )
+    add(
+        "--exact",
+        choices=("spec", "batch", "off"),
+        help="batches that give equal bits: with and without drafts (spec), all (batch), none "
+        "(off)",
+    )
     add(
         "--backend",
         choices=("auto", "native", "triton", "torch"),
-        help="auto: native kernels on the CPU, Triton's on cuda, else torch",
+        help="kernels to use; auto: native on the CPU, Triton's on cuda, else torch",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda where there is one")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    add("--quantize", choices=("none", "int8", "int4"), help="the weights; int4: on the CPU alone")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        help="device of the model; auto: cuda where there is one",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="data type of weights and activations",
+    )
+    add(
+        "--quantize",
+        choices=("none", "int8", "int4"),
+        help="quantization of the weights; int4 on the CPU only",
+    )
     add(
         "--kv-cache-dtype",
         choices=("auto", "int8", "fp8"),
-        help="int8, or on a GPU fp8 (e4m3): twice the tokens in a KV pool",
+        help="data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",
     )
     pool = group.add_mutually_exclusive_group()
-    pool.add_argument("--kv-memory", type=size, metavar="SIZE", help="of the KV pool, e.g. 4GiB")
-    pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool")
+    pool.add_argument(
+        "--kv-memory", type=size, metavar="SIZE", help="size of the KV pool, e.g. 4GiB"
+    )
+    pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool in tokens")
     add("--page-size", type=int, metavar="N", help="tokens of one KV page (16, on cuda 32)")
-    add("--pin-quota", type=float, metavar="SHARE", help="of the KV pool, for one salt's pins")
+    add(
+        "--pin-quota",
+        type=float,
+        metavar="SHARE",
+        help="share of the KV pool that one cache_salt may pin at most",
+    )
     add(
         "--cache-quota",
         type=float,
         metavar="SHARE",
-        help="of the KV pool: beyond it, what one salt left there goes first; 1: never",
+        help="share of the KV pool beyond which a cache_salt's pages are evicted first (1: never)",
     )
-    add("--max-model-len", type=int, metavar="N", help="tokens of prompt and answer together")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="limit on prompt and answer together, in tokens",
+    )
     add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step (256, on cuda 2048)")
     add(
         "--max-slowdown",
         type=float,
         metavar="X",
-        help="how many times longer a step may take for prompts beside running answers",
+        help="factor by which prompts may lengthen the steps of running answers",
     )
     add(
         "--overlap",
         choices=("auto", "on", "off"),
-        help="begin a step before the one ahead of it is looked at; auto: on a GPU",
+        help="start a step before the result of the one before it is read; auto: on a GPU",
     )
     add("--max-running", type=int, metavar="N", help="requests in one step (64, on cuda 256)")
-    add("--max-queued", type=int, metavar="N", help="requests that may wait")
+    add("--max-queued", type=int, metavar="N", help="requests that may wait; more get 429")
     add(
         "--aging-seconds",
         type=float,
         metavar="S",
-        help="waiting so long makes a request one priority more urgent",
+        help="raise the priority of a waiting request by one every S seconds",
     )
-    add("--max-priority", type=int, metavar="N", help="of a request, and -N the least; 0: none")
-    add("--threads", type=int, metavar="N", help="of the model on the CPU")
-    add("--step-timeout", type=float, metavar="S", help="what hangs so long ends all; 0: never")
-    add("--ready-step-seconds", type=float, metavar="S", help="of a step: longer is not ready")
-    add("--dump-dir", metavar="DIR", help="for crash dumps; else among the temporary files")
-    add("--load-format", choices=("auto", "random"), help="random: seeded random weights")
+    add(
+        "--max-priority",
+        type=int,
+        metavar="N",
+        help="limit on a request's priority, which may be from -N to N (0: none)",
+    )
+    add("--threads", type=int, metavar="N", help="threads of the model on the CPU")
+    add(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        help="exit if one step takes longer than S seconds (0: no limit)",
+    )
+    add(
+        "--ready-step-seconds",
+        type=float,
+        metavar="S",
+        help="return 503 from /ready while a step runs longer than S seconds",
+    )
+    add("--dump-dir", metavar="DIR", help="folder for crash dumps; default: the temporary folder")
+    add(
+        "--load-format",
+        choices=("auto", "random"),
+        help="weights to use: those of the checkpoint (auto), or seeded random ones (random)",
+    )
     add(
         "--model-impl",
         choices=("auto", "own", "transformers"),
-        help="what computes the layers: this engine's decoder, or transformers' modules on its"
-        " pages and kernels; auto: the first where there is one for the model",
+        help="implementation of the layers: this engine's decoder, or transformers' modules on its "
+        "pages and kernels; auto: the first where there is one for the model",
     )
 
 
 def add_server_flags(parser: Parser) -> None:
     """The options of the HTTP side."""
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1")
-    add("--port", type=_port, default=8000, help="0: any free one")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=_port, default=8000, help="port to listen on (0: any free one)")
     add("--uds", metavar="PATH", help="listen on a Unix socket instead")
-    add("--api-key", action="append", metavar="KEY", help="or FORETOKEN_API_KEY; repeatable")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="key that callers must send; or FORETOKEN_API_KEY; repeatable",
+    )
     add(
         "--admin-key",
         action="append",
         metavar="KEY",
-        help="for /debug, /cache and a flush of everything; or FORETOKEN_ADMIN_KEY; repeatable",
+        help="key for /debug, /cache and flushing everything; or FORETOKEN_ADMIN_KEY; repeatable",
     )
-    add("--served-model-name", metavar="NAME")
-    add("--tool-parser", default="auto", choices=TOOL_PARSERS, help="how the model writes calls")
-    add("--reasoning-parser", default="auto", choices=REASONING_PARSERS, help="and its thoughts")
-    add("--no-ui", action="store_true", help="do not serve the page at /")
+    add("--served-model-name", metavar="NAME", help="name of the model in answers")
+    add(
+        "--tool-parser",
+        default="auto",
+        choices=TOOL_PARSERS,
+        help="format of the model's tool calls; auto: by its chat template",
+    )
+    add(
+        "--reasoning-parser",
+        default="auto",
+        choices=REASONING_PARSERS,
+        help="format of the model's reasoning; auto: by its chat template",
+    )
+    add("--no-ui", action="store_true", help="disable the page at /")
     add(
         "--strict",
         action="store_true",
         help="refuse temperatures that OpenAI (over 2) and Anthropic (over 1) refuse",
     )
-    add("--normalize", action="store_true", help="drop what clients change in system texts")
-    add("--prewarm", metavar="FILE", help="JSON: prompts to compute before it listens")
+    add(
+        "--normalize",
+        action="store_true",
+        help="strip times and request ids that clients put into system prompts",
+    )
+    add("--prewarm", metavar="FILE", help="compute the prompts of a JSON file before listening")
     add(
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
-        help="of a web page that may call; * is any; repeatable",
+        help="origin of web pages that may call (*: any); repeatable",
     )
-    add("--log-level", choices=LOG_LEVELS, default="info")
-    add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help="after SIGTERM")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="level of the lines to log")
+    add(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="time for running requests to finish after SIGTERM",
+    )
     _add_limits(parser)
 
 
@@ -288,18 +385,33 @@ def _add_limits(parser: Parser) -> None:
 def add_sampling_flags(parser: Parser) -> None:
     """The fields of `SamplingParams`."""
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-tokens", type=int, metavar="N")
-    add("--min-tokens", type=int, metavar="N")
-    add("--temperature", type=float, metavar="T", help="0: greedy")
-    add("--top-p", type=float, metavar="P")
-    add("--top-k", type=int, metavar="K")
-    add("--min-p", type=float, metavar="P")
-    add("--seed", type=int, metavar="N")
-    add("--stop", action="append", metavar="TEXT", help="repeatable")
-    add("--ignore-eos", action="store_true", default=None)
-    add("--presence-penalty", type=float, metavar="X")
-    add("--frequency-penalty", type=float, metavar="X")
-    add("--repetition-penalty", type=float, metavar="X")
+    add("--max-tokens", type=int, metavar="N", help="limit on the answer, in tokens")
+    add("--min-tokens", type=int, metavar="N", help="tokens before the answer may end")
+    add("--temperature", type=float, metavar="T", help="temperature of sampling (0: greedy)")
+    add("--top-p", type=float, metavar="P", help="probability mass to sample from")
+    add("--top-k", type=int, metavar="K", help="most likely tokens to sample from (0: all)")
+    add("--min-p", type=float, metavar="P", help="probability, relative to the most likely token's")
+    add("--seed", type=int, metavar="N", help="seed of sampling; same seed, same answer")
+    add("--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable")
+    add("--ignore-eos", action="store_true", default=None, help="go on behind an end token")
+    add(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="penalty on tokens that the answer has, -2 to 2",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="penalty on tokens for each time that the answer has them, -2 to 2",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="factor against tokens of prompt and answer (1: none)",
+    )
 
 
 def _depth(text: str) -> str | int:

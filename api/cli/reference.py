@@ -10,15 +10,13 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ForwardRef, cast
+from typing import Any, cast
 
 import msgspec
 
 from ...core import errors
 from ...core.config import EngineConfig
 from ...core.interface.request import Usage
-from .. import client
-from ..client.options import ChatOptions, CompleteOptions, SamplingOptions
 from ..sdk.async_llm import AsyncLLM
 from ..sdk.llm import LLM
 from ..server.app import _routes
@@ -38,7 +36,7 @@ Schema = Mapping[str, Any]
 
 def reference() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_python(), *_client(), *_flags(), *_http()])
+    return "\n".join([HEAD, *_python(), *_flags(), *_http()])
 
 
 # -- Python -------------------------------------------------------------------------------------
@@ -53,20 +51,6 @@ def _python() -> Iterator[str]:
         yield from _dataclass(fields)
     yield "### Errors\n"
     yield _code((inspect.getdoc(errors) or "").partition("\n\n")[2])
-
-
-def _client() -> Iterator[str]:
-    yield "## Client\n"
-    yield "`AsyncClient` has the methods of `Client` as coroutines and asynchronous iterators.\n"
-    yield from _class(client.Client)
-    for options in (SamplingOptions, ChatOptions, CompleteOptions):
-        yield from _typed_dict(options)
-    answers = (client.ChatAnswer, client.ChatDelta, client.TextAnswer, client.BranchesAnswer)
-    for fields in answers:
-        yield from _dataclass(fields)
-    yield "### Errors of the client\n"
-    module = inspect.getmodule(client.Unreachable)
-    yield _code((inspect.getdoc(module) or "").partition("\n\n")[2])
 
 
 def _class(owner: type, only: tuple[str, ...] = ()) -> Iterator[str]:
@@ -105,21 +89,6 @@ def _default(each: dataclasses.Field[Any]) -> str:
     if each.default_factory is not dataclasses.MISSING:
         return "empty"
     return ""
-
-
-def _typed_dict(options: type) -> Iterator[str]:
-    names: Mapping[str, ForwardRef] = options.__annotations__
-    inherited = () if options is SamplingOptions else SamplingOptions.__annotations__
-    yield f"### {options.__name__}\n\n{_doc(options)}\n"
-    yield _row("option", "type")
-    yield _row("---", "---")
-    for name, kind in names.items():
-        if name not in inherited:
-            yield _row(f"`{name}`", f"`{kind.__forward_arg__}`")
-    yield ""
-
-
-# -- the command --------------------------------------------------------------------------------
 
 
 def _flags() -> Iterator[str]:

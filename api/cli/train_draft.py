@@ -41,22 +41,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--target", required=True, metavar="MODEL", help="the model that the draft is for")
-    add("--data", required=True, nargs="+", metavar="PATH", help="files and folders; see below")
+    add("--target", required=True, metavar="MODEL", help="model that the draft is for")
+    add(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="files and folders to learn from; see below",
+    )
     add(
         "--kind",
         required=True,
         choices=("block", "eagle3", "lm"),
-        help="block: a head that drafts several tokens in one pass; eagle3: a head that drafts one "
-        "token a pass; lm: a small language model",
+        help="kind of draft; block: a head that drafts several tokens in one pass; eagle3: a head "
+        "that drafts one token a pass; lm: a small language model",
     )
-    add("--out", required=True, metavar="DIR", help="the folder that receives the draft")
+    add("--out", required=True, metavar="DIR", help="folder that receives the draft")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--minutes",
         type=_above_zero,
         metavar="N",
-        help=f"training time, {DEFAULT_MINUTES:g} unless --tokens is given; answering prompts "
+        help=f"time to train, {DEFAULT_MINUTES:g} unless --tokens is given; answering prompts "
         "anew may take as long again",
     )
     budget.add_argument(
@@ -75,24 +81,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="let the target answer anew: auto does so for chats, on for traffic and texts as "
         "well, off for none",
     )
-    add("--layers", type=_count, default=2, metavar="N", help="of a block head or lm (2)")
+    add("--layers", type=_count, default=2, metavar="N", help="layers of a block head or lm (2)")
     add("--block", type=_count, default=7, metavar="N", help="tokens that a block drafts (7)")
     add(
         "--draft-vocab",
         type=_count,
         metavar="N",
-        help="a head drafts only the N most frequent tokens: smaller and faster (all)",
+        help="tokens that a head may draft, the N most frequent: smaller and faster (all)",
     )
     add("--resume", action="store_true", help="go on where the run in OUT was stopped")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device of the training; auto: cuda where there is one",
+    )
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of the target's weights; auto: as they are served",
+        help="data type of the target's weights; auto: as they are served",
     )
-    add("--threads", type=_count, metavar="N", help="of the CPU (all)")
-    add("--seed", type=int, default=0, metavar="N", help="same seed and data, same draft (0)")
+    add("--threads", type=_count, metavar="N", help="threads of the CPU (all)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the training: same seed and data, same draft (0)",
+    )
 
 
 def _count(text: str) -> int:

@@ -171,7 +171,7 @@ def _joined(front: Any, end: Text | None, path: str) -> Text:  # noqa: ANN401 - 
 
 
 class BranchesRoute(Dialect[Forks]):
-    """Forks a beginning into branches."""
+    """Answer all branches, whole or as one stream."""
 
     def decode(self, data: bytes) -> Forks:
         """All branches; raises `ApiError` 400."""

@@ -27,7 +27,7 @@ OPENING: Body = {"delta": {"role": "assistant", "content": ""}}
 
 
 class ChatRoute(Dialect[ChatRequest]):
-    """Conversations in OpenAI's shape."""
+    """Answer one conversation, whole or as a stream."""
 
     def decode(self, data: bytes) -> ChatRequest:
         """A body; raises `ApiError` 400."""

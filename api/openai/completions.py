@@ -233,7 +233,7 @@ async def _shifted(answer: Answer, first_index: int) -> AsyncGenerator[TextDelta
 
 
 class CompletionsRoute(Dialect[CompletionRequest]):
-    """Continues texts."""
+    """Answer one prompt or a list of them, whole or as a stream."""
 
     def decode(self, data: bytes) -> CompletionRequest:
         """A body; raises `ApiError` 400."""

@@ -185,7 +185,7 @@ def make_request(
     ends = not params.ignore_eos or grammar is not None
     stop_ids = (eos_token_ids if ends else frozenset()) | frozenset(params.stop_token_ids)
     if grammar is not None and not stop_ids:
-        message = "a form of the answer needs stop_token_ids: the model has no end of its own"
+        message = "structured output needs stop_token_ids: the model defines no end token"
         raise InvalidRequest(message, param="stop_token_ids")
     sampling = SamplingMetadata(
         params=params,

@@ -1,6 +1,6 @@
 """GET /openapi.json: the routes and the types of their bodies, as the code has them.
 
-Request bodies are the very structs that the routes decode, answers those that `Client` reads.
+Request bodies are the very structs that the routes decode, answers those that the routes encode.
 What stands in neither is free. What a route checks beyond its types is in `api.openapi_fields`.
 """
 

@@ -47,29 +47,33 @@ class Limits:
     """
 
     # a connection
-    max_connections: int = _count(1024, "open at once; others get 503, /health is answered")
-    max_header_bytes: int = _count(64 * 2**10, "of a request line and its header", least=1024)
-    max_header_fields: int = _count(100, "of a request", least=8)
-    header_seconds: float = _seconds(10.0, "for a header to arrive")
-    body_seconds: float = _seconds(30.0, "for a body to arrive")
-    idle_seconds: float = _seconds(75.0, "that a connection may be idle")
-    write_seconds: float = _seconds(30.0, "for a client that reads nothing of its answer")
-    ping_seconds: float = _seconds(10.0, "between signs of life of a stream")
-    max_request_seconds: float = _seconds(600.0, "for a request, from its arrival to its end")
-    store_seconds: float = _seconds(3600.0, "that a response is kept after its last use")
+    max_connections: int = _count(1024, "connections open at once; more get 503, except /health")
+    max_header_bytes: int = _count(64 * 2**10, "size of a request line and its header", least=1024)
+    max_header_fields: int = _count(100, "header fields of a request", least=8)
+    header_seconds: float = _seconds(10.0, "time for a header to arrive")
+    body_seconds: float = _seconds(30.0, "time for a body to arrive")
+    idle_seconds: float = _seconds(75.0, "time that a connection may be idle")
+    write_seconds: float = _seconds(30.0, "time that a client may read nothing of its answer")
+    ping_seconds: float = _seconds(10.0, "time between keep-alive comments of a stream")
+    max_request_seconds: float = _seconds(600.0, "time for a request, from its arrival to its end")
+    store_seconds: float = _seconds(3600.0, "time that a response is kept after its last use")
     # a body
-    max_body_bytes: int = _count(4 * 2**20, "of a body")
-    max_json_depth: int = _count(64, "arrays and objects inside each other", least=8, most=500)
+    max_body_bytes: int = _count(4 * 2**20, "size of a body")
+    max_json_depth: int = _count(64, "levels of arrays and objects in a body", least=8, most=500)
     max_json_containers: int = _count(2**16, "arrays and objects in a body")
-    max_json_values: int = _count(2**19, "values in a body, each token id of a prompt one")
-    max_messages: int = _count(10_000, "of a conversation")
-    max_tools: int = _count(512, "of a request", most=MAX_TOOLS)
-    max_prompts: int = _count(64, "of a request")
+    max_json_values: int = _count(2**19, "values in a body; each token id of a prompt is one")
+    max_messages: int = _count(10_000, "messages of a conversation")
+    max_tools: int = _count(512, "tools of a request", most=MAX_TOOLS)
+    max_prompts: int = _count(64, "prompts of a request")
     max_n: int = _count(MAX_N, "answers to a prompt", most=MAX_N)
-    max_stop: int = _count(4, "stop strings", least=0, most=MAX_STOP_STRINGS)
-    max_stop_chars: int = _count(MAX_STOP_CHARS, "of a stop string", most=MAX_STOP_CHARS)
-    max_logit_bias: int = _count(MAX_BIASED_TOKENS, "entries", least=0, most=MAX_BIASED_TOKENS)
-    max_top_logprobs: int = _count(MAX_LOGPROBS, "of a token", least=0, most=MAX_LOGPROBS)
+    max_stop: int = _count(4, "stop strings of a request", least=0, most=MAX_STOP_STRINGS)
+    max_stop_chars: int = _count(MAX_STOP_CHARS, "characters of a stop string", most=MAX_STOP_CHARS)
+    max_logit_bias: int = _count(
+        MAX_BIASED_TOKENS, "entries of logit_bias", least=0, most=MAX_BIASED_TOKENS
+    )
+    max_top_logprobs: int = _count(
+        MAX_LOGPROBS, "log-probabilities of a token", least=0, most=MAX_LOGPROBS
+    )
 
     def __post_init__(self) -> None:
         """Check each against its range."""

@@ -95,6 +95,7 @@ class Serve(Generic[B]):
 
     def __init__(self, dialect: Dialect[B]) -> None:
         self._dialect, self._service = dialect, dialect.service
+        self.__doc__ = dialect.__doc__  # for /openapi.json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whole or as a stream; nothing runs on once the client has left."""

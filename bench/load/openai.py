@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from ...api.client.errors import ServerFailed
-from ...api.client.sse import EventParser
+from .event_stream import EventParser
 from .figures import Record, apportion
 from .generator import Content, Corpus, Job, Piece
 from .http import Failure, Http
@@ -97,7 +96,7 @@ class Answer:
             self.raw += data
         try:
             events = self._parser.feed(data)
-        except ServerFailed as error:
+        except ValueError as error:
             raise Failure("unreadable stream", str(error)) from None
         for event in events:
             if event.data == "[DONE]":

@@ -146,7 +146,7 @@ API_ROOMS = (
     "sdk",
     "openai",
 )
-API_ROOMS += ("anthropic", "server", "client", "cli")
+API_ROOMS += ("anthropic", "server", "cli")
 
 
 def test_rooms_of_the_api_stand_in_one_line() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from foretoken.api.client.sse import Event, EventParser
+from foretoken.bench.load.event_stream import Event, EventParser
 
 Dialect = Literal["completions", "chat", "responses", "messages"]
 PATHS: dict[Dialect, str] = {

@@ -63,7 +63,7 @@ class Responding(Dialect[ResponsesRequest]):
 
 
 class ResponsesCount(Responding):
-    """POST /v1/responses/input_tokens."""
+    """How many tokens the input comes to."""
 
     can_stream = False
 
@@ -75,7 +75,7 @@ class ResponsesCount(Responding):
 
 
 class ResponsesRoute(Responding):
-    """POST /v1/responses."""
+    """Answer the input, whole or as a stream."""
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and submit."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .errors import ServerFailed
-
 MAX_LINE_BYTES = 64 * 2**20
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
@@ -37,7 +35,7 @@ class EventParser:
         self._id = ""
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events that end in this chunk; raises `ServerFailed` for a line without an end."""
+        """The events that end in this chunk; raises ValueError for a line without an end."""
         if not chunk:
             return []
         if self._after_cr:
@@ -49,7 +47,7 @@ class EventParser:
         """The lines that end in this chunk. What came before is not searched again."""
         *lines, rest = _LINE_END.split(chunk)
         if self._rest_len + len(lines[0] if lines else rest) > MAX_LINE_BYTES:
-            raise ServerFailed(f"the stream has a line of more than {MAX_LINE_BYTES} bytes")
+            raise ValueError(f"the stream has a line of more than {MAX_LINE_BYTES} bytes")
         if lines:
             lines[0] = b"".join([*self._rest, lines[0]])
             self._rest, self._rest_len = [], 0

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.api.client import ServerFailed, sse
-from foretoken.api.client.sse import Event, EventParser
+from foretoken.bench.load import event_stream as sse
+from foretoken.bench.load.event_stream import Event, EventParser
 
 LINE_END = sse._LINE_END
 
@@ -82,5 +82,5 @@ def test_a_line_that_does_not_end_is_an_error(monkeypatch):
     monkeypatch.setattr(sse, "MAX_LINE_BYTES", 100)
     assert len(parse([b"data: " + b"y" * 90 + b"\n"] * 3 + [b"\n"])) == 1
     for last in (b"y" * 50, b"y" * 50 + b"\n"):
-        with pytest.raises(ServerFailed, match="a line of more than 100 bytes"):
+        with pytest.raises(ValueError, match="a line of more than 100 bytes"):
             parse([b"data: " + b"y" * 50, last])
