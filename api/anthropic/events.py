@@ -15,8 +15,8 @@ from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import Turn
 from ..runtime.chat_types import TurnDelta
 from ..serving.errors import ApiError
-from ..serving.serve import Reply
 from ..serving.serving_context import Service
+from ..serving.sse import Reply
 from ..types.results import Body
 from .blocks import Blocks
 from .breakpoints import TTL, Breakpoints

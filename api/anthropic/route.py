@@ -13,8 +13,9 @@ from ..openai.shapes import is_prewarm, prewarm
 from ..runtime.chat_types import Ask
 from ..runtime.tools import read_cache
 from ..serving.errors import ApiError
-from ..serving.serve import Count, Dialect, Reply
+from ..serving.serve import Count, Dialect
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service
+from ..serving.sse import Reply
 from ..types.request_context import CONTEXT
 from ..types.sampling_params import SamplingParams
 from .breakpoints import Breakpoints, Mark, read_marks

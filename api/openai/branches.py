@@ -22,7 +22,8 @@ from ..parsing.events import PlainParser
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
 from ..runtime.generation import merge
-from ..serving.serve import Dialect, Reply
+from ..serving.serve import Dialect
+from ..serving.sse import Reply
 from ..types.results import Body, batch_usage
 from .chat import OPENING, ChatWriter, read_ask
 from .completions import completion_params, open_text, read_prompts, refuse

@@ -13,8 +13,9 @@ from ...core.interface.step import TokenLogprob
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, Call, TurnChoice, TurnDelta
 from ..runtime.tools import read_cache, read_choice, read_tools
-from ..serving.serve import Dialect, Reply
+from ..serving.serve import Dialect
 from ..serving.serving_context import Service
+from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from ..types.sampling_params import SamplingParams

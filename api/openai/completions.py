@@ -13,8 +13,9 @@ from ..runtime.generation import Answer, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts
 from ..runtime.tools import read_cache
-from ..serving.serve import Dialect, Reply
+from ..serving.serve import Dialect
 from ..serving.serving_context import Service
+from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body, Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams

@@ -13,9 +13,8 @@ from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
 from ..runtime.chat_types import Ask
 from ..serving.errors import deadline_exceeded, unavailable
-from ..serving.serve import Reply
 from ..serving.serving_context import SHUTTING_DOWN, Service
-from ..serving.sse import DONE, event
+from ..serving.sse import DONE, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body, Completion, batch_usage
 from .schema import AnyRequest, Sampling

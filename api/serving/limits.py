@@ -56,6 +56,9 @@ class Limits:
     write_seconds: float = _seconds(30.0, "time that a client may read nothing of its answer")
     ping_seconds: float = _seconds(10.0, "time between keep-alive comments of a stream")
     max_request_seconds: float = _seconds(600.0, "time for a request, from its arrival to its end")
+    resume_seconds: float = _limit(
+        0.0, "time to pick up a broken stream with Last-Event-ID (0: off)", 0.0, MAX_SECONDS
+    )
     store_seconds: float = _seconds(3600.0, "time that a response is kept after its last use")
     # a body
     max_body_bytes: int = _count(4 * 2**20, "size of a body")

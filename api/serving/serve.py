@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -11,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ...core.errors import InvalidRequest
 from .errors import ApiError, ClientGone, JsonResponse
 from .serving_context import OPENAI_TEMPERATURE, Service
-from .sse import PING, EventStream, error_event
+from .sse import PING, EventStream, Reply, error_event
 
 
 class Body(Protocol):
@@ -31,21 +30,6 @@ class Body(Protocol):
 
 
 B = TypeVar("B", bound=Body)
-
-
-class Reply:
-    """An answer on its way. Whoever has one must `close` it in a ``finally``."""
-
-    async def whole(self) -> object:
-        """All of it as one JSON body."""
-        raise NotImplementedError
-
-    def events(self) -> AsyncGenerator[bytes]:
-        """All of it as server-sent events."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Abort what still runs; may be called twice."""
 
 
 class Count(Reply):
@@ -99,13 +83,13 @@ class Serve(Generic[B]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whole or as a stream; nothing runs on once the client has left."""
-        dialect = self._dialect
-        body = await self._service.read(Request(scope, receive), dialect.decode)
-        is_stream = bool(body.stream) and dialect.can_stream
+        request = Request(scope, receive)
+        body = await self._service.read(request, self._dialect.decode)
+        is_stream = bool(body.stream) and self._dialect.can_stream
         has_begun = False
         try:
             async with self._service.wanted(receive, body.deadline_ms) as client:
-                reply = await self._open(body)
+                reply = await self._streamed(request, body) if is_stream else await self._open(body)
                 try:
                     client.wait_on()  # the engine keeps the deadline of what it was given
                     if is_stream:
@@ -128,6 +112,16 @@ class Serve(Generic[B]):
         except InvalidRequest as error:
             self._dialect.rename(error, body)
             raise
+
+    async def _streamed(self, request: Request, body: B) -> Reply:
+        """An answer, or with ``--resume-seconds`` one that can be picked up again."""
+        streams = self._service.streams
+        if streams is None:
+            return await self._open(body)
+        last_event_id = request.headers.get("last-event-id")
+        if last_event_id is not None:
+            return streams.resume(last_event_id)
+        return streams.begin(await self._open(body), self._dialect.error_event)
 
     def _stream(self, reply: Reply) -> EventStream:
         return EventStream(

@@ -20,6 +20,7 @@ from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .json_depth import Excess, find_excess
 from .limits import Limits
 from .metrics import ServerMetrics
+from .resume import ResumableStreams
 from .sse import UnlessGone
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class Service:
             llm, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
         self.settings = settings
+        seconds = settings.limits.resume_seconds
+        self.streams = ResumableStreams(seconds) if seconds else None
 
     @property
     def model(self) -> str:

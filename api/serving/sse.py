@@ -78,6 +78,21 @@ class UnlessGone:
             self._timeout.reschedule(0)  # long ago: the block is cancelled at once
 
 
+class Reply:
+    """An answer on its way. Whoever has one must `close` it in a ``finally``."""
+
+    async def whole(self) -> object:
+        """All of it as one JSON body."""
+        raise NotImplementedError
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """All of it as server-sent events."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Abort what still runs; may be called twice."""
+
+
 class EventStream(Response):
     """Sends events as they come; ``close`` is called in any case.
 

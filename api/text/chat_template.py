@@ -18,10 +18,11 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError, UndefinedError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ...core.errors import InvalidRequest
@@ -285,7 +286,8 @@ def _environment() -> Environment:
 
 def bounded_text(pieces: Iterable[str]) -> str:
     """Pieces as one text. What is too long is counted, not kept."""
-    budget, kept, num_chars = BUDGET.get(), [], 0
+    kept: list[str] = []
+    budget, num_chars = BUDGET.get(), 0
     for piece in pieces:
         num_chars += len(piece)
         budget.check_time()

@@ -27,7 +27,7 @@ SECONDS = 120
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(["--cors-origin", "*"]) as server:
+    with running(["--cors-origin", "*", "--resume-seconds", "60"]) as server:
         yield server
 
 

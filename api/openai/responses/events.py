@@ -10,7 +10,7 @@ import msgspec
 
 from ...runtime.chat import Turn
 from ...serving.errors import ApiError, to_api_error
-from ...serving.serve import Reply
+from ...serving.sse import Reply
 from ...types.results import Body
 from .answer import ResponseWriter
 

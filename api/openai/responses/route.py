@@ -11,8 +11,9 @@ from starlette.responses import Response
 from ....core.errors import InvalidRequest
 from ...runtime.chat_types import Ask
 from ...serving.errors import ApiError, JsonResponse
-from ...serving.serve import Count, Dialect, Reply
+from ...serving.serve import Count, Dialect
 from ...serving.serving_context import Service
+from ...serving.sse import Reply
 from ...types.request_context import Owner, owner_of
 from ...types.results import Body
 from ..schema import decoder

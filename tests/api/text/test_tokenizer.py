@@ -157,7 +157,8 @@ EVERYTHING = """{%- set ns = namespace(n=0) -%}{{ bos_token }}
 {%- for m in messages %}
     {%- if m.role == 'tool' %}{% continue %}{% endif %}
     {%- set ns.n = ns.n + 1 %}
-[{{ loop.index }}/{{ ns.n }} {{ m.role }}] {{ m.content | tojson }} {{ m.reasoning_content }}
+[{{ loop.index }}/{{ ns.n }} {{ m.role }}] {{ (m.content or "") | tojson }}
+{{ m.reasoning_content }}
     {% generation %}{% set inner = 1 %}{{ m.thinking }}{% endgeneration %}{{ inner }}
     {%- for call in m.tool_calls %}{{ call | tojson(indent=2) }}{% endfor %}
 {% endfor %}

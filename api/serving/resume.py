@@ -1,0 +1,192 @@
+"""Event streams that a client can pick up again where its connection broke.
+
+Off unless ``--resume-seconds`` is given. Each event then has an ``id``. A client that sends its
+request again with the header ``Last-Event-ID`` gets the events behind that one, and the answer goes
+on meanwhile. Only the key that began a stream may pick it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from uuid import uuid4
+
+from ..types.request_context import Shares, caller, note_error
+from .errors import ApiError, to_api_error
+from .sse import Reply
+
+logger = logging.getLogger(__name__)
+STREAM_BYTES = 2**20  # of a stream's last events that are kept
+MAX_STREAMS = 64
+END = b"\n\n"
+
+
+class ResumableStream:
+    """The events of one answer, read by a task of its own; the last of them are kept.
+
+    Without a reader the answer is aborted after ``seconds``; at its end it is kept for as long.
+    """
+
+    def __init__(
+        self,
+        reply: Reply,
+        on_error: Callable[[ApiError], bytes],
+        forget: Callable[[], None],
+        seconds: float,
+    ) -> None:
+        self.name = uuid4().hex
+        self.owner = caller()
+        self._reply, self._on_error = reply, on_error
+        self._forget, self._seconds = forget, seconds
+        self._kept: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._first = 0  # number of the first event that is kept
+        self._next = 0  # the number that the reader wants next
+        self._reader: Reader | None = None  # the latest
+        self._ended = self._is_forgotten = False
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task = asyncio.create_task(self._run())
+
+    def has(self, number: int) -> bool:
+        """Whether it can go on with this event."""
+        return self._first <= number <= self._first + len(self._kept)
+
+    def attach(self, start: int) -> Reader:
+        """A reader of the events from this number on. One that is there already ends."""
+        self._reader, self._next = Reader(self), start
+        self._stop_timer()
+        self._notify()
+        return self._reader
+
+    def release(self, reader: Reader) -> None:
+        """The client of a reader is gone: abort or forget the answer in a while."""
+        if self._reader is not reader:
+            return
+        self._reader = None
+        self._notify()
+        if self._is_forgotten:
+            self._task.cancel()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.end)
+
+    def end(self) -> None:
+        """Forget it, and abort what nobody reads."""
+        self._stop_timer()
+        self._is_forgotten = True
+        self._forget()
+        if self._reader is None:
+            self._task.cancel()
+
+    async def read(self, reader: Reader) -> AsyncGenerator[bytes]:
+        """Its events, until another reader is attached."""
+        while self._reader is reader:
+            if self._next < self._first + len(self._kept):
+                event = self._kept[self._next - self._first]
+                self._next += 1
+                self._notify()
+                yield event
+            elif self._ended:
+                return
+            else:
+                await self._wait()
+
+    async def _run(self) -> None:
+        try:
+            async with aclosing(self._reply.events()) as events:
+                async for body in events:
+                    await self._keep(body)
+        except Exception as error:
+            answer = to_api_error(error)
+            note_error(answer)
+            if answer.status == 500:
+                logger.error("a stream failed", exc_info=error)
+            await self._keep(self._on_error(answer))
+        finally:
+            self._reply.close()
+            self._ended = True
+            self._notify()
+
+    async def _keep(self, body: bytes) -> None:
+        """Number each event; drop the oldest ones, but none that the reader has yet to get."""
+        for event in body.split(END)[:-1]:
+            number = self._first + len(self._kept)
+            self._kept.append(b"id: %s:%d\n%b%b" % (self.name.encode(), number, event, END))
+            self._num_bytes += len(self._kept[-1])
+        self._notify()
+        while self._num_bytes > STREAM_BYTES:
+            while self._reader is not None and self._next <= self._first:
+                await self._wait()
+            self._num_bytes -= len(self._kept.popleft())
+            self._first += 1
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait(self) -> None:
+        await self._changed.wait()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Reader(Reply):
+    """One connection that a stream is sent to."""
+
+    def __init__(self, stream: ResumableStream) -> None:
+        self._stream = stream
+
+    def events(self) -> AsyncGenerator[bytes]:
+        """What the connection has yet to get."""
+        return self._stream.read(self)
+
+    def close(self) -> None:
+        """The client has all, or is gone."""
+        self._stream.release(self)
+
+
+class ResumableStreams:
+    """Those of a server, by name. The oldest goes first, as `Shares` has it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._streams: dict[str, ResumableStream] = {}
+        self._shares: Shares[str] = Shares(MAX_STREAMS * STREAM_BYTES)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def begin(self, reply: Reply, on_error: Callable[[ApiError], bytes]) -> Reader:
+        """The first reader of an answer, which is closed at its end."""
+        stream = ResumableStream(reply, on_error, lambda: self._forget(stream), self.seconds)
+        reader = stream.attach(0)
+        self._streams[stream.name] = stream
+        self._shares.add(stream.owner, stream.name, STREAM_BYTES)
+        while (excess := self._shares.excess()) is not None:
+            self._streams[excess].end()
+        return reader
+
+    def resume(self, last_event_id: str) -> Reader:
+        """A reader of the events behind this one; raises `ApiError` 404."""
+        name, _, number = last_event_id.partition(":")
+        stream = self._streams.get(name)
+        is_number = number.isascii() and number.isdigit() and len(number) < 16
+        if (
+            stream is None
+            or stream.owner != caller()
+            or not is_number
+            or not stream.has(int(number) + 1)
+        ):
+            message = "no stream that can be resumed has this Last-Event-ID, or no longer"
+            raise ApiError(404, message, code="stream_not_found")
+        return stream.attach(int(number) + 1)
+
+    def _forget(self, stream: ResumableStream) -> None:
+        if self._streams.pop(stream.name, None) is not None:
+            self._shares.remove(stream.name)
