@@ -46,6 +46,7 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
     ref_count: int = 0  # live receipts at or below this node
     pins: int = 0  # those of them that are pins
+    num_hits: int = 0  # requests that found it, for whoever looks at the tree
     last_used: int = 0  # tick when it was last locked or unlocked; equal ticks lie on one path
 
     def common_pages(self, data: bytes, start: int) -> int:
@@ -85,7 +86,7 @@ class Node:
         """
         cut = num_pages * page_size
         upper = Node(self.namespace, self.parent, self.key[:cut], self.page_ids[:num_pages])
-        upper.ref_count, upper.pins = self.ref_count, self.pins
+        upper.ref_count, upper.pins, upper.num_hits = self.ref_count, self.pins, self.num_hits
         del self.key[:cut], self.page_ids[:num_pages]
         return upper
 

@@ -128,6 +128,8 @@ class PrefixCache:
         if is_first:
             self.num_queries += len(tokens)
             self.num_hits += match.num_tokens
+            for node in lock.node.path():
+                node.num_hits += 1
         self.pins.touch(lock.node)
         loss = self.eviction_log.find(namespace, tokens, match.num_tokens)
         return KVLease(match.page_ids, lock, match.num_tokens, namespace, loss)

@@ -122,12 +122,31 @@ def overview(engine: Engine) -> Body:
             "free": free,
         },
         "parts": engine.metrics.part_seconds(),
+        "row": row_price(engine),
         "tree": icicle([*cache.tree.roots()]),
     }
 
 
+def row_price(engine: Engine) -> Body | None:
+    """What one more row costs the next step, by which the controller chooses; None: not known.
+
+    In seconds, and in tokens that the engine would serve in that time. A draft token is verified
+    where the chance that it is accepted exceeds the latter.
+    """
+    from ...draft.speculator import DraftSpeculator
+
+    speculator = engine.scheduler.speculator.inner
+    if not isinstance(speculator, DraftSpeculator) or not speculator.controller.costs.is_ready:
+        return None
+    costs, count = speculator.controller.costs, max(1, len(engine.scheduler.running))
+    seconds = float(costs.row_seconds(count, 1, count)[-1])
+    return {"seconds": seconds, "tokens": seconds * costs.rate(count)}
+
+
 def icicle(roots: list[Node]) -> list[list[int]]:
-    """Boxes of a tree: place, level, width, tokens, whether in use; a parent spans its children.
+    """Boxes of a tree: place, level, width, tokens, whether in use, hits.
+
+    A parent spans its children.
 
     Those beyond `MAX_BOXES` or `MAX_LEVELS` are left out.
     """
@@ -142,7 +161,7 @@ def _lay(node: Node, level: int, start: int, boxes: list[list[int]]) -> int:
     """Append the boxes of a node and of what stands below it; how wide they are."""
     if len(boxes) >= MAX_BOXES or level == MAX_LEVELS:
         return 0
-    box = [start, level, 0, len(node.key), int(node.ref_count > 0)]
+    box = [start, level, 0, len(node.key), int(node.ref_count > 0), node.num_hits]
     boxes.append(box)
     width = 0
     for child in node.children.values():

@@ -55,7 +55,10 @@ def test_the_events_count_and_hold_no_text(url: str) -> None:
     assert sum(pages.values()) == 4096 // 16
     assert SECRET not in json.dumps(now)
     assert now["tree"]
-    assert all(tokens % 16 == 0 for *_, tokens, _ in now["tree"])
+    assert all(tokens % 16 == 0 for *_, tokens, _, _ in now["tree"])
+    assert sum(hits for *_, hits in now["tree"]) > 0
+    assert now["row"]["seconds"] > 0
+    assert now["row"]["tokens"] > 0
 
 
 def test_the_page_is_open_its_events_need_the_key_and_no_ui_has_neither() -> None:
@@ -97,13 +100,14 @@ def test_chunks_tell_who_drafted_each_token_if_asked(url: str, speculation: obje
 
 
 def test_a_parent_spans_its_children_and_the_boxes_are_bounded() -> None:
-    def node(tokens: int, *children: object, uses: int = 0) -> Any:
+    def node(tokens: int, *children: object, uses: int = 0, hits: int = 0) -> Any:
         below = {index.to_bytes(2): child for index, child in enumerate(children)}
-        return SimpleNamespace(key=range(tokens), children=below, ref_count=uses)
+        return SimpleNamespace(key=range(tokens), children=below, ref_count=uses, num_hits=hits)
 
-    tree = node(0, node(32, node(16), node(16, node(48), uses=1), uses=1), node(16))
+    tree = node(0, node(32, node(16), node(16, node(48), uses=1), uses=1, hits=3), node(16))
     assert icicle([tree]) == [
-        [0, 0, 2, 32, 1], [0, 1, 1, 16, 0], [1, 1, 1, 16, 1], [1, 2, 1, 48, 0], [2, 0, 1, 16, 0],
+        [0, 0, 2, 32, 1, 3], [0, 1, 1, 16, 0, 0], [1, 1, 1, 16, 1, 0], [1, 2, 1, 48, 0, 0],
+        [2, 0, 1, 16, 0, 0],
     ]  # fmt: skip
     assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)) == MAX_BOXES
     assert icicle([*PrefixCache(4, 16).tree.roots()]) == []
