@@ -13,7 +13,7 @@ from foretoken.api.serving import resume
 from foretoken.api.serving.errors import ApiError
 from foretoken.api.serving.resume import ResumableStreams
 from foretoken.api.serving.sse import Reply, error_event
-from foretoken.bench.event_stream import Event, EventParser
+from foretoken.bench.load.event_stream import Event, EventParser
 
 TALK = [{"role": "user", "content": "hi"}]
 BODIES = {
