@@ -58,8 +58,8 @@ def test_the_events_count_and_hold_no_text(url: str) -> None:
     assert now["tree"]
     assert all(tokens % 16 == 0 for *_, tokens, _, _ in now["tree"])
     assert sum(hits for *_, hits in now["tree"]) > 0
-    assert now["row"]["seconds"] > 0
-    assert now["row"]["tokens"] > 0
+    assert now["row"]["seconds"] >= 0
+    assert now["row"]["tokens"] >= 0
 
 
 def test_the_page_is_open_its_events_need_the_key_and_no_ui_has_neither() -> None:
