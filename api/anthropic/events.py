@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 import msgspec
+from msgspec import UNSET
 
 from ...core.interface.request import Usage
 from ..openai.shapes import refuse_aborted, speculation_body
+from ..openai.wire_dialects import MessageUsage
 from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import Turn
 from ..runtime.chat_types import TurnDelta
@@ -144,26 +146,23 @@ class MessageWriter:
             stopped = CONTEXT_FULL
         return {"stop_reason": stopped, "stop_sequence": sequence}
 
-    def usage(self, usage: Usage, *, is_start: bool = False) -> Body:
+    def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
         """``usage``: what was read from the cache, written to it, and neither, add up."""
         found = self.service.llm.explain(self.id) if self.explains and not is_start else None
-        why: Body = {} if found is None else {"cache_explanation": found.body()}
         read, written = usage.cached_tokens, self.breakpoints.written(usage.cached_tokens)
-        by_ttl = {
-            f"ephemeral_{name}_input_tokens": self.breakpoints.written(read, ttl)
-            for name, ttl in TTL.items()
-        }
-        return {
-            "input_tokens": usage.prompt_tokens - read - written,
-            "cache_creation_input_tokens": written,
-            "cache_read_input_tokens": read,
-            "cache_creation": by_ttl,
-            "output_tokens": 0 if is_start else usage.completion_tokens,
-            "service_tier": "standard",
-            "closed_early": usage.closed_early,
-            "speculation": speculation_body(usage),
-            **why,
-        }
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - read - written,
+            cache_creation_input_tokens=written,
+            cache_read_input_tokens=read,
+            cache_creation={
+                f"ephemeral_{name}_input_tokens": self.breakpoints.written(read, ttl)
+                for name, ttl in TTL.items()
+            },
+            output_tokens=0 if is_start else usage.completion_tokens,
+            closed_early=usage.closed_early,
+            speculation=speculation_body(usage),
+            cache_explanation=UNSET if found is None else found.body(),
+        )
 
 
 class MessageReply(Reply):

@@ -169,6 +169,8 @@ def _kind(schema: Schema) -> str:
 
 def _plain_kind(schema: Schema) -> str:
     kind = schema.get("type", "anything")
+    if kind == "array" and "prefixItems" in schema:
+        return "pair"
     if kind == "array":
         return f"list of {_kind(schema.get('items', {}))}"
     low, high = schema.get("minimum"), schema.get("maximum")

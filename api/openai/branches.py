@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.events import PlainParser
@@ -24,11 +25,12 @@ from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
 from ..runtime.generation import merge
 from ..serving.serve import Dialect
 from ..serving.sse import Reply
-from ..types.results import Body, batch_usage
-from .chat import OPENING, ChatWriter, read_ask
+from ..types.results import batch_usage
+from .chat import ChatWriter, read_ask
 from .completions import completion_params, open_text, read_prompts, refuse
 from .schema import ChatRequest, CompletionRequest, Message, Positive, decoder
 from .shapes import Head, is_prewarm, usage_body
+from .wire import BranchBody, BranchesBody, UsageBody
 
 MAX_BRANCHES = 64
 Text = str | list[int]
@@ -245,17 +247,21 @@ class BranchReply(Reply):
 class BranchWriter(ChatWriter):
     """Writes branches as a chat's choices are written, each with its own usage."""
 
-    whole_kind = "branches"
-
-    def branches(self, turns: Sequence[Turn], choices: Sequence[TurnChoice]) -> Body:
+    def branches(self, turns: Sequence[Turn], choices: Sequence[TurnChoice]) -> BranchesBody:
         """All branches in one body."""
         written = [
-            {**self.choice(choice), "usage": usage_body(turn.usage) | self.explanation(name)}
+            BranchBody(**asdict(self.choice(choice)), usage=self._branch_usage(turn, name))
             for turn, choice, name in zip(turns, choices, self.prompt_ids, strict=True)
         ]
-        body = self.answer([], batch_usage([turn.usage for turn in turns]))
-        del body["choices"]
-        return {**body, "branches": written}
+        usage = self.usage(batch_usage([turn.usage for turn in turns]))
+        return BranchesBody(**self._head.fields("branches"), usage=usage, branches=written)
+
+    def _branch_usage(self, turn: Turn, name: str) -> UsageBody:
+        spent = usage_body(turn.usage)
+        found = self._service.llm.explain(name) if self._explains else None
+        if found is not None:
+            spent.cache_explanation = found.body()
+        return spent
 
     async def branch_events(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes]:
         """The branches as one stream of chat chunks, told apart by their index."""
@@ -268,7 +274,7 @@ class BranchWriter(ChatWriter):
                 if not opened:
                     opened = True
                     for index in range(len(turns)):
-                        yield self.chunk(index, OPENING)
+                        yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
         for last in self.end(batch_usage([turn.usage for turn in turns])):

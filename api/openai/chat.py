@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 
+from msgspec import UNSET, Struct
+
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
 from ..runtime.chat import Turn
@@ -22,9 +24,19 @@ from ..types.sampling_params import SamplingParams
 from .messages_in import plain_messages
 from .schema import AnyRequest, ChatRequest, decoder, refuse_unsupported_chat, sampling_params
 from .shapes import Head, Warmed, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
+from .wire import (
+    CallBody,
+    ChatBody,
+    ChatChoiceBody,
+    ChunkBody,
+    ChunkChoiceBody,
+    DeltaBody,
+    FunctionBody,
+    MessageBody,
+)
 
 decode = decoder(ChatRequest)
-OPENING: Body = {"delta": {"role": "assistant", "content": ""}}
+OPENING = DeltaBody(role="assistant", content="")
 
 
 class ChatRoute(Dialect[ChatRequest]):
@@ -107,11 +119,11 @@ def template_options(body: ChatRequest) -> dict[str, object]:
     return options
 
 
-class ChatWriter(Writer):
+class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
     """Writes one answer."""
 
-    whole_kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
+    whole_kind, whole_type = "chat.completion", ChatBody
+    chunk_kind, chunk_type = "chat.completion.chunk", ChunkBody
 
     def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
         super().__init__(service, head, body)
@@ -122,35 +134,39 @@ class ChatWriter(Writer):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Body:
+    def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Struct:
         """The answer in one body."""
         return self.answer([self.choice(each) for each in choices], turn.usage)
 
-    def nothing(self, index: int) -> Body:
+    def nothing(self, index: int) -> ChatChoiceBody:
         """The choice of a prompt that was only to be cached."""
         return self.choice(TurnChoice(index=index, finish_reason="length"))
 
     def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
         ending = TurnDelta(index=index, finish_reason="length")
-        return [self.chunk(index, OPENING), *self._chunks(ending)]
+        return [self.opening(index), *self._chunks(ending)]
 
-    def choice(self, choice: TurnChoice) -> Body:
+    def choice(self, choice: TurnChoice) -> ChatChoiceBody:
         """One of the n answers."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
-        message: Body = {"role": "assistant", "content": choice.words, "refusal": None}
+        message = MessageBody(content=choice.words)
         if choice.reasoning:
-            message["reasoning_content"] = choice.reasoning
+            message.reasoning_content = choice.reasoning
         if choice.calls:
-            message["content"] = choice.words or None
-            message["tool_calls"] = [_whole_call(call) for call in choice.calls]
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": reason_body(choice.finish_reason),
-            "stop_reason": choice.stop_reason,
-        }
+            message.content = choice.words or None
+            message.tool_calls = [_whole_call(call) for call in choice.calls]
+        return ChatChoiceBody(
+            index=choice.index,
+            message=message,
+            logprobs=self._logprobs(choice.logprobs),
+            finish_reason=reason_body(choice.finish_reason),
+            stop_reason=choice.stop_reason,
+        )
+
+    def opening(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        return self.chunk(ChunkChoiceBody(index=index, delta=OPENING))
 
     def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Body | None:
         return None if logprobs is None else chat_logprobs(self._service.llm.tokenizer, logprobs)
@@ -168,7 +184,7 @@ class ChatWriter(Writer):
                     # Clients number the choices by the order in which they first see them.
                     opened = True
                     for index in range(turn.num_choices):
-                        yield self.chunk(index, OPENING)
+                        yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
         for last in self.end(turn.usage):
@@ -178,25 +194,22 @@ class ChatWriter(Writer):
         """What a step adds, all of it in one chunk, and the end in one of its own."""
         chunks = []
         content = _delta_body(delta)
-        if self._tells_sources and not content and not delta.logprobs:
+        if self._tells_sources and content is None and not delta.logprobs:
             self._pieces[delta.index].hold(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        if content or logprobs:
-            content = content or {"content": ""}
-            pieces = self._pieces[delta.index].read(delta) if self._tells_sources else None
-            chunks.append(
-                self.chunk(delta.index, {"delta": content}, logprobs=logprobs, token_sources=pieces)
+        if content is not None or logprobs:
+            choice = ChunkChoiceBody(
+                index=delta.index, delta=content or DeltaBody(content=""), logprobs=logprobs
             )
+            if self._tells_sources:
+                choice.token_sources = self._pieces[delta.index].read(delta)
+            chunks.append(self.chunk(choice))
         if delta.finish_reason is not None:
             reason = reason_body(delta.finish_reason)
-            chunks.append(
-                self.chunk(
-                    delta.index,
-                    {"delta": {}},
-                    finish_reason=reason,
-                    stop_reason=delta.stop_reason,
-                )
-            )
+            last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)
+            if delta.stop_reason is not None:
+                last.stop_reason = delta.stop_reason
+            chunks.append(self.chunk(last))
         return chunks
 
 
@@ -227,24 +240,26 @@ class TokenPieces:
         return told
 
 
-def _whole_call(call: Call) -> Body:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+def _whole_call(call: Call) -> CallBody:
+    function = FunctionBody(name=call.name, arguments=call.arguments)
+    return CallBody(id=call.id, type="function", function=function)
 
 
-def _delta_body(delta: TurnDelta) -> Body:
-    body: Body = {}
-    if delta.reasoning:
-        body["reasoning_content"] = delta.reasoning
-    if delta.words:
-        body["content"] = delta.words
-    if delta.calls:  # never an empty list: clients count on it
-        body["tool_calls"] = [_call_delta(call) for call in delta.calls]
-    return body
+def _delta_body(delta: TurnDelta) -> DeltaBody | None:
+    """What a step adds to the message, if anything."""
+    if not (delta.reasoning or delta.words or delta.calls):
+        return None
+    return DeltaBody(
+        reasoning_content=delta.reasoning or UNSET,
+        content=delta.words or UNSET,
+        tool_calls=[_call_delta(call) for call in delta.calls] or UNSET,
+    )
 
 
-def _call_delta(call: Call) -> Body:
-    """Clients concatenate what comes, so id, type and name stand in the first delta alone."""
+def _call_delta(call: Call) -> CallBody:
     if not call.id:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, **_whole_call(call)}
+        function = FunctionBody(arguments=call.arguments)
+        return CallBody(index=call.index, function=function)
+    body = _whole_call(call)
+    body.index = call.index
+    return body

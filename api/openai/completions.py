@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
+from msgspec import Struct
+
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
 from ..runtime.generation import Answer, merge
@@ -27,6 +29,7 @@ from .schema import (
     sampling_params,
 )
 from .shapes import Head, Warmed, Writer, finite, is_prewarm, reason_body, token_name, warm_usage
+from .wire import TextBody, TextChoiceBody
 
 decode = decoder(CompletionRequest)
 
@@ -95,10 +98,11 @@ class LegacyLogprobs:
         return offset
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
     """Writes the answers to all prompts of one body; ``echoed`` are their texts, if asked for."""
 
     whole_kind = chunk_kind = "text_completion"
+    whole_type = chunk_type = TextBody
 
     def __init__(
         self, service: Service, head: Head, body: CompletionRequest, echoed: list[str] | None
@@ -117,7 +121,7 @@ class CompletionWriter(Writer):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, completions: list[Completion]) -> Body:
+    def whole(self, completions: list[Completion]) -> Struct:
         """All answers in one body."""
         choices = [
             self._choice(prompt_index, completion, choice)
@@ -126,29 +130,28 @@ class CompletionWriter(Writer):
         ]
         return self.answer(choices, batch_usage([each.usage for each in completions]))
 
-    def nothing(self, index: int) -> Body:
+    def nothing(self, index: int) -> TextChoiceBody:
         """The choice of a prompt that was only to be cached."""
-        nothing = {"text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
-        return {"index": index, **nothing}
+        return TextChoiceBody(index=index, text="", finish_reason="length", stop_reason=None)
 
     def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
-        return [self.chunk(index, {"text": ""}, finish_reason="length")]
+        return [self.chunk(TextChoiceBody(index=index, text="", finish_reason="length"))]
 
     def forget(self, answer: Answer) -> None:
         """Abort what still runs of it."""
         self._service.llm.forget(answer)
 
-    def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> Body:
+    def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> TextChoiceBody:
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
         echoed = self._lead(prompt_index)
-        return {
-            "index": prompt_index * self._n + choice.index,
-            "text": (echoed or "") + choice.text,
-            "logprobs": self._whole_logprobs(completion, choice, echoed),
-            "finish_reason": reason_body(choice.finish_reason),
-            "stop_reason": choice.stop_reason,
-        }
+        return TextChoiceBody(
+            index=prompt_index * self._n + choice.index,
+            text=(echoed or "") + choice.text,
+            logprobs=self._whole_logprobs(completion, choice, echoed),
+            finish_reason=reason_body(choice.finish_reason),
+            stop_reason=choice.stop_reason,
+        )
 
     def _whole_logprobs(
         self, completion: Completion, choice: Choice, echoed: str | None
@@ -186,7 +189,7 @@ class CompletionWriter(Writer):
             return
         for index in range(count):
             text = None if self._wants_logprobs else self._lead(index // self._n)
-            yield self.chunk(index, {"text": text or ""})
+            yield self.chunk(TextChoiceBody(index=index, text=text or ""))
 
 
 class _ChoiceWriter:
@@ -212,13 +215,15 @@ class _ChoiceWriter:
         if reason is not None:
             self._writer.refuse_aborted(reason, self._num_tokens)
         if text or logprobs or reason is not None:
-            yield self._writer.chunk(
-                delta.index,
-                {"text": text},
+            choice = TextChoiceBody(
+                index=delta.index,
+                text=text,
                 logprobs=logprobs,
                 finish_reason=None if reason is None else reason_body(reason),
-                stop_reason=delta.stop_reason,
             )
+            if delta.stop_reason is not None:
+                choice.stop_reason = delta.stop_reason
+            yield self._writer.chunk(choice)
 
     def _logprobs(self, delta: TextDelta) -> Body | None:
         entries = [*self._lead, *(delta.logprobs or ())]

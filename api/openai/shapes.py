@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import time
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
+
+from msgspec import Struct
 
 from ..._version import __version__
 from ...core.interface.request import Usage
@@ -18,7 +21,10 @@ from ..serving.sse import DONE, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body, Completion, batch_usage
 from .schema import AnyRequest, Sampling
+from .wire import CompletionDetails, PromptDetails, SpeculationUsage, UsageBody
 
+C = TypeVar("C", bound=Struct)
+D = TypeVar("D", bound=Struct)
 FINGERPRINT = f"foretoken-{__version__}"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -37,48 +43,45 @@ class Head:
         """Id of the answer, and of the request inside the engine."""
         return f"{self.prefix}-{self.key}"
 
-    def body(self, kind: str, choices: Sequence[Body]) -> Body:
-        """An answer, or a chunk of it."""
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Those of `wire.AnswerHead`."""
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
-            "choices": choices,
         }
 
 
-def usage_body(usage: Usage) -> Body:
+def usage_body(usage: Usage) -> UsageBody:
     """``usage``, with what the cache, a prediction and speculation saved."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": usage.cache_write_tokens,
-        },
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
-            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
-        },
-        "closed_early": usage.closed_early,
-        "speculation": speculation_body(usage),
-    }
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptDetails(
+            cached_tokens=usage.cached_tokens, cache_write_tokens=usage.cache_write_tokens
+        ),
+        completion_tokens_details=CompletionDetails(
+            accepted_prediction_tokens=usage.accepted_prediction_tokens,
+            rejected_prediction_tokens=usage.rejected_prediction_tokens,
+        ),
+        closed_early=usage.closed_early,
+        speculation=speculation_body(usage),
+    )
 
 
-def speculation_body(usage: Usage) -> Body:
+def speculation_body(usage: Usage) -> SpeculationUsage:
     """What was drafted, by whom, and how much of it was right."""
-    steps = sorted(usage.steps_by_accepted.items())
-    return {
-        "proposed_tokens": usage.proposed_tokens,
-        "accepted_tokens": usage.accepted_tokens,
-        "verify_steps": usage.verify_steps,
-        "accepted_by_source": usage.accepted_by_source,
-        "proposed_by_source": usage.proposed_by_source,
-        "steps_by_accepted": {str(accepted): count for accepted, count in steps},
-    }
+    return SpeculationUsage(
+        proposed_tokens=usage.proposed_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        verify_steps=usage.verify_steps,
+        accepted_by_source=usage.accepted_by_source,
+        proposed_by_source=usage.proposed_by_source,
+        steps_by_accepted=dict(sorted(usage.steps_by_accepted.items())),
+    )
 
 
 def reason_body(reason: str) -> str:
@@ -125,11 +128,13 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
-class Writer:
-    """Writes the answer to one body; a subclass knows what stands in a choice."""
+class Writer(Generic[C, D]):
+    """Writes the answer to one body: choices ``C`` in whole, ``D`` in chunks."""
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    whole_type: ClassVar[type[Struct]]
+    chunk_type: ClassVar[type[Struct]]
 
     def __init__(self, service: Service, head: Head, body: AnyRequest) -> None:
         self._service = service
@@ -142,7 +147,7 @@ class Writer:
         """An answer that was given up before it began, or because of a shutdown, is an error."""
         refuse_aborted(self._service, reason, num_tokens)
 
-    def nothing(self, index: int) -> Body:
+    def nothing(self, index: int) -> C:
         """The choice of a prompt that was only to be cached."""
         raise NotImplementedError
 
@@ -150,63 +155,49 @@ class Writer:
         """The same as events."""
         raise NotImplementedError
 
-    def answer(self, choices: list[Body], usage: Usage) -> Body:
+    def answer(self, choices: list[C], usage: Usage) -> Struct:
         """All choices in one body."""
-        return {**self._head.body(self.whole_kind, choices), "usage": self._usage(usage)}
+        fields = self._head.fields(self.whole_kind)
+        return self.whole_type(**fields, choices=choices, usage=self.usage(usage))
 
-    def chunk(
-        self,
-        index: int,
-        content: Body,
-        *,
-        logprobs: Body | None = None,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-        token_sources: list[tuple[str, str]] | None = None,
-    ) -> bytes:
+    def chunk(self, choice: D) -> bytes:
         """One chunk of one choice."""
-        choice = {
-            "index": index,
-            **content,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        if stop_reason is not None:
-            choice["stop_reason"] = stop_reason
-        if token_sources is not None:
-            choice["token_sources"] = token_sources
         return self._event([choice], None)
 
     def end(self, usage: Usage) -> Iterator[bytes]:
         """What follows the last choice."""
         if self._include_usage:
-            yield self._event([], self._usage(usage))
+            yield self._event([], self.usage(usage))
         yield DONE
 
-    def _usage(self, usage: Usage) -> Body:
+    def usage(self, usage: Usage) -> UsageBody:
         """What was spent, and why the cache was missed; of several prompts a list of reasons."""
         spent = usage_body(usage)
-        if len(self.prompt_ids) == 1:
-            return spent | self.explanation(self.prompt_ids[0])
-        told = [self.explanation(each).get("cache_explanation") for each in self.prompt_ids]
-        return {**spent, "cache_explanations": told} if self._explains else spent
+        if not self._explains:
+            return spent
+        found = [self._service.llm.explain(each) for each in self.prompt_ids]
+        told = [None if each is None else each.body() for each in found]
+        if len(told) > 1:
+            spent.cache_explanations = told
+        elif told[0] is not None:
+            spent.cache_explanation = told[0]
+        return spent
 
-    def explanation(self, prompt_id: str) -> Body:
-        """Why a prompt missed the cache, where that was asked for and is known."""
-        found = self._service.llm.explain(prompt_id) if self._explains else None
-        return {} if found is None else {"cache_explanation": found.body()}
-
-    def _event(self, choices: list[Body], usage: Body | None) -> bytes:
-        chunk = self._head.body(self.chunk_kind, choices)
+    def _event(self, choices: list[D], usage: UsageBody | None) -> bytes:
+        chunk = self.chunk_type(**self._chunk_fields, choices=choices)
         if self._include_usage:
-            chunk["usage"] = usage
+            chunk.usage = usage  # type: ignore[attr-defined]
         return event(chunk)
+
+    @cached_property
+    def _chunk_fields(self) -> dict[str, Any]:
+        return self._head.fields(self.chunk_kind)
 
 
 class Warmed(Reply):
     """The answer to prompts that were only to be cached: it says nothing, once for each."""
 
-    def __init__(self, writer: Writer, usages: Sequence[Usage]) -> None:
+    def __init__(self, writer: Writer[Any, Any], usages: Sequence[Usage]) -> None:
         self._writer, self._count, self._usage = writer, len(usages), batch_usage(usages)
 
     async def whole(self) -> object:

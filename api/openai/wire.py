@@ -1,19 +1,22 @@
-"""The answers of the HTTP API as they are written on the wire; /openapi.json describes them so.
+"""The answers of the HTTP API: the server encodes them, /openapi.json describes them, tests decode
+them.
 
-Every field has a default: an answer of an older or a newer server is read, too.
+A field that is `UNSET` is not there; one that is None is null, as clients expect.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType
+
+Free = dict[str, Any]
 
 
 class ErrorParts(Struct, kw_only=True):
     """What went wrong; ``param`` names the field that did."""
 
-    message: str = ""
+    message: str
     type: str | None = None
     param: str | None = None
     code: str | None = None
@@ -28,138 +31,153 @@ class ErrorBody(Struct, kw_only=True):
 class PromptDetails(Struct, kw_only=True):
     """``usage.prompt_tokens_details``."""
 
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
+    cached_tokens: int
+    cache_write_tokens: int
 
 
 class CompletionDetails(Struct, kw_only=True):
     """``usage.completion_tokens_details``: of the prediction, those in the answer."""
 
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class SpeculationUsage(Struct, kw_only=True):
     """``usage.speculation``: what was guessed, and what of it was right."""
 
-    proposed_tokens: int = 0
-    accepted_tokens: int = 0
-    verify_steps: int = 0
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    proposed_by_source: dict[str, int] = field(default_factory=dict)
-    steps_by_accepted: dict[int, int] = field(default_factory=dict)
+    proposed_tokens: int
+    accepted_tokens: int
+    verify_steps: int
+    accepted_by_source: dict[str, int]
+    proposed_by_source: dict[str, int]
+    steps_by_accepted: dict[int, int]
 
 
 class UsageBody(Struct, kw_only=True):
     """``usage``."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: CompletionDetails | None = None
-    closed_early: bool = False  # the form had fewer ways to go on, to end within its tokens
-    speculation: SpeculationUsage | None = None
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+    closed_early: bool  # the form had fewer ways to go on, to end within its tokens
+    speculation: SpeculationUsage
+    cache_explanation: Free | UnsetType = UNSET  # if asked for and known
+    cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts
 
 
 class FunctionBody(Struct, kw_only=True):
-    """The function of a call; ``arguments`` are JSON text."""
+    """The function of a call; ``arguments`` are JSON text, in a chunk a piece of it."""
 
-    name: str | None = None
-    arguments: str | None = None
+    name: str | UnsetType = UNSET
+    arguments: str = ""
 
 
 class CallBody(Struct, kw_only=True):
-    """A call of a tool, or in a chunk what is added to one; ``index`` is there in chunks."""
+    """A call of a tool, or in a chunk what is added to one; ``index`` is there in chunks.
 
-    id: str | None = None
-    type: str | None = None
-    index: int = 0
-    function: FunctionBody | None = None
+    Clients concatenate what comes, so id, type and name stand in the first chunk alone.
+    """
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionBody
 
 
 class MessageBody(Struct, kw_only=True):
-    """A message, or in a chunk what is added to it."""
+    """A message."""
 
-    role: str | None = None
-    content: str | None = None
+    role: str = "assistant"
+    content: str | None
     refusal: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CallBody] | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET
+
+
+class DeltaBody(Struct, kw_only=True):
+    """What is added to a message."""
+
+    role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[CallBody] | UnsetType = UNSET  # never an empty list: clients count on it
 
 
 class ChatChoiceBody(Struct, kw_only=True):
     """One of the n answers."""
 
-    index: int = 0
-    message: MessageBody = field(default_factory=MessageBody)
-    logprobs: dict[str, Any] | None = None
-    finish_reason: str | None = None
+    index: int
+    message: MessageBody
+    logprobs: Free | None = None
+    finish_reason: str | None
     stop_reason: int | str | None = None
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
     """What a step adds to one of the n answers."""
 
-    index: int = 0
-    delta: MessageBody = field(default_factory=MessageBody)
-    logprobs: dict[str, Any] | None = None
+    index: int
+    delta: DeltaBody
+    logprobs: Free | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_sources: list[list[str]] | None = None  # text and drafter of each token, if asked
+    stop_reason: int | str | UnsetType = UNSET
+    token_sources: list[tuple[str, str]] | UnsetType = UNSET  # text and drafter of each token
 
 
 class TextChoiceBody(Struct, kw_only=True):
     """One of the continuations of a text, or what a step adds to it."""
 
-    index: int = 0
-    text: str = ""
-    logprobs: dict[str, Any] | None = None
+    index: int
+    text: str
+    logprobs: Free | None = None
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Head(Struct, kw_only=True):
-    """What every answer and every chunk begins with."""
-
-    id: str = ""
-    object: str = ""
-    created: int = 0
-    model: str = ""
-    system_fingerprint: str | None = None
-    usage: UsageBody | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class BranchBody(ChatChoiceBody, kw_only=True):
     """One branch, with what it cost."""
 
-    usage: UsageBody | None = None
+    usage: UsageBody
 
 
-class BranchesBody(Head, kw_only=True):
+class AnswerHead(Struct, kw_only=True):
+    """What every answer and every chunk begins with."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class BranchesBody(AnswerHead, kw_only=True):
     """Answer of /v1/branches."""
 
-    branches: list[BranchBody] = field(default_factory=list)
+    usage: UsageBody
+    branches: list[BranchBody]
 
 
-class ChatBody(Head, kw_only=True):
+class ChatBody(AnswerHead, kw_only=True):
     """Answer of /v1/chat/completions."""
 
-    choices: list[ChatChoiceBody] = field(default_factory=list)
+    choices: list[ChatChoiceBody]
+    usage: UsageBody
 
 
-class ChunkBody(Head, kw_only=True):
-    """One event of a streamed /v1/chat/completions."""
+class ChunkBody(AnswerHead, kw_only=True):
+    """One event of a streamed /v1/chat/completions; an `ErrorBody` may stand in its place."""
 
-    choices: list[ChunkChoiceBody] = field(default_factory=list)
-    error: ErrorParts | None = None  # in place of everything else
+    choices: list[ChunkChoiceBody]
+    usage: UsageBody | UnsetType | None = UNSET
 
 
-class TextBody(Head, kw_only=True):
+class TextBody(AnswerHead, kw_only=True):
     """Answer of /v1/completions, and one event of it when it is streamed."""
 
-    choices: list[TextChoiceBody] = field(default_factory=list)
-    error: ErrorParts | None = None  # in place of everything else
+    choices: list[TextChoiceBody]
+    usage: UsageBody | UnsetType | None = UNSET
 
 
 class Model(Struct, kw_only=True):
@@ -169,25 +187,25 @@ class Model(Struct, kw_only=True):
     its layers, ``own`` or ``transformers``.
     """
 
-    id: str = ""
+    id: str
     object: str = "model"
-    created: int = 0
-    owned_by: str = ""
-    max_model_len: int = 0
-    exact: bool = True
-    model_path: str = "own"
+    created: int
+    owned_by: str = "foretoken"
+    max_model_len: int
+    exact: bool
+    model_path: str
     type: str = "model"
-    display_name: str = ""
-    created_at: str = ""
-    lifecycle: str = ""
-    tool_parser: str = ""  # how the model writes calls: one of `--tool-parser`
+    display_name: str
+    created_at: str
+    lifecycle: str = "active"
+    tool_parser: str  # how the model writes calls: one of `--tool-parser`
 
 
 class ModelList(Struct, kw_only=True):
     """Answer of GET /v1/models."""
 
     object: str = "list"
-    data: list[Model] = field(default_factory=list)
+    data: list[Model]
     has_more: bool = False
     first_id: str | None = None
     last_id: str | None = None
@@ -196,28 +214,28 @@ class ModelList(Struct, kw_only=True):
 class Tokens(Struct, kw_only=True):
     """Answer of /tokenize."""
 
-    count: int = 0
-    max_model_len: int = 0
-    tokens: list[int] = field(default_factory=list)
+    count: int
+    max_model_len: int
+    tokens: list[int]
     token_strs: list[str] | None = None
 
 
 class Detokenized(Struct, kw_only=True):
     """Answer of /detokenize."""
 
-    prompt: str = ""
+    prompt: str
 
 
 class Flushed(Struct, kw_only=True):
     """Answer of /cache/flush."""
 
-    flushed_pages: int = 0
+    flushed_pages: int
 
 
 class Status(Struct, kw_only=True):
     """Answer of /health and /ready."""
 
-    status: str = ""
+    status: str
 
 
 class Audit(Struct, kw_only=True, omit_defaults=True):
@@ -232,4 +250,4 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
 class Version(Struct, kw_only=True):
     """Answer of /version."""
 
-    version: str = ""
+    version: str

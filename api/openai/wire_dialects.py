@@ -5,38 +5,30 @@ What the SDKs of those APIs define better than we could, items and blocks, is le
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
-from .wire import SpeculationUsage
-
-Free = dict[str, Any]
+from .wire import CompletionDetails, Free, PromptDetails, SpeculationUsage
 
 
-class InputDetails(Struct, kw_only=True):
-    """``usage.input_tokens_details``."""
-
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
-
-
-class OutputDetails(Struct, kw_only=True):
+class OutputDetails(CompletionDetails, kw_only=True):
     """``usage.output_tokens_details``."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(Struct, kw_only=True):
     """``usage`` of a response."""
 
-    input_tokens: int = 0
-    input_tokens_details: InputDetails = field(default_factory=InputDetails)
-    output_tokens: int = 0
-    output_tokens_details: OutputDetails = field(default_factory=OutputDetails)
-    total_tokens: int = 0
-    closed_early: bool = False  # as in chat completions
-    speculation: SpeculationUsage | None = None
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    closed_early: bool  # as in chat completions
+    speculation: SpeculationUsage
+    cache_explanation: Free | UnsetType = UNSET
 
 
 class ResponseBody(Struct, kw_only=True):
@@ -85,14 +77,15 @@ class InputTokens(Struct, kw_only=True):
 class MessageUsage(Struct, kw_only=True):
     """``usage`` of a message; ``input_tokens`` are those that were neither read nor written."""
 
-    input_tokens: int = 0
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-    cache_creation: dict[str, int] | None = None
-    output_tokens: int = 0
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: dict[str, int]
+    output_tokens: int
     service_tier: str = "standard"
-    closed_early: bool = False  # as in chat completions
-    speculation: SpeculationUsage | None = None
+    closed_early: bool  # as in chat completions
+    speculation: SpeculationUsage
+    cache_explanation: Free | UnsetType = UNSET
 
 
 class MessageAnswer(Struct, kw_only=True):
@@ -106,7 +99,7 @@ class MessageAnswer(Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     diagnostics: Free | None = None
-    usage: MessageUsage = field(default_factory=MessageUsage)
+    usage: MessageUsage | None = None
 
 
 class MessageErrorParts(Struct, kw_only=True):

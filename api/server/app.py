@@ -19,6 +19,7 @@ from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ..anthropic.errors import error_response
 from ..anthropic.route import MessagesCount, MessagesRoute
+from ..openai import wire
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionsRoute
@@ -30,7 +31,6 @@ from ..runtime.engine_client import Host
 from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable, unknown_model
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service, Settings
-from ..types.results import Body
 from .auth import Gate
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
@@ -52,8 +52,7 @@ class ModelRoutes:
     async def index(self, _request: Request) -> Response:
         """All models, of which there is one."""
         entry = self._entry()
-        page = {"has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
-        return JsonResponse({"object": "list", "data": [entry], **page})
+        return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
 
     async def retrieve(self, request: Request) -> Response:
         """One model; its name may hold slashes."""
@@ -62,21 +61,18 @@ class ModelRoutes:
             raise unknown_model(name)
         return JsonResponse(self._entry())
 
-    def _entry(self) -> Body:
-        return {
-            "id": self.service.model,
-            "object": "model",
-            "created": int(self._created.timestamp()),
-            "owned_by": "foretoken",
-            "max_model_len": self.service.llm.built.max_model_len,
-            "exact": self.service.llm.built.exact,
-            "model_path": self.service.llm.built.model_path,
-            "type": "model",
-            "display_name": self.service.model,
-            "created_at": self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "lifecycle": "active",
-            "tool_parser": self.service.turns.syntax.tool_parser,
-        }
+    def _entry(self) -> wire.Model:
+        built = self.service.llm.built
+        return wire.Model(
+            id=self.service.model,
+            created=int(self._created.timestamp()),
+            max_model_len=built.max_model_len,
+            exact=built.exact,
+            model_path=built.model_path,
+            display_name=self.service.model,
+            created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            tool_parser=self.service.turns.syntax.tool_parser,
+        )
 
 
 class TokenRoutes:
@@ -95,13 +91,11 @@ class TokenRoutes:
         if body.return_token_strs:
             tokenizer = self.service.llm.tokenizer
             names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in token_ids]
+        most = self.service.llm.built.max_model_len
         return JsonResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": self.service.llm.built.max_model_len,
-                "tokens": token_ids,
-                "token_strs": names,
-            }
+            wire.Tokens(
+                count=len(token_ids), max_model_len=most, tokens=token_ids, token_strs=names
+            )
         )
 
     async def _token_ids(self, body: TokenizeRequest) -> list[int]:
@@ -120,7 +114,7 @@ class TokenRoutes:
         llm = self.service.llm
         llm.tokenizer.check_ids(body.tokens, llm.built.vocab_size, "tokens")
         text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return JsonResponse({"prompt": text})
+        return JsonResponse(wire.Detokenized(prompt=text))
 
 
 class OperatorRoutes:
@@ -132,14 +126,14 @@ class OperatorRoutes:
     async def health(self, _request: Request) -> Response:
         """200 while the engine lives, however long a step takes."""
         alive = self.service.llm.engine.alive
-        return JsonResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+        return JsonResponse(wire.Status(status="ok" if alive else "dead"), 200 if alive else 503)
 
     async def ready(self, _request: Request) -> Response:
         """200 while new requests had better come here."""
         reason = self.service.unready
         if reason is not None:
             raise unavailable(reason)
-        return JsonResponse({"status": "ready"})
+        return JsonResponse(wire.Status(status="ready"))
 
     async def audit(self, _request: Request) -> Response:
         """Whose every KV page is, and which rule that breaks, if any; 200 in either case."""
@@ -147,7 +141,7 @@ class OperatorRoutes:
 
     async def version(self, _request: Request) -> Response:
         """The version of foretoken."""
-        return JsonResponse({"version": __version__})
+        return JsonResponse(wire.Version(version=__version__))
 
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text."""

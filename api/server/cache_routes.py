@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ...core.errors import InvalidRequest
 from ..openai.messages_in import plain_messages
 from ..openai.schema import Message, decoder
+from ..openai.wire import Flushed
 from ..runtime.cache_diagnostics import Explanation
 from ..serving.errors import ApiError, JsonResponse
 from ..serving.serving_context import Service
@@ -60,7 +61,7 @@ class CacheRoutes:
             salts = () if salt is None else (salt,)
             dropped = llm.engine.flush_cache(*salts)
             llm.prompts.flush(*salts)
-        return JsonResponse({"flushed_pages": dropped})
+        return JsonResponse(Flushed(flushed_pages=dropped))
 
     async def _token_ids(self, prefix: str | list[int | Message]) -> list[int]:
         llm = self.service.llm

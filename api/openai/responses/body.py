@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from time import time
-from typing import NamedTuple, cast
+from typing import NamedTuple
 from uuid import uuid4
 
 import msgspec
+from msgspec import UNSET
+from msgspec.structs import asdict
 
 from ....core.interface.request import Usage
 from ...types.results import Body
 from ...types.sampling_params import SamplingParams
 from ..shapes import FINGERPRINT, usage_body
+from ..wire import UsageBody
+from ..wire_dialects import OutputDetails, ResponseUsage
 from .ask import served_tools
 from .schema import ResponsesRequest
 
@@ -71,9 +74,7 @@ class ResponseHead:
             "usage": None,
         }
         if usage is not None:
-            spent = usage_body(usage)
-            told = {} if cache.explanation is None else {"cache_explanation": cache.explanation}
-            response["usage"] = _usage(spent, num_reasoning_tokens) | told
+            response["usage"] = _usage(usage_body(usage), num_reasoning_tokens, cache.explanation)
         if stop_reason is not None:
             response["stop_reason"] = stop_reason
         if cache.diagnostics is not None:
@@ -115,16 +116,18 @@ def _settings(body: ResponsesRequest, params: SamplingParams) -> Body:
     }
 
 
-def _usage(spent: Body, num_reasoning_tokens: int) -> Body:
+def _usage(spent: UsageBody, num_reasoning_tokens: int, told: Body | None) -> ResponseUsage:
     """``usage`` in the words of this API, with all that the other one tells."""
-    inputs = cast("Mapping[str, object]", spent["prompt_tokens_details"])
-    outputs = cast("Mapping[str, object]", spent["completion_tokens_details"])
-    return {
-        "input_tokens": spent["prompt_tokens"],
-        "input_tokens_details": {"cache_write_tokens": 0, **inputs},
-        "output_tokens": spent["completion_tokens"],
-        "output_tokens_details": {**outputs, "reasoning_tokens": num_reasoning_tokens},
-        "total_tokens": spent["total_tokens"],
-        "closed_early": spent["closed_early"],
-        "speculation": spent["speculation"],
-    }
+    inputs, outputs = spent.prompt_tokens_details, spent.completion_tokens_details
+    return ResponseUsage(
+        input_tokens=spent.prompt_tokens,
+        input_tokens_details=inputs,
+        output_tokens=spent.completion_tokens,
+        output_tokens_details=OutputDetails(
+            **asdict(outputs), reasoning_tokens=num_reasoning_tokens
+        ),
+        total_tokens=spent.total_tokens,
+        closed_early=spent.closed_early,
+        speculation=spent.speculation,
+        cache_explanation=UNSET if told is None else told,
+    )

@@ -13,7 +13,7 @@ from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd, Word
 from foretoken.api.runtime.chat import TurnReader
 from foretoken.api.runtime.chat_types import TurnChoice, TurnDelta
 from foretoken.api.runtime.generation import _Part
-from foretoken.api.text.chat_template import ChatTemplate
+from foretoken.api.text import chat_template
 from foretoken.api.types.results import TextDelta, ToolChoice
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.step import TokenLogprob
@@ -161,13 +161,8 @@ def long_context(monkeypatch, built):
 def test_a_model_whose_template_has_no_tools_is_told_of_them_in_text(
     serve, engine, tokenizer, say, monkeypatch, beginning
 ):
-    template = ChatTemplate.render
-
-    def render(self, messages, options, most_chars):
-        options = {**options, "chat_template": beginning + self.text}
-        return template(self, messages, options, most_chars)
-
-    monkeypatch.setattr(ChatTemplate, "render", render)
+    compiled = chat_template._compiled
+    monkeypatch.setattr(chat_template, "_compiled", lambda text: compiled(beginning + text))
     server = serve()
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
     assert client.models.list().data[0].tool_parser == "generic"

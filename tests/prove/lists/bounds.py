@@ -56,9 +56,9 @@ MUTATIONS = (
     ),
     Mutation(
         "template-keeps-what-is-too-long",
-        "BoundedEnvironment.concat",
-        "        _check(num_chars)\n        return",
-        "        return",
+        "bounded_text",
+        "    budget.check(num_chars)\n    return",
+        "    return",
         ("test_what_a_template_builds_is_bounded_by_what_may_fit",),
         "what a template writes is bounded",
     ),

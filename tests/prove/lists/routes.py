@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "sse-usage-unasked",
         "Writer.end",
-        "        if self._include_usage:\n            yield self._event([], self._usage(usage))",
-        "        yield self._event([], self._usage(usage))",
+        "        if self._include_usage:\n            yield self._event([], self.usage(usage))",
+        "        yield self._event([], self.usage(usage))",
         ("test_without_include_usage_there_is_no_usage_chunk",),
         "usage is streamed only when asked for",
     ),
@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "chat-sends-empty-lists-of-calls",
         "_delta_body",
-        "    if delta.calls:  # never",
-        "    if delta.calls is not None:  # never",
+        "tool_calls=[_call_delta(call) for call in delta.calls] or UNSET,",
+        "tool_calls=[_call_delta(call) for call in delta.calls],",
         (
             "test_streamed_chunks_follow_the_rules_of_the_clients",
             "test_a_call_arrives_whole_and_as_a_stream",
@@ -155,8 +155,8 @@ MUTATIONS = (
     Mutation(
         "usage-forgets-prompts-in-the-total",
         "usage_body",
-        '"total_tokens": usage.prompt_tokens + usage.completion_tokens,',
-        '"total_tokens": usage.completion_tokens,',
+        "total_tokens=usage.prompt_tokens + usage.completion_tokens,",
+        "total_tokens=usage.completion_tokens,",
         ("test_a_chat_answer_has_openais_shape",),
         "usage adds up",
     ),

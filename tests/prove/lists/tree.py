@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "tree-split-forgets-locks",
         "Node.cut_front",
-        "        upper.ref_count, upper.pins = self.ref_count, self.pins\n",
-        "",
+        "upper.ref_count, upper.pins, upper.num_hits = self.ref_count, self.pins, self.num_hits",
+        "pass",
         ("test_insert_below_adopts_what_another_published_first",),
         "I2: the upper half of a split is held, too",
     ),

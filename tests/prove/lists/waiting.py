@@ -54,7 +54,7 @@ MUTATIONS = (
     Mutation(
         "deadlines-count-from-the-engine",
         "seconds_left",
-        "    left = since.at + min(given) - time.monotonic()\n",
+        "    left = since + min(given) - time.monotonic()\n",
         "    left = min(given)\n",
         ("test_a_deadline_counts_from_when_the_request_arrived",),
         "the wait is part of what a request may take",
