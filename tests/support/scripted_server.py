@@ -35,7 +35,7 @@ WINNING = 1e4  # a logit above all others, per byte of the token
 UNMARKED = "OK."
 END = "<|im_end|>"
 MAX_KNOWN = 512
-_MARKED = re.compile(r"\[\[(.*?)\]\](?!\])", re.DOTALL)
+MARKED = re.compile(r"\[\[(.*?)\]\](?!\])", re.DOTALL)
 _TURN = re.compile(r"<\|im_start\|>(?!assistant)")
 _SPACE = frozenset(b" \t\r\n")
 
@@ -43,7 +43,7 @@ _SPACE = frozenset(b" \t\r\n")
 def wanted_answer(prompt: str) -> str:
     """The answer that a rendered prompt asks for: the last marked text of its last message."""
     last = _TURN.split(prompt)[-1]
-    marked = _MARKED.findall(last)
+    marked = MARKED.findall(last)
     return marked[-1] if marked else UNMARKED
 
 

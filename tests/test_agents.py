@@ -1,0 +1,109 @@
+"""Codex CLI and Claude Code, as npm has them, against a server with a context of 64k."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving import Server, running
+
+TESTS = Path(__file__).resolve().parent
+AGENTS = TESTS / "clients" / "agents" / "node_modules"
+MODEL, KEY = "foretoken-64k", "sk-local"
+HITS = 0.9  # of the second turn's prompt, at least
+SECONDS = 300
+FOREIGN = ("OPENAI_", "ANTHROPIC_", "CLAUDE", "CODEX_")  # a developer's own keys and addresses
+# What the shell puts together must not be a mark before that.
+ECHO = "echo '[''[All done.]'']'"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("node") is None or not (AGENTS / ".done").is_file(),
+    reason="npm has not installed the agents: run make test",
+)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("agents") / "log.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(log: Path) -> Iterator[Server]:
+    command = [sys.executable, str(TESTS / "agents_server.py"), str(log)]
+    with running(command=[*command, "--port", "0", "--api-key", KEY]) as server:
+        yield server
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return {**own, "HOME": str(home), **more}
+
+
+def run(command: list[str], home: Path, **more: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=home,
+        env=environment(home, **more),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def codex(prompt: str, url: str, home: Path) -> str:
+    provider = f'{{name="foretoken",base_url="{url}/v1",wire_api="responses",env_key="LOCAL_KEY"}}'
+    options = ["-c", "model_provider=foretoken", "-c", f"model_providers.foretoken={provider}"]
+    sandbox = ["--skip-git-repo-check", "-s", "danger-full-access"]
+    program = [str(AGENTS / ".bin" / "codex"), "exec", *sandbox, "-m", MODEL, *options]
+    (home / ".codex").mkdir(exist_ok=True)
+    return run([*program, prompt], home, CODEX_HOME=str(home / ".codex"), LOCAL_KEY=KEY)
+
+
+def claude(prompt: str, url: str, home: Path) -> str:
+    options = ["--model", MODEL, "--allowedTools", "Bash", "--output-format", "json"]
+    told = run(
+        [str(AGENTS / ".bin" / "claude"), "-p", prompt, *options],
+        home,
+        ANTHROPIC_BASE_URL=url,
+        ANTHROPIC_API_KEY=KEY,
+        ANTHROPIC_DEFAULT_HAIKU_MODEL=MODEL,
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        DISABLE_AUTOUPDATER="1",
+    )
+    return str(json.loads(told)["result"])
+
+
+RUN = {"codex": codex, "claude": claude}
+CALLS = {
+    "codex": {"name": "exec_command", "arguments": {"cmd": ECHO}},
+    "claude": {"name": "Bash", "arguments": {"command": ECHO, "description": "Say it."}},
+}
+
+
+@pytest.mark.parametrize("agent", RUN)
+def test_an_agent_converses(agent: str, server: Server, tmp_path: Path) -> None:
+    assert RUN[agent]("Say this: [[Hello there.]]", server.url, tmp_path).strip() == "Hello there."
+
+
+@pytest.mark.parametrize("agent", RUN)
+def test_an_agent_calls_a_tool_and_its_second_turn_is_cached(
+    agent: str, server: Server, log: Path, tmp_path: Path
+) -> None:
+    log.unlink(missing_ok=True)
+    call = f"<tool_call>\n{json.dumps(CALLS[agent])}\n</tool_call>"
+    assert RUN[agent](f"Do this: [[{call}]]", server.url, tmp_path).strip() == "All done."
+    turns = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    assert len(turns) == 2, "one that calls, one that is told what came of it"
+    assert turns[1]["prompt"] > turns[0]["prompt"] > 4096
+    assert turns[1]["cached"] >= HITS * turns[1]["prompt"], turns
