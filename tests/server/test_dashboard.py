@@ -45,8 +45,9 @@ def test_the_page_is_one_file_that_loads_nothing(url: str) -> None:
 
 def test_the_events_count_and_hold_no_text(url: str) -> None:
     before = first_event(url)
-    for _ in range(2):  # the second finds what the first has left
-        httpx.post(f"{url}/v1/chat/completions", json=ASKED, timeout=60).raise_for_status()
+    long = {"messages": [{"role": "user", "content": f"def {SECRET}(" * 16}], "max_tokens": 2}
+    for body in (ASKED, long, long):  # the last one finds what the one before has left
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
     now = first_event(url)
     while now["time"] == before["time"]:  # one snapshot serves all who watch for a while
         now = first_event(url)

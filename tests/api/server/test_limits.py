@@ -21,7 +21,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 DEFAULTS = {
     "max_connections": 1024, "max_header_bytes": 65536, "max_header_fields": 100,
     "header_seconds": 10, "body_seconds": 30, "idle_seconds": 75, "write_seconds": 30,
-    "ping_seconds": 10, "store_seconds": 3600, "max_request_seconds": 600,
+    "ping_seconds": 10, "resume_seconds": 0, "store_seconds": 3600, "max_request_seconds": 600,
     "max_body_bytes": 4 * 2**20,
     "max_json_depth": 64, "max_json_containers": 65536, "max_json_values": 524288,
     "max_messages": 10_000, "max_tools": 512, "max_prompts": 64, "max_n": 16, "max_stop": 4,
@@ -54,8 +54,9 @@ def test_every_limit_has_its_default_and_a_flag_that_changes_it():
     assert server_settings(_parse("serve")).limits == Limits()
     for name, default in DEFAULTS.items():
         flag = f"--{name.replace('_', '-')}"
-        limits = server_settings(_parse("serve", flag, str(default - 1 or 1))).limits
-        assert getattr(limits, name) == default - 1
+        other = max(1, default - 1)
+        limits = server_settings(_parse("serve", flag, str(other))).limits
+        assert getattr(limits, name) == other != default
     size = server_settings(_parse("serve", "--max-body-bytes", "1MiB")).limits.max_body_bytes
     assert size == 2**20
 
