@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from serving import Server, running
+from support.server_process import Server, running
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parent.parent
 AGENTS = TESTS / "clients" / "agents" / "node_modules"
 MODEL, KEY = "foretoken-64k", "sk-local"
 HITS = 0.9  # of the second turn's prompt, at least
@@ -36,7 +36,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[Server]:
-    command = [sys.executable, str(TESTS / "agents_server.py"), str(log)]
+    command = [sys.executable, str(TESTS / "support" / "agents_server.py"), str(log)]
     with running(command=[*command, "--port", "0", "--api-key", KEY]) as server:
         yield server
 

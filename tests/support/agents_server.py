@@ -1,9 +1,9 @@
 """A server with a context of 64k that computes nothing: ``agents_server.py LOG [flags]``.
 
 The HTTP stack, the engine, the scheduler and the prefix cache are the real ones. The model says
-what the conversation asks it to, as in `scripted.py`, without a layer: a prompt of an agent has
-tens of thousands of tokens. For each request that ends, LOG gets a line of JSON: its prompt tokens
-and those of them that were cached.
+what the conversation asks it to, as in `scripted_server.py`, without a layer: a prompt of an agent
+has tens of thousands of tokens. For each request that ends, LOG gets a line of JSON: its prompt
+tokens and those of them that were cached.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent / "api"))
-
-from fake_engine import make_built
-from scripted import END, MARKED, UNMARKED, Tokens
+sys.path.append(str(Path(__file__).parents[1]))
 
 from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
@@ -34,6 +31,8 @@ from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.training import __file__ as _training
 from foretoken.radix_cache import PrefixCache
+from support.fake_engine import make_built
+from support.scripted_server import END, MARKED, UNMARKED, Tokens
 
 FOLDER = Path(_training).parent / "builtin" / "target"
 CONTEXT = 2**16
