@@ -158,10 +158,16 @@ def check_model(path: Path) -> int:
     room = "known when it is loaded"
     if kv is not None:
         room = f"{_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+    weights = f"{_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
+    if report.quantization:
+        weights = (
+            f"{_size(report.weight_bytes)}, {report.file_format}, {report.quantization};"
+            f" at most {_size(report.most_bytes)} in memory, computed in {report.dtype}"
+        )
     print(
         f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"
         f"\npath      {_PATHS[report.path]}"
-        f"\nweights   {_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
+        f"\nweights   {weights}"
         f"\nKV        {room}"
         f"\ncontext   {report.max_model_len:,} tokens"
     )

@@ -14,7 +14,8 @@ from ..ops.kv_pool import KvShape, bytes_per_mixed_page
 from .checkpoint import check_tensors, gguf_file, open_checkpoint
 from .config import DecoderConfig
 from .families import read_config
-from .fields import UnsupportedConfig
+from .fields import Fields, UnsupportedConfig, read_json
+from .formats.quantized import read_scheme
 from .shapes import ignored, tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
@@ -28,9 +29,11 @@ class ModelReport:
     model_type: str = ""
     path: Literal["own", "transformers"] | None = None
     file_format: Format = "no weights"
+    quantization: str = ""  # of the files, for people; "": plain
     num_parameters: int = 0
     weight_bytes: int = 0  # as the files hold them; without files, in the config's dtype
     dtype: str = ""
+    most_bytes: int = 0  # of weights in memory: fewer where quantised ones stay packed
     kv_bytes_per_token: int | None = None  # in the model's dtype; None: known when it is loaded
     max_model_len: int = 0  # tokens
     problem: str | None = None
@@ -53,13 +56,14 @@ def _own(path: Path) -> ModelReport:
     file_format, size = _files(path)
     config = read_config(path)
     shapes = tensor_shapes(config)
-    dtype = config.dtype
+    dtype: str = config.dtype
     if file_format != "no weights":
         checkpoint = open_checkpoint(path)
         check_tensors(checkpoint, shapes, ignored=ignored(config, checkpoint.shapes))
+        dtype = checkpoint.stored_dtype
     count = sum(math.prod(shape) for shape in shapes.values())
     heads = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
-    return _report("own", config, count, [heads], file_format, size, dtype)
+    return _report("own", config, count, [heads], file_format, size, dtype, _quantization(path))
 
 
 def _by_transformers(path: Path) -> ModelReport:
@@ -71,7 +75,14 @@ def _by_transformers(path: Path) -> ModelReport:
     shapes = kv_shapes(source.asked.sites) if source.asked else []
     config = source.config
     return _report(
-        "transformers", config, source.num_parameters, shapes, file_format, size, config.dtype
+        "transformers",
+        config,
+        source.num_parameters,
+        shapes,
+        file_format,
+        size,
+        config.dtype,
+        _quantization(path),
     )
 
 
@@ -83,6 +94,7 @@ def _report(
     file_format: Format,
     size: int,
     dtype: str,
+    quantization: str,
 ) -> ModelReport:
     item = getattr(torch, dtype)
     page = bytes_per_mixed_page(shapes, page_size=_PAGE, dtype=item) if shapes else None
@@ -90,8 +102,10 @@ def _report(
         model_type=config.model_type,
         path=path,
         file_format=file_format,
+        quantization=quantization,
         num_parameters=num_parameters,
         weight_bytes=size or num_parameters * item.itemsize,
+        most_bytes=num_parameters * item.itemsize,
         dtype=dtype,
         kv_bytes_per_token=None if page is None else page // _PAGE,
         max_model_len=config.max_model_len,
@@ -106,3 +120,16 @@ def _files(path: Path) -> tuple[Format, int]:
     files = list(path.glob("*.safetensors"))
     size = sum(each.stat().st_size for each in files)
     return ("safetensors", size) if files else ("no weights", 0)
+
+
+def _quantization(path: Path) -> str:
+    """How the matrices of the files are quantised, or of those that a config.json tells of."""
+    file = gguf_file(path)
+    if file is not None:
+        from .formats.gguf import GgufFile
+
+        types = GgufFile(file).types
+        return ", ".join(name for name in sorted(types) if name not in ("F32", "F16", "BF16"))
+    where = path / "config.json"
+    scheme = read_scheme(Fields(read_json(where), str(where)))
+    return "" if scheme is None else scheme.label

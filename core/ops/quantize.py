@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 Quantize: TypeAlias = Literal["none", "int8", "int4"]
-WeightKind: TypeAlias = Literal["int8", "int4", "int8_group", "int4_min"]
+WeightKind: TypeAlias = Literal[
+    "int8", "int4", "int8_group", "int4_min", "int4_zero", "int4_k", "int5_k", "int6_k"
+]
 
 GROUP = 32  # neighbours along in_features that share a scale
+SUPER = 256  # those whose scales share a factor, where scales are bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,38 +22,66 @@ class QuantizedWeight:
     """A weight ``[out_features, in_features]`` of integers and scales, whose value is
     ``values * scale``, plus ``minimum`` where there is one.
 
-    ==============  ================  ================================  ======================
-    kind            values            scale, minimum                    who makes it
-    ==============  ================  ================================  ======================
-    ``int8``        int8 -127..127    float32 ``[out]``                 ``quantize``
-    ``int4``        int8 -8..7        float16 ``[out, in / 32]``        ``quantize``
-    ``int4_min``    int8 0..15        float16 both, ``[out, in / 32]``  GGUF Q4_0, Q4_1
-    ``int8_group``  int8 -128..127    float16 ``[out, in / 32]``        GGUF Q8_0
-    ==============  ================  ================================  ======================
+    ==============  ===============  ===============================  =======================
+    kind            values           scale, minimum                   who makes it
+    ==============  ===============  ===============================  =======================
+    ``int8``        int8             float32 ``[out]``                ``quantize``, W8A8
+    ``int4``        int8 -8..7       float16 ``[out, in / 32]``       ``quantize``
+    ``int4_min``    int8 0..15       float16 both, ``[out, in / 32]`` GGUF Q4_0, Q4_1
+    ``int8_group``  int8             float16 ``[out, in / 32]``       GGUF Q8_0
+    ``int4_zero``   int8 0..15       as ``int4_min``: a zero, which   AWQ, GPTQ, W4A16
+                                     is taken from the values
+    ``int4_k``      int8 0..15       uint8 both, ``[out, in / 32]``   GGUF Q4_K
+    ``int5_k``      int8 0..31       as ``int4_k``                    GGUF Q5_K
+    ``int6_k``      int8 -32..31     int8 ``[out, in / 16]``, none    GGUF Q6_K
+    ==============  ===============  ===============================  =======================
 
-    The native kernels round activations to int8 for the first two, to 16 bits for the others.
-    ``in_features`` of an ``int4`` weight's values is padded to whole groups.
+    ``factors``: of the last three, float16 ``[out, in / 256]``: one that multiplies the scales, and
+    one that multiplies the minima, which are taken from the products. The native kernels round
+    activations to int8 for the first two, to 16 bits for the others. ``in_features`` of an ``int4``
+    weight's values is padded to whole groups.
     """
 
     kind: WeightKind
     values: Tensor
     scale: Tensor
     minimum: Tensor | None = None
+    factors: tuple[Tensor, ...] = ()
 
     def dequantize(self) -> Tensor:
         """The values as float32 ``[out_features, padded in_features]``: one product, one sum."""
         if self.kind == "int8":
             return self.values.float() * self.scale.unsqueeze(1)
-        groups = self.values.float().view(len(self.values), -1, GROUP)
-        wide = groups.mul_(self.scale.float().unsqueeze(2))
-        if self.minimum is not None:
-            wide += self.minimum.float().unsqueeze(2)
+        scale, minimum = self._scales()
+        groups = self.values.float().view(*scale.shape, -1)
+        if self.kind == "int4_zero" and minimum is not None:
+            groups -= minimum.unsqueeze(2)
+            minimum = None
+        wide = groups.mul_(scale.unsqueeze(2))
+        if minimum is not None:
+            wide += minimum.unsqueeze(2)
         return wide.view(len(self.values), -1)
+
+    def _scales(self) -> tuple[Tensor, Tensor | None]:
+        """One for each group, and what is added, in float32."""
+        scale = self.scale.float()
+        minimum = None if self.minimum is None else self.minimum.float()
+        if self.factors:
+            scale *= _spread(self.factors[0], scale)
+            if minimum is not None:
+                minimum *= -_spread(self.factors[1], minimum)
+        return scale, minimum
 
     def rows(self, order: Tensor) -> QuantizedWeight:
         """Its rows ``order`` [num_rows], in that order."""
         minimum = None if self.minimum is None else self.minimum[order]
-        return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum)
+        factors = tuple(each[order] for each in self.factors)
+        return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
+
+
+def _spread(factors: Tensor, numbers: Tensor) -> Tensor:
+    """A factor of many groups for each of them."""
+    return factors.float().repeat_interleave(numbers.shape[1] // factors.shape[1], dim=1)
 
 
 def stack(weights: list[QuantizedWeight]) -> QuantizedWeight | None:
@@ -64,6 +95,7 @@ def stack(weights: list[QuantizedWeight]) -> QuantizedWeight | None:
         torch.cat([each.values for each in weights]),
         torch.cat([each.scale for each in weights]),
         torch.cat(minima) if minima else None,
+        tuple(torch.cat(parts) for parts in zip(*(each.factors for each in weights), strict=True)),
     )
 
 

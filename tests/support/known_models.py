@@ -27,6 +27,16 @@ def _shape(
     }
 
 
+def _compressed(form: str, bits: int, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int"}
+    group = {"targets": ["Linear"], "weights": weights, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
+
+
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -63,7 +73,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Gemma 3 4B": {"model_type": "gemma3", "text_config": _GEMMA3_4B, **_BF16},
     "gpt-oss 20B": _shape(
         "gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072, head_dim=64, num_local_experts=32,
-        num_experts_per_tok=4, sliding_window=128,
+        num_experts_per_tok=4, sliding_window=128, quantization_config={"quant_method": "mxfp4"},
     ),
     "Phi-4": _shape("phi3", 5120, 17920, 40, 40, 10, 100352, 16384, pad_token_id=100257),
     "SmolLM3 3B": _shape(
@@ -99,6 +109,28 @@ KNOWN: dict[str, dict[str, Any]] = {
         q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
         n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
         moe_intermediate_size=1408, first_k_dense_replace=1, topk_method="greedy",
+    ),
+    "Qwen3 32B AWQ": _shape(
+        "qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128,
+        quantization_config={
+            "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm",
+        },
+    ),
+    "Qwen2.5 7B GPTQ": _shape(
+        "qwen2", 3584, 18944, 28, 28, 4, 152064, 32768,
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128},
+    ),
+    "Llama 3.1 8B W4A16": _shape(
+        "llama", 4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=_LLAMA3,
+        quantization_config=_compressed("pack-quantized", 4),
+    ),
+    "Llama 3.1 8B W8A8": _shape(
+        "llama", 4096, 14336, 32, 32, 8, 128256, 131072, rope_scaling=_LLAMA3,
+        quantization_config=_compressed("int-quantized", 8, input_activations={"num_bits": 8}),
+    ),
+    "Qwen3 8B FP8": _shape(
+        "qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, head_dim=128,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
     "Qwen3-Next 80B-A3B": {"model_type": "qwen3_next", **_BF16},
     "DeepSeek V3.2": {"model_type": "deepseek_v32", **_BF16},

@@ -68,7 +68,7 @@ def _formats(model_type: str) -> str:
 
 
 def _known() -> str:
-    rows = ["| model | path | parameters | weights, bf16 | KV a token | context |", _line(6)]
+    rows = ["| model | path | format | parameters | in bf16 | KV a token | context |", _line(7)]
     rows += [_known_row(name, _report(config)) for name, config in KNOWN.items()]
     return "\n".join(rows)
 
@@ -81,12 +81,13 @@ def _report(config: dict[str, object]) -> ModelReport:
 
 def _known_row(name: str, report: ModelReport) -> str:
     if report.problem is not None:
-        return f"| {name} | refused | | | | |"
+        return f"| {name} | refused | | | | | |"
     kv = report.kv_bytes_per_token
     assert kv is not None
     return (
-        f"| {name} | {report.path} | {report.num_parameters / 1e9:.2f} B"
-        f" | {report.weight_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB"
+        f"| {name} | {report.path} | {report.quantization or 'plain'}"
+        f" | {report.num_parameters / 1e9:.2f} B"
+        f" | {report.most_bytes / 2**30:.1f} GiB | {kv / 2**10:.0f} KiB"
         f" | {report.max_model_len:,} |"
     )
 

@@ -38,13 +38,13 @@ def _pack(numbers: Tensor, bits: int) -> Tensor:
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
-def awq(out: int, inputs: int, draw: torch.Generator) -> Drawn:
+def awq(out: int, inputs: int, draw: torch.Generator, *, size: int = GROUP) -> Drawn:
     numbers = _ints((inputs, out), 0, 16, draw)
-    zeros = _ints((inputs // GROUP, out), 0, 16, draw)
-    scales = _scales((inputs // GROUP, out), draw).half()
+    zeros = _ints((inputs // size, out), 0, 16, draw)
+    scales = _scales((inputs // size, out), draw).half()
     value = torch.empty(out, inputs, dtype=torch.float64)
     for k in range(inputs):
-        group = k // GROUP
+        group = k // size
         value[:, k] = (numbers[k] - zeros[group]).double() * scales[group].double()
 
     def packed(columns: Tensor) -> Tensor:
@@ -56,13 +56,13 @@ def awq(out: int, inputs: int, draw: torch.Generator) -> Drawn:
 
 def gptq(
     out: int, inputs: int, draw: torch.Generator, *, bits: int = 4, act_order: bool = False,
-    less: int = 1,
+    less: int = 1, size: int = GROUP,
 ) -> Drawn:  # fmt: skip
-    groups = inputs // GROUP
+    groups = inputs // size
     numbers = _ints((inputs, out), 0, 2**bits, draw)
     zeros = _ints((groups, out), 1, 2**bits, draw)
     scales = _scales((groups, out), draw).half()
-    group_of = torch.arange(inputs) // GROUP
+    group_of = torch.arange(inputs) // size
     if act_order:
         group_of = group_of[torch.randperm(inputs, generator=draw)]
     value = torch.empty(out, inputs, dtype=torch.float64)
@@ -81,14 +81,14 @@ def gptq(
 
 def packed_integers(
     out: int, inputs: int, draw: torch.Generator, *, bits: int = 4, zeros: bool = False,
-    act_order: bool = False,
+    act_order: bool = False, size: int = GROUP,
 ) -> Drawn:  # fmt: skip
     """compressed-tensors' pack-quantized."""
-    half, groups = 2 ** (bits - 1), inputs // GROUP
+    half, groups = 2 ** (bits - 1), inputs // size
     numbers = _ints((out, inputs), -half, half, draw)
     points = _ints((out, groups), -half, half, draw) if zeros else torch.zeros(out, groups)
     scales = _scales((out, groups), draw).bfloat16()
-    group_of = torch.arange(inputs) // GROUP
+    group_of = torch.arange(inputs) // size
     if act_order:
         group_of = group_of[torch.randperm(inputs, generator=draw)]
     value = torch.empty(out, inputs, dtype=torch.float64)
@@ -192,10 +192,33 @@ FORMATS: dict[str, tuple[dict[str, Any], Draw]] = {
         | _groups(num_bits=8, type="int", strategy="channel"),
         bytes_by_row,
     ),
+    "w8a8_dynamic": (
+        {"quant_method": "compressed-tensors", "format": "int-quantized"}
+        | {
+            "config_groups": {
+                "group_0": {
+                    "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                    "input_activations": {"num_bits": 8, "type": "int", "dynamic": True},
+                }
+            }
+        },
+        bytes_by_row,
+    ),
     "fp8_dynamic": (
         {"quant_method": "compressed-tensors", "format": "float-quantized"}
         | _groups(num_bits=8, type="float", strategy="channel"),
         fp8_rows,
+    ),
+    # groups that kernels take
+    "awq_32": ({"quant_method": "awq", "bits": 4}, lambda *given: awq(*given, size=32)),
+    "gptq_32": ({"quant_method": "gptq", "bits": 4}, lambda *given: gptq(*given, size=32)),
+    "w4a16_32": (
+        _PACKED | _groups(num_bits=4, type="int"),
+        lambda *given: packed_integers(*given, size=32),
+    ),
+    "w4a16_zeros_32": (
+        _PACKED | _groups(num_bits=4, type="int"),
+        lambda *given: packed_integers(*given, size=32, zeros=True),
     ),
     "fp8_blocks": ({"quant_method": "fp8", "weight_block_size": [24, 24]}, fp8_blocks),
     "fp8_tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),

@@ -449,9 +449,54 @@ def _q8_0(data: NDArray[np.uint8]) -> QuantizedWeight:
     return QuantizedWeight("int8_group", values, _numbers(blocks, 0))
 
 
+def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of 6 bits in 12 bytes of each block: ``[rows, 8 * blocks]``."""
+    first, second, rest = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
+    scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=2)
+    minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=2)
+    return scales.flatten(1), minima.flatten(1)
+
+
+def _low_and_high(octets: Tensor) -> Tensor:
+    """Of each 32 bytes the low halves, then the high ones: ``[rows, blocks, groups, 32]``."""
+    parts = octets.reshape(*octets.shape[:2], -1, 32)
+    return torch.stack((parts & 15, parts >> 4), dim=3).flatten(2, 3)
+
+
+def _q4_k(data: NDArray[np.uint8]) -> QuantizedWeight:
+    blocks = _blocks(data, 144)
+    values = _low_and_high(blocks[:, :, 16:]).flatten(1).view(torch.int8)
+    factors = (_numbers(blocks, 0), _numbers(blocks, 2))
+    return QuantizedWeight("int4_k", values, *_k_scales(blocks[:, :, 4:16]), factors)
+
+
+def _q5_k(data: NDArray[np.uint8]) -> QuantizedWeight:
+    blocks = _blocks(data, 176)
+    bits = [blocks[:, :, 16:48] >> group & 1 for group in range(8)]  # the fifth of each group
+    values = _low_and_high(blocks[:, :, 48:]) | torch.stack(bits, dim=2) << 4
+    factors = (_numbers(blocks, 0), _numbers(blocks, 2))
+    scales = _k_scales(blocks[:, :, 4:16])
+    return QuantizedWeight("int5_k", values.flatten(1).view(torch.int8), *scales, factors)
+
+
+def _q6_k(data: NDArray[np.uint8]) -> QuantizedWeight:
+    blocks = _blocks(data, 210)
+    shape = blocks.shape[:2]
+    low = blocks[:, :, :128].reshape(*shape, 2, 64)
+    high = blocks[:, :, 128:192].reshape(*shape, 2, 1, 32)
+    nibbles = torch.cat((low & 15, low >> 4), dim=3).view(*shape, 2, 4, 32)
+    twos = torch.cat([high >> at & 3 for at in (0, 2, 4, 6)], dim=3)
+    values = (nibbles | twos << 4).flatten(1).view(torch.int8) - 32
+    scale = blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1)
+    return QuantizedWeight("int6_k", values, scale, None, (_numbers(blocks, 208),))
+
+
 # Types whose values and scales are kept as they are.
 _KEPT: dict[GgmlType, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
     GgmlType.Q4_0: _q4_0,
     GgmlType.Q4_1: _q4_1,
     GgmlType.Q8_0: _q8_0,
+    GgmlType.Q4_K: _q4_k,
+    GgmlType.Q5_K: _q5_k,
+    GgmlType.Q6_K: _q6_k,
 }

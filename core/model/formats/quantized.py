@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
+from ...ops.quantize import GROUP, QuantizedWeight
 from ..fields import Fields
 
 INSTEAD = "take the plain weights with --quantize int8 or int4, or a GGUF file"
@@ -57,11 +58,13 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A matrix of several stored tensors. ``value`` takes them by role: float32 of ``shape``."""
+    """A matrix of several stored tensors. ``value`` takes them by role: float32 of ``shape``, or
+    integers and scales where kernels compute with these without a loss.
+    """
 
     shape: tuple[int, ...]
     parts: Mapping[str, str]  # from roles to names in the files
-    value: Callable[[Parts], Tensor]
+    value: Callable[[Parts], Tensor | QuantizedWeight]
 
 
 class Scheme(Protocol):
@@ -137,6 +140,21 @@ def _by_group(numbers: Tensor, zeros: Tensor | None, scale: Tensor) -> Tensor:
     if zeros is not None:
         groups -= zeros.float().unsqueeze(2)
     return groups.mul_(scale.float().unsqueeze(2)).view(len(numbers), -1)
+
+
+def _four_bits(
+    numbers: Tensor, zeros: Tensor | None, scale: Tensor, *, below: int = 0
+) -> Tensor | QuantizedWeight:
+    """`_by_group` of 4 bits, as it is stored where its groups are those of kernels, or several, and
+    float16 holds the scales. ``below``: what numbers and zeros have less than unsigned ones.
+    """
+    repeats, rest = divmod(numbers.shape[1] // scale.shape[1], GROUP)
+    half = scale.half()
+    if rest or not repeats or not torch.equal(half.float(), scale.float()):
+        return _by_group(numbers, zeros, scale)
+    zeros = torch.zeros_like(half) if zeros is None else zeros.half()
+    half, zeros = (each.repeat_interleave(repeats, dim=1) for each in (half, zeros + below))
+    return QuantizedWeight("int4_zero", (numbers + below).to(torch.int8), half, zeros)
 
 
 def _by_column(numbers: Tensor, zeros: Tensor | None, scale: Tensor, group_of: Tensor) -> Tensor:
@@ -218,9 +236,9 @@ class _Awq:
         return found
 
     @staticmethod
-    def _value(parts: Parts) -> Tensor:
+    def _value(parts: Parts) -> Tensor | QuantizedWeight:
         numbers, zeros = (_awq_columns(parts[role]) for role in ("qweight", "qzeros"))
-        return _by_group(numbers, zeros, parts["scales"].T)
+        return _four_bits(numbers, zeros, parts["scales"].T)
 
 
 def _awq_columns(words: Tensor) -> Tensor:
@@ -260,13 +278,22 @@ class _Gptq:
             found[f"{stem}.weight"] = QuantizedTensor((outputs, inputs), parts, self._value)
         return found
 
-    def _value(self, parts: Parts) -> Tensor:
+    def _value(self, parts: Parts) -> Tensor | QuantizedWeight:
         numbers = unpack(parts["qweight"].T, self._bits)
         scale = parts["scales"].T
         zeros = unpack(parts["qzeros"], self._bits).T[: len(numbers)].short() + self._less
-        if "g_idx" in parts:
-            return _by_column(numbers, zeros, scale, parts["g_idx"])
+        group_of = parts.get("g_idx")
+        if group_of is not None and not _is_in_order(group_of, scale.shape[1]):
+            return _by_column(numbers, zeros, scale, group_of)
+        if self._bits == 4:
+            return _four_bits(numbers, zeros, scale)
         return _by_group(numbers, zeros, scale)
+
+
+def _is_in_order(group_of: Tensor, groups: int) -> bool:
+    """Whether columns are in groups of neighbours of one size, as without act-order."""
+    size, rest = divmod(len(group_of), groups)
+    return not rest and torch.equal(group_of.long(), torch.arange(len(group_of)) // size)
 
 
 # -- compressed-tensors ---------------------------------------------------------------------------
@@ -302,6 +329,11 @@ class _CompressedTensors:
         self._block = _block(fields, weights)
         kinds = {f"W{weight.get('num_bits', 8)}" for weight in weights}
         inputs = [group.get("input_activations") for group in groups]
+        # Kernels round activations by row, as a checkpoint of dynamic ones was made for.
+        self._rounds_activations = bool(inputs) and all(
+            isinstance(each, dict) and each.get("num_bits") == 8 and each.get("type") != "float"
+            for each in inputs
+        )
         acts = {f"A{each['num_bits']}" for each in inputs if isinstance(each, dict)} or {"A16"}
         floats = " FP8" if any(weight.get("type") == "float" for weight in weights) else ""
         self.label = f"compressed-tensors {'/'.join(sorted(kinds))}{'/'.join(sorted(acts))}{floats}"
@@ -333,12 +365,14 @@ class _CompressedTensors:
         if "weight_g_idx" not in parts:
             _group_count(inputs, scales[1], stem)
 
-        def value(tensors: Parts) -> Tensor:
+        def value(tensors: Parts) -> Tensor | QuantizedWeight:
             numbers = unpack(tensors["weight_packed"], bits)[:, :inputs].short() - 2 ** (bits - 1)
             zeros = _zero_points(tensors, bits, outputs)
             group_of = tensors.get("weight_g_idx")
             if group_of is not None and int(group_of.min()) >= 0:
                 return _by_column(numbers, zeros, tensors["weight_scale"], group_of)
+            if bits == 4:
+                return _four_bits(numbers, zeros, tensors["weight_scale"], below=8)
             return _by_group(numbers, zeros, tensors["weight_scale"])
 
         return QuantizedTensor((outputs, inputs), parts, value)
@@ -351,9 +385,14 @@ class _CompressedTensors:
         rows, columns = _matrix(entries, name)
         block = _block_of(entries[parts["weight_scale"]].shape, (rows, columns), self._block, name)
 
-        def value(tensors: Parts) -> Tensor:
-            values = tensors["weight"].float()
+        is_by_row = self._rounds_activations and block == (1, columns)
+
+        def value(tensors: Parts) -> Tensor | QuantizedWeight:
             zeros = tensors.get("weight_zero_point")
+            if is_by_row and zeros is None and tensors["weight"].dtype == torch.int8:
+                scale = tensors["weight_scale"].float().flatten()
+                return QuantizedWeight("int8", tensors["weight"], scale)
+            values = tensors["weight"].float()
             if zeros is not None:
                 values -= _spread(zeros.float(), block, (rows, columns))
             return _by_block(values, tensors["weight_scale"], block)

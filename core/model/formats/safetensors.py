@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import ModelLoadError
+from ...ops.quantize import QuantizedWeight
 from ..families import read_folder_config
 from ..fields import Fields, read_json
 from ..shapes import EMBEDDING
@@ -63,8 +64,10 @@ class SafetensorsCheckpoint:
         entry = self.files.entries.get(EMBEDDING)
         return self.config.dtype if entry is None else _DTYPES[entry.dtype]
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32."""
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
+        not take it as it is.
+        """
         return self.files.read(name)
 
 
@@ -98,8 +101,10 @@ class TensorFiles:
         }
         return plain | {name: each.shape for name, each in self.quantized.items()}
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32."""
+    def read(self, name: str) -> Tensor | QuantizedWeight:
+        """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
+        not take it as it is.
+        """
         found = self.quantized.get(name)
         if found is None:
             return self._read(name)

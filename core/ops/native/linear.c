@@ -174,6 +174,27 @@ enum {
     INT8_GROUP_BLOCK = PANEL * 34,
 };
 
+/* Whether groups have bytes for scales, and numbers that 8 of them share stand before these. */
+FT_INLINE int is_k_kind(const int kind) { return kind >= FT_LINEAR_INT4_K; }
+
+FT_INLINE int block_bytes(const int kind) {
+    switch (kind) {
+        case FT_LINEAR_INT4: return INT4_BLOCK;
+        case FT_LINEAR_INT4_MIN:
+        case FT_LINEAR_INT4_ZERO: return INT4_MIN_BLOCK;
+        case FT_LINEAR_INT8_GROUP: return INT8_GROUP_BLOCK;
+        case FT_LINEAR_INT4_K: return PANEL * 18;
+        case FT_LINEAR_INT5_K:
+        case FT_LINEAR_INT6_K: return PANEL * 34;
+        default: return STEP_BYTES;
+    }
+}
+
+/* Bytes of what the groups of a super-group share. */
+FT_INLINE int super_bytes(const int kind) {
+    return !is_k_kind(kind) ? 0 : kind == FT_LINEAR_INT6_K ? PANEL * 2 : PANEL * 4;
+}
+
 /* The eight vectors of quads of half a panel, whose bytes begin at `w`. */
 FT_INLINE void load_group(const char *w, const int is_int8, vi *quads) {
 #pragma GCC unroll 8
@@ -188,67 +209,143 @@ FT_INLINE void load_group(const char *w, const int is_int8, vi *quads) {
     }
 }
 
+/* The dot products of a row with a group, or with half of it: sums of the low bytes of activations and,
+ * for fine kinds, 256 times those of the high ones. `first` is where the sums begin. */
+FT_INLINE void group_dots(const vi *left, const vi *right, const char *x, const int count,
+                          const int is_int8, const int is_fine, const int begin, const int end,
+                          const vi first, vf *out) {
+    vi dots[2][2] = {{first, first}, {vi_zero(), vi_zero()}}; /* low, high */
+#pragma GCC unroll 2
+    for (int part = 0; part <= is_fine; part++) {
+#pragma GCC unroll 8
+        for (int j = begin; j < end; j++) {
+            vi quad = vi_broadcast(x + 4 * ((part * 8 + j) * count));
+            if (is_int8) {
+                dots[part][0] = vi_dot_u8s8(dots[part][0], left[j], quad);
+                dots[part][1] = vi_dot_u8s8(dots[part][1], right[j], quad);
+            } else {
+                dots[part][0] = vi_dot_u4s8(dots[part][0], left[j], quad);
+                dots[part][1] = vi_dot_u4s8(dots[part][1], right[j], quad);
+            }
+        }
+    }
+    out[0] = vf_from_vi(dots[0][0]), out[1] = vf_from_vi(dots[0][1]);
+    if (is_fine) {
+        out[0] = vf_fma(vf_from_vi(dots[1][0]), vf_set1(256.0f), out[0]);
+        out[1] = vf_fma(vf_from_vi(dots[1][1]), vf_set1(256.0f), out[1]);
+    }
+}
+
 /* Weights with a scale for each group of 32; `kind` is a constant, too. Activations are bytes for
  * int4, else numbers of 16 bits as two bytes, high and low, each with sums of its own. */
 FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const int count,
                           const int kind) {
-    const int is_int8 = kind == FT_LINEAR_INT8_GROUP, has_min = kind == FT_LINEAR_INT4_MIN;
-    const int block = is_int8 ? INT8_GROUP_BLOCK : has_min ? INT4_MIN_BLOCK : INT4_BLOCK;
+    const int is_int8 = kind == FT_LINEAR_INT8_GROUP || kind == FT_LINEAR_INT5_K;
+    const int has_zero = kind == FT_LINEAR_INT4_ZERO, is_k = is_k_kind(kind);
+    const int has_min = kind == FT_LINEAR_INT4_MIN || is_k;
+    const int block = block_bytes(kind);
     const int is_fine = kind != FT_LINEAR_INT4, size = FT_GROUP << is_fine; /* bytes of a row */
     const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
     const float *x_scale = job->x_scale + tile->row * job->groups;
     const int32_t *x_offset = job->x_offset + tile->row * job->groups;
     vf sum[MAX_TILE][2];
+    vf super[2] = {vf_zero(), vf_zero()}, super_min[2] = {vf_zero(), vf_zero()};
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
     for (int64_t g = 0; g < job->groups; g++, w += block, ahead += tile->ahead_step) {
+        if (is_k && g % FT_SUPER == 0) {
+            const uint16_t *numbers = (const uint16_t *)w;
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                super[half] = vf_load_fp16(numbers + half * FT_LANES);
+                super_min[half] = vf_load_fp16(numbers + PANEL + half * FT_LANES);
+            }
+            w += super_bytes(kind);
+        }
         vi left[8], right[8];
         load_group(w, is_int8, left);
         load_group(w + STEP_BYTES / 2, is_int8, right);
-        const uint16_t *scale = (const uint16_t *)(w + (is_int8 ? 8 : 4) * STEP_BYTES);
-        vf left_scale = vf_load_fp16(scale), right_scale = vf_load_fp16(scale + FT_LANES);
-        vf left_min = vf_zero(), right_min = vf_zero();
-        if (has_min) {
-            left_min = vf_load_fp16(scale + PANEL);
-            right_min = vf_load_fp16(scale + PANEL + FT_LANES);
+        const char *numbers = w + (is_int8 ? 8 : 4) * STEP_BYTES;
+        vf scale[2], min[2] = {vf_zero(), vf_zero()};
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            if (is_k) {
+                const char *bytes = numbers + half * FT_LANES;
+                scale[half] = vf_mul(super[half], vf_load_uint8(bytes));
+                vf taken = vf_mul(super_min[half], vf_load_uint8(bytes + PANEL));
+                min[half] = vf_mul(taken, vf_set1(-1.0f));
+            } else {
+                const uint16_t *halves = (const uint16_t *)numbers + half * FT_LANES;
+                scale[half] = vf_load_fp16(halves);
+                if (has_min || has_zero) min[half] = vf_load_fp16(halves + PANEL);
+            }
         }
 #pragma GCC unroll 18
         for (int line = 0; line < block; line += 64) ft_prefetch(ahead + line);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) {
-            vi dots[2][2] = {{vi_zero(), vi_zero()}, {vi_zero(), vi_zero()}}; /* low, high */
-            if (!has_min) dots[0][0] = dots[0][1] = vi_set1(x_offset[r]);
+            vf dots[2];
+            /* The offset is the group's sum where it is needed as such. */
+            const vi first = has_min || has_zero ? vi_zero() : vi_set1(x_offset[r]);
+            group_dots(left, right, x + 4 * r, count, is_int8, is_fine, 0, 8, first, dots);
+            vf row_scale = vf_set1(x_scale[r]), row_sum = vf_set1((float)x_offset[r]);
 #pragma GCC unroll 2
-            for (int part = 0; part <= is_fine; part++) {
-#pragma GCC unroll 8
-                for (int j = 0; j < 8; j++) {
-                    vi quad = vi_broadcast(x + 4 * ((part * 8 + j) * count + r));
-                    if (is_int8) {
-                        dots[part][0] = vi_dot_u8s8(dots[part][0], left[j], quad);
-                        dots[part][1] = vi_dot_u8s8(dots[part][1], right[j], quad);
-                    } else {
-                        dots[part][0] = vi_dot_u4s8(dots[part][0], left[j], quad);
-                        dots[part][1] = vi_dot_u4s8(dots[part][1], right[j], quad);
-                    }
-                }
-            }
-            vf row_scale = vf_set1(x_scale[r]);
-            vf left_sum = vf_from_vi(dots[0][0]), right_sum = vf_from_vi(dots[0][1]);
-            if (is_fine) {
-                left_sum = vf_fma(vf_from_vi(dots[1][0]), vf_set1(256.0f), left_sum);
-                right_sum = vf_fma(vf_from_vi(dots[1][1]), vf_set1(256.0f), right_sum);
-            }
-            sum[r][0] = vf_fma(left_sum, vf_mul(left_scale, row_scale), sum[r][0]);
-            sum[r][1] = vf_fma(right_sum, vf_mul(right_scale, row_scale), sum[r][1]);
-            if (has_min) { /* the offset is the group's sum */
-                vf row_sum = vf_mul(vf_set1((float)x_offset[r]), row_scale);
-                sum[r][0] = vf_fma(left_min, row_sum, sum[r][0]);
-                sum[r][1] = vf_fma(right_min, row_sum, sum[r][1]);
+            for (int half = 0; half < 2; half++) {
+                if (has_zero) /* all of them are whole numbers */
+                    dots[half] = vf_fma(min[half], vf_set1(-(float)x_offset[r]), dots[half]);
+                sum[r][half] = vf_fma(dots[half], vf_mul(scale[half], row_scale), sum[r][half]);
+                if (has_min) sum[r][half] = vf_fma(min[half], vf_mul(row_sum, row_scale), sum[r][half]);
             }
         }
         x += size * count;
         x_scale += count;
         x_offset += count;
+    }
+    finish_sums(job, tile, sum, count);
+}
+
+/* Q6_K: two halves of a group have scales of their own, and two offsets. */
+FT_INLINE void int6_k_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const int block = block_bytes(FT_LINEAR_INT6_K);
+    const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
+    const float *x_scale = job->x_scale + tile->row * job->groups;
+    const int32_t *x_offset = job->x_offset + 2 * tile->row * job->groups;
+    vf sum[MAX_TILE][2], super[2] = {vf_zero(), vf_zero()};
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
+    for (int64_t g = 0; g < job->groups; g++, w += block, ahead += tile->ahead_step) {
+        if (g % FT_SUPER == 0) {
+            super[0] = vf_load_fp16((const uint16_t *)w);
+            super[1] = vf_load_fp16((const uint16_t *)w + FT_LANES);
+            w += super_bytes(FT_LINEAR_INT6_K);
+        }
+        vi left[8], right[8];
+        load_group(w, 1, left);
+        load_group(w + STEP_BYTES / 2, 1, right);
+        const char *bytes = w + 8 * STEP_BYTES;
+        vf scale[2][2]; /* by part of the group, by half of the panel */
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+            scale[part][0] = vf_mul(super[0], vf_load_int8(bytes + part * PANEL));
+            scale[part][1] = vf_mul(super[1], vf_load_int8(bytes + part * PANEL + FT_LANES));
+        }
+#pragma GCC unroll 18
+        for (int line = 0; line < block; line += 64) ft_prefetch(ahead + line);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vf row_scale = vf_set1(x_scale[r]);
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                vf dots[2];
+                const vi first = vi_set1(x_offset[2 * r + part]);
+                group_dots(left, right, x + 4 * r, count, 1, 1, 4 * part, 4 * part + 4, first, dots);
+                sum[r][0] = vf_fma(dots[0], vf_mul(scale[part][0], row_scale), sum[r][0]);
+                sum[r][1] = vf_fma(dots[1], vf_mul(scale[part][1], row_scale), sum[r][1]);
+            }
+        }
+        x += 2 * FT_GROUP * count;
+        x_scale += count;
+        x_offset += 2 * count;
     }
     finish_sums(job, tile, sum, count);
 }
@@ -263,6 +360,18 @@ FT_INLINE void int4_min_tile(const ft_linear_job *job, const tile_t *tile, const
 
 FT_INLINE void int8_group_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
     group_tile(job, tile, count, FT_LINEAR_INT8_GROUP);
+}
+
+FT_INLINE void int4_zero_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_INT4_ZERO);
+}
+
+FT_INLINE void int4_k_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_INT4_K);
+}
+
+FT_INLINE void int5_k_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_INT5_K);
 }
 
 #define CASE(kind, n) \
@@ -287,6 +396,10 @@ DEFINE_TILE(int8)
 DEFINE_TILE(int4)
 DEFINE_TILE(int4_min)
 DEFINE_TILE(int8_group)
+DEFINE_TILE(int4_zero)
+DEFINE_TILE(int4_k)
+DEFINE_TILE(int5_k)
+DEFINE_TILE(int6_k)
 
 static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count) {
     switch (job->weight->kind) {
@@ -296,7 +409,11 @@ static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count
         case FT_LINEAR_INT8: run_int8(job, tile, count); break;
         case FT_LINEAR_INT4: run_int4(job, tile, count); break;
         case FT_LINEAR_INT4_MIN: run_int4_min(job, tile, count); break;
-        default: run_int8_group(job, tile, count);
+        case FT_LINEAR_INT8_GROUP: run_int8_group(job, tile, count); break;
+        case FT_LINEAR_INT4_ZERO: run_int4_zero(job, tile, count); break;
+        case FT_LINEAR_INT4_K: run_int4_k(job, tile, count); break;
+        case FT_LINEAR_INT5_K: run_int5_k(job, tile, count); break;
+        default: run_int6_k(job, tile, count);
     }
 }
 
@@ -332,11 +449,9 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
 
 /* The job of a weight for at least one row. */
 static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void *y, int y_dtype) {
-    /* By kind: columns of the weight and bytes of a panel in a step. */
-    static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP, 2};
-    static const int step_bytes[] = {STEP_BYTES, STEP_BYTES,     STEP_BYTES,
-                                     INT4_BLOCK, INT4_MIN_BLOCK, INT8_GROUP_BLOCK,
-                                     STEP_BYTES};
+    /* By kind: columns of the weight in a step. */
+    static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP, 2,
+                                   FT_GROUP, FT_GROUP, FT_GROUP, FT_GROUP};
     ft_linear_job job = {.weight = weight, .rows = rows, .y = y, .y_dtype = y_dtype};
     job.tiles = ft_ceil_div(rows, MAX_TILE);
     job.tile_rows = ft_ceil_div(rows, job.tiles);
@@ -344,7 +459,8 @@ static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void
     job.steps = ft_ceil_div(weight->in_features, per_step[weight->kind]);
     job.x_steps = words_of_row(weight);
     job.groups = ft_is_grouped(weight) ? job.steps : 1;
-    job.panel_bytes = job.steps * step_bytes[weight->kind];
+    job.panel_bytes = job.steps * block_bytes(weight->kind) +
+                      ft_ceil_div(job.steps, FT_SUPER) * super_bytes(weight->kind);
     return job;
 }
 

@@ -12,8 +12,12 @@ enum {
     FT_LINEAR_INT4_MIN = 4,   /* the same, and a minimum that is added to every weight */
     FT_LINEAR_INT8_GROUP = 5, /* a scale for each output and group */
     FT_LINEAR_BFLOAT16_WIDE = 6, /* bfloat16, multiplied as float32 */
+    FT_LINEAR_INT4_ZERO = 7,  /* as INT4_MIN, and a zero that is taken from every value */
+    FT_LINEAR_INT4_K = 8,     /* GGUF's Q4_K: scales and minima are bytes times those of 256 */
+    FT_LINEAR_INT5_K = 9,     /* Q5_K, its values as bytes */
+    FT_LINEAR_INT6_K = 10,    /* Q6_K, its values as bytes: a scale for 16, without minima */
 };
-enum { FT_GROUP = 32 }; /* neighbours along in_features */
+enum { FT_GROUP = 32, FT_SUPER = 8 }; /* neighbours along in_features; groups that share numbers */
 
 /* A packed weight [out_features, in_features]. Rows of the weight are padded with zeros to whole
  * panels, in_features to whole steps (of grouped kinds: groups). With L = FT_LANES, the layouts are
@@ -23,6 +27,11 @@ enum { FT_GROUP = 32 }; /* neighbours along in_features */
  *   int4      [panels of 2 L][in_features / 32] of a group: [4][2 L][4] byte, [2 L] fp16 scale;
  *             byte b of quad j holds k = 4 j + b in its low half and 16 more in its high half, + 8
  *   int4_min  likewise of 0 to 15 without an offset, and behind the scales [2 L] fp16 minima
+ *   int4_zero as int4_min, with zeros in the place of minima
+ *   int4_k    [panels of 2 L][in_features / 256] of: [2 L] fp16 scale, [2 L] fp16 minimum, and of each
+ *             of 8 groups: [4][2 L][4] byte as int4_min, [2 L] byte scale, [2 L] byte minimum
+ *   int5_k    likewise with [8][2 L][4] byte of 0 to 31
+ *   int6_k    likewise of 0 to 63, without fp16 minima; [2][2 L] signed byte scales of 16 each
  *   int8_group [panels of 2 L][in_features / 32] of a group: [8][2 L][4] byte, value + 128, and
  *             [2 L] fp16 scale
  */
@@ -36,13 +45,13 @@ typedef struct {
 } ft_linear_weight;
 
 FT_INLINE int ft_is_grouped(const ft_linear_weight *weight) {
-    return weight->kind >= FT_LINEAR_INT4 && weight->kind <= FT_LINEAR_INT8_GROUP;
+    return weight->kind >= FT_LINEAR_INT4 && weight->kind != FT_LINEAR_BFLOAT16_WIDE;
 }
 
 /* Whether activations become numbers of 16 bits, not bytes: weights that a file holds quantised lose
  * nothing more than a bfloat16 activation has lost already. */
 FT_INLINE int ft_is_fine(const ft_linear_weight *weight) {
-    return weight->kind == FT_LINEAR_INT4_MIN || weight->kind == FT_LINEAR_INT8_GROUP;
+    return ft_is_grouped(weight) && weight->kind != FT_LINEAR_INT4;
 }
 
 /* x [rows, in_features] to y [rows, out_features], both dense. x_dtype is that of the weight for

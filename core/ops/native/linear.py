@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import PackedLinear
-from ..quantize import GROUP, Quantize, QuantizedWeight, WeightKind, quantize_weight
+from ..quantize import GROUP, SUPER, Quantize, QuantizedWeight, WeightKind, quantize_weight
 from .library import NativeLibrary
 from .memory import HugeArena
 
@@ -20,7 +20,17 @@ Products: TypeAlias = Literal["bfloat16", "float32"]
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _WIDE_KIND = 6  # of bfloat16 weights, multiplied as float32
-_QUANTIZED_KINDS: dict[WeightKind, int] = {"int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5}
+_QUANTIZED_KINDS: dict[WeightKind, int] = {
+    "int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5, "int4_zero": 7, "int4_k": 8,
+    "int5_k": 9, "int6_k": 10,
+}  # fmt: skip
+_OFFSETS: dict[WeightKind, int] = {
+    "int8_group": 128,
+    "int4": 8,
+    "int6_k": 32,
+}  # values are unsigned
+_BYTES = ("int8_group", "int5_k", "int6_k")  # kinds whose values lie in bytes
+_PER_SUPER = SUPER // GROUP
 _ARENA = HugeArena()  # of all weights: small ones share a page
 
 
@@ -110,22 +120,31 @@ def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
     """The layouts of linear.h: values of a panel's group, then its scales, then its minima."""
     if weight.kind == "int8":
         return _panels(weight.values.view(torch.uint8) ^ 128, 4, width, fill=128)
-    num_groups = weight.scale.shape[1]
-    if weight.kind == "int8_group":
-        groups = _rows(weight.values.view(torch.uint8) ^ 128, width, 128)
-        quads = groups.view(-1, width, num_groups, GROUP // 4, 4)
+    num_groups = weight.values.shape[1] // GROUP
+    offset = _OFFSETS.get(weight.kind, 0)
+    unsigned = _rows((weight.values.view(torch.uint8) + offset), width, offset)
+    if weight.kind in _BYTES:
+        quads = unsigned.view(-1, width, num_groups, GROUP // 4, 4)
     else:
-        offset = 8 if weight.kind == "int4" else 0
-        nibbles = _rows(weight.values + offset, width, offset).view(torch.uint8)
-        halves = nibbles.view(-1, width, num_groups, 2, GROUP // 2)
+        halves = unsigned.view(-1, width, num_groups, 2, GROUP // 2)
         joined = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
         quads = joined.view(-1, width, num_groups, GROUP // 8, 4)
     parts = [quads.permute(0, 2, 3, 1, 4).reshape(len(quads), num_groups, -1)]
     for numbers in (weight.scale, weight.minimum):
         if numbers is not None:
-            by_group = _rows(numbers, width, 0).view(-1, width, num_groups).transpose(1, 2)
-            parts.append(by_group.contiguous().view(torch.uint8))
-    return _own(torch.cat(parts, dim=2))
+            parts.append(_by_group(numbers, width, num_groups))
+    groups = torch.cat(parts, dim=2)
+    if not weight.factors:
+        return _own(groups)
+    shared = [_by_group(each, width, num_groups // _PER_SUPER) for each in weight.factors]
+    supers = groups.view(len(groups), num_groups // _PER_SUPER, -1)
+    return _own(torch.cat((*shared, supers), dim=2))
+
+
+def _by_group(numbers: Tensor, width: int, num_groups: int) -> Tensor:
+    """``[out, groups * n]`` to the bytes of ``[panels, groups, n * width]``."""
+    panels = _rows(numbers, width, 0).view(-1, width, num_groups, numbers.shape[1] // num_groups)
+    return panels.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8)
 
 
 def _rows(values: Tensor, width: int, fill: int) -> Tensor:

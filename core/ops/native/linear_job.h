@@ -14,7 +14,8 @@ typedef struct {
     const char *x; /* tiles of [x_steps][rows of the tile] 32-bit groups */
     const float *x_scale;    /* quantised rows: tiles of [groups][rows of the tile] */
     const int32_t *x_offset; /* what the offset of the weights adds to a sum, negated, likewise;
-                              * int4_min: the sum of the group's quantised activations */
+                              * kinds with minima or zeros: the sum of the group's quantised
+                              * activations; int6_k: two of each group */
     int64_t rows;
     int64_t tiles, tile_rows; /* the last tile may have fewer */
     int64_t x_steps;

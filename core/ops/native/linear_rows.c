@@ -11,6 +11,7 @@ typedef struct {
     int x_dtype;
     int64_t group_size; /* that shares a scale */
     int32_t weight_offset;
+    int halves;     /* two offsets of each group: those of its halves */
     int fine;       /* numbers of 16 bits: of each group the low bytes, then the high ones */
     int8_t *bytes;  /* quantised rows, before they are interleaved: [rows, x_steps * 4] */
     uint32_t *out;  /* what job->x will be */
@@ -38,14 +39,16 @@ FT_INLINE void split(float number, int8_t *low, int8_t *high) {
     *high = (int8_t)((whole + 128) >> 8);
 }
 
-/* A group of rounded numbers to the bytes at `out`; returns their sum. */
-FT_INLINE int32_t store_group(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out) {
+/* A group of rounded numbers to the bytes at `out`, and their sum, or those of its halves. */
+FT_INLINE void store_group(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out,
+                           int32_t *sums) {
     int32_t sum = 0;
     if (!q->fine) {
         for (int64_t k = 0; k < q->group_size; k += FT_LANES)
             vf_store_int8(out + k, vf_mul(load_activation(q, row, begin + k), factor));
         for (int64_t k = 0; k < q->group_size; k++) sum += out[k];
-        return sum;
+        sums[0] = sum;
+        return;
     }
     float numbers[FT_GROUP];
     for (int64_t k = 0; k < FT_GROUP; k += FT_LANES)
@@ -53,8 +56,9 @@ FT_INLINE int32_t store_group(const rows_t *q, int64_t row, int64_t begin, vf fa
     for (int k = 0; k < FT_GROUP; k++) {
         split(numbers[k], out + k, out + FT_GROUP + k);
         sum += (int32_t)numbers[k];
+        if (k == FT_GROUP / 2 - 1) sums[0] = sum;
     }
-    return sum;
+    sums[q->halves] = sum - (q->halves ? sums[0] : 0);
 }
 
 /* A group as signed bytes at `out`, its scale and offset at index `at`. */
@@ -75,9 +79,11 @@ static void quantise_group(const rows_t *q, int64_t row, int64_t begin, int8_t *
         nothing += zeros[i];
     }
     const int is_sound = top > 0.0f && nothing == 0.0f;
-    int32_t sum = store_group(q, row, begin, vf_set1(is_sound ? most / top : 0.0f), out);
+    int32_t sums[2];
+    store_group(q, row, begin, vf_set1(is_sound ? most / top : 0.0f), out, sums);
     q->scale[at] = top / most + nothing;
-    q->offset[at] = -q->weight_offset * sum;
+    for (int half = 0; half <= q->halves; half++)
+        q->offset[(at << q->halves) + half] = -q->weight_offset * sums[half];
 }
 
 /* The 32-bit groups of a row, as they are in x or quantised. */
@@ -131,12 +137,12 @@ size_t ft_prepared_bytes(const ft_linear_job *job) {
     const int as_it_is = weight->kind == FT_LINEAR_FLOAT32 ||
                          (weight->kind == FT_LINEAR_BFLOAT16 && weight->in_features % 2 == 0);
     if (job->rows == 1 && as_it_is) return 0;
-    return (size_t)(8 * job->rows * (job->x_steps + job->groups));
+    return (size_t)(job->rows * (8 * job->x_steps + 12 * job->groups)); /* two offsets of a group */
 }
 
 void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory) {
     /* What an offset of the weights adds to a sum, or, where a minimum is added, the sum itself. */
-    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0};
+    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0, -1, -1, -1, 32};
     const int grouped = ft_is_grouped(job->weight);
     const int quantised = grouped || job->weight->kind == FT_LINEAR_INT8;
     job->x = x;
@@ -147,7 +153,7 @@ void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *me
         .job = job, .x = x, .x_dtype = x_dtype, .out = out,
         .bytes = quantised ? (int8_t *)(out + words) : NULL,
         .scale = (float *)(out + 2 * words), .offset = (int32_t *)(out + 2 * words) + scales,
-        .fine = ft_is_fine(job->weight),
+        .fine = ft_is_fine(job->weight), .halves = job->weight->kind == FT_LINEAR_INT6_K,
         .group_size = grouped ? FT_GROUP : job->x_steps * 4,
         .weight_offset = weight_offset[job->weight->kind],
     };

@@ -39,7 +39,9 @@ class NativeOps:
 
     min_rows = 1
     batch_device = None
-    stored_kinds: frozenset[WeightKind] = frozenset(("int4_min", "int8_group"))
+    stored_kinds: frozenset[WeightKind] = frozenset(
+        ("int8", "int4_min", "int8_group", "int4_zero", "int4_k", "int5_k", "int6_k")
+    )
 
     def __init__(
         self,

@@ -41,6 +41,12 @@ FT_INLINE vf vf_load_bf16(const bf16 *p) {
 FT_INLINE vf vf_load_fp16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+FT_INLINE vf vf_load_uint8(const void *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+FT_INLINE vf vf_load_int8(const void *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
 }
@@ -91,6 +97,12 @@ FT_INLINE vf vf_load_bf16(const bf16 *p) {
 }
 FT_INLINE vf vf_load_fp16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+FT_INLINE vf vf_load_uint8(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+FT_INLINE vf vf_load_int8(const void *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 FT_INLINE void vf_store_bf16(bf16 *p, vf x) {
     __m256i bits = _mm256_castps_si256(x);
@@ -180,6 +192,16 @@ FT_INLINE float ft_from_fp16(uint16_t half) {
 FT_INLINE vf vf_load_fp16(const uint16_t *p) {
     vf x;
     FT_FOR_LANES(i) x[i] = ft_from_fp16(p[i]);
+    return x;
+}
+FT_INLINE vf vf_load_uint8(const void *p) {
+    vf x;
+    FT_FOR_LANES(i) x[i] = (float)((const uint8_t *)p)[i];
+    return x;
+}
+FT_INLINE vf vf_load_int8(const void *p) {
+    vf x;
+    FT_FOR_LANES(i) x[i] = (float)((const int8_t *)p)[i];
     return x;
 }
 FT_INLINE void vf_store_bf16(bf16 *p, vf x) { FT_FOR_LANES(i) p[i] = ft_to_bf16(x[i]); }

@@ -98,6 +98,37 @@ def test_every_quantised_type_has_the_values_of_its_own_package(kind, tmp_path):
 PACKED = {GgmlType.Q4_0: 4, GgmlType.Q4_1: 4, GgmlType.Q8_0: 5}  # to the kernels' kinds
 
 
+K_TYPES = {GgmlType.Q4_K: 8, GgmlType.Q5_K: 9, GgmlType.Q6_K: 10}
+
+
+@pytest.mark.parametrize("kind", K_TYPES, ids=lambda kind: kind.name)
+def test_k_types_are_kept_packed_and_lose_nothing(kind, llama, tmp_path, monkeypatch):
+    """The package does not write them: random values with small numbers that blocks share."""
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    draw = np.random.default_rng(int(kind))
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+
+    def blocks(values, _):
+        shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)
+        raw = draw.integers(0, 256, shape, dtype=np.uint8)
+        for at in (208,) if kind is GgmlType.Q6_K else (0, 2):
+            small = (draw.standard_normal(shape[:-1]) * 3e-4).astype(np.float16)
+            raw[..., at : at + 2] = small[..., None].view(np.uint8)
+        return raw.reshape(*values.shape[:-1], -1)
+
+    monkeypatch.setattr(gguf, "quantize", blocks)
+    file = write(llama, tmp_path / "packed.gguf", kind=kind)
+    decoder = load_decoder(file, backend="native")
+    layer = decoder.weights.layers[0]
+    packed = [*layer.linears, decoder.weights.lm_head]
+    assert all(isinstance(w, NativeLinear) and w.struct.kind == K_TYPES[kind] for w in packed)
+    wide = logits_of(file, dtype="float32", backend="torch")
+    found = logits_of(file, backend="native")
+    rounded = logits_of(file, dtype="bfloat16", backend="native")
+    assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
+
+
 @pytest.mark.parametrize("kind", PACKED, ids=lambda kind: kind.name)
 def test_what_kernels_can_is_kept_packed_and_loses_nothing(kind, llama, tmp_path):
     if native_library() is None:

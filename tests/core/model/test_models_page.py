@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.api.cli.commands import main
 from foretoken.core.model.report import inspect_model
 from support.checkpoints import make_checkpoint
+from support.gguf_files import write_gguf
 from support.models_page import PAGE, page
+from support.quantized_checkpoints import quantize_checkpoint
 from support.tiny_models import save_tiny, tiny_config
 
 
@@ -42,6 +45,21 @@ def test_check_prints_what_a_model_of_transformers_modules_needs(
     # rounded up to whole layers of either
     assert "KV        1 KiB a token" in printed
     assert "safetensors" in printed
+
+
+def test_check_prints_how_weights_are_quantised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "awq", intermediate_size=96)
+    quantize_checkpoint(folder, "awq_32")
+    assert main(["models", "check", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "safetensors, AWQ, 4 bits; at most" in printed
+    assert "computed in bfloat16" in printed
+    plain = save_tiny(tmp_path / "plain", "olmo2")
+    file = write_gguf(plain, tmp_path / "model.gguf", kind=GgmlType.Q8_0)
+    assert main(["models", "check", str(file)]) == 0
+    assert "GGUF, Q8_0; at most" in capsys.readouterr().out
 
 
 def test_check_says_why_a_model_is_refused(

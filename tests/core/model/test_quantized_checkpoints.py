@@ -15,6 +15,9 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.checkpoint import Checkpoint, open_checkpoint
 from foretoken.core.model.formats.safetensors import TensorFiles
+from foretoken.core.ops.native import native_library
+from foretoken.core.ops.native.linear import NativeLinear
+from foretoken.core.ops.quantize import QuantizedWeight
 from support.checkpoints import ModelDriver, make_checkpoint
 from support.quantized_checkpoints import FORMATS, quantize_checkpoint, write_plain
 from support.tiny_models import save_tiny
@@ -37,7 +40,8 @@ def test_values_are_those_of_the_published_formula(name: str, tmp_path: Path) ->
     assert dict(files.shapes) == {n: tuple(t.shape) for n, t in expected.items()}
     for tensor_name, value in expected.items():
         found = files.read(tensor_name)
-        assert torch.equal(found.float(), value.float()), tensor_name
+        wide = found.dequantize() if isinstance(found, QuantizedWeight) else found.float()
+        assert torch.equal(wide, value.float()), tensor_name
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -49,7 +53,40 @@ def test_a_quantised_checkpoint_says_what_its_plain_weights_say(name: str, tmp_p
     assert load_decoder(folder).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq_act_order", "w4a16_zeros", "w8a8", "fp8_blocks"])
+PACKED = {"awq_32": 7, "gptq_32": 7, "w4a16_32": 7, "w4a16_zeros_32": 7, "w8a8_dynamic": 2}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_kernels_can_is_kept_packed_and_loses_nothing(name: str, tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    folder = make_checkpoint(tmp_path, "qwen3", **SHAPE)
+    quantize_checkpoint(folder, name)
+    decoder = load_decoder(folder, backend="native")
+    packed = decoder.weights.layers[0].linears
+    assert all(isinstance(w, NativeLinear) and w.struct.kind == PACKED[name] for w in packed)
+    wide = logits_of(folder, dtype="float32", backend="torch")
+    found = logits_of(folder, backend="native")
+    rounded = logits_of(folder, dtype="bfloat16", backend="native")
+    most = 1.5 if name != "w8a8_dynamic" else 20  # whose activations are bytes
+    assert (found - wide).norm() < most * (rounded - wide).norm()
+
+
+def test_scales_that_float16_does_not_hold_are_not_rounded(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", **SHAPE)
+    expected = quantize_checkpoint(folder, "w4a16_32")
+    name = "model.layers.0.mlp.up_proj"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight_scale"] *= 2.0**-16
+    save_file(tensors, folder / "model.safetensors")
+    found = TensorFiles(folder).read(f"{name}.weight")
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, expected[f"{name}.weight"] * 2.0**-16)
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "awq_32", "gptq_act_order", "w4a16_zeros", "w8a8_dynamic", "fp8_blocks"]
+)
 def test_transformers_modules_take_the_same_values(name: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "packed", "olmo2", **SHAPE)
     plain = write_plain(folder, tmp_path / "plain", quantize_checkpoint(folder, name))

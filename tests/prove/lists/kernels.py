@@ -91,8 +91,8 @@ MUTATIONS = (
     Mutation(
         "kernel-quantised-offset",
         "quantise_group",
-        "q->offset[at] = -q->weight_offset * sum;",
-        "q->offset[at] = 0;",
+        "= -q->weight_offset * sums[half];",
+        "= 0;",
         ("test_a_packed_linear_agrees_with_float64",),
         "a packed linear agrees with float64",
     ),

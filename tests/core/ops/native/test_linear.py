@@ -162,21 +162,51 @@ def test_the_exact_int4_weight_comes_back_bit_by_bit(library):
 
 def stored(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(sum(shape))
-    low, high = {"int4": (-8, 8), "int4_min": (0, 16), "int8_group": (-128, 128)}[kind]
+    low, high = RANGES[kind]
     values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
+    if kind.endswith("_k"):
+        return stored_k(kind, values, generator)
     groups = (shape[0], shape[1] // 32)
     scale = torch.randn(groups, generator=generator).half()
     minimum = torch.randn(groups, generator=generator).half() if kind == "int4_min" else None
+    if kind == "int4_zero":
+        minimum = torch.randint(0, 17, groups, generator=generator).half()
     return QuantizedWeight(kind, values, scale, minimum)
 
 
-GROUPED: tuple[WeightKind, ...] = ("int4", "int4_min", "int8_group")
+def stored_k(kind: WeightKind, values: torch.Tensor, draw: torch.Generator) -> QuantizedWeight:
+    """Scales in bytes, and what eight groups share."""
+    out, columns = values.shape
+    factors = torch.randn(2, out, columns // 256, generator=draw).half()
+    if kind == "int6_k":
+        scale = torch.randint(-128, 128, (out, columns // 16), generator=draw).to(torch.int8)
+        return QuantizedWeight(kind, values, scale, None, (factors[0],))
+    scale, minimum = torch.randint(0, 64, (2, out, columns // 32), generator=draw).to(torch.uint8)
+    return QuantizedWeight(kind, values, scale, minimum, (factors[0], factors[1]))
+
+
+RANGES: dict[WeightKind, tuple[int, int]] = {
+    "int4": (-8, 8),
+    "int4_min": (0, 16),
+    "int8_group": (-128, 128),
+    "int4_zero": (0, 16),
+    "int4_k": (0, 16),
+    "int5_k": (0, 32),
+    "int6_k": (-32, 32),
+}
+GROUPED: tuple[WeightKind, ...] = tuple(RANGES)
+
+
+def fitting(kind: WeightKind, shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape, or one of 512 or 256 columns for the kinds that take whole super-groups."""
+    return (shape[0], 512 if shape[1] > 64 else 256) if kind.endswith("_k") else shape
 
 
 @pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("shape", [(64, 128), (37, 64), (1, 32), (130, 96)], ids=str)
 def test_a_stored_weight_is_computed_with_as_it_is(library, shape, kind):
     """Activations that int8 holds exactly: what is left is the rounding of float32 sums."""
+    shape = fitting(kind, shape)
     weight = stored(kind, shape)
     packed = pack_linear(library, weight, None)
     x = torch.randint(-127, 128, (29, shape[1]), generator=torch.Generator().manual_seed(1)).float()
@@ -188,9 +218,10 @@ def test_a_stored_weight_is_computed_with_as_it_is(library, shape, kind):
 
 @pytest.mark.parametrize("kind", GROUPED)
 def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(library, threads, kind):
-    packed = pack_linear(library, stored(kind, (130, 96)), None)
+    shape = fitting(kind, (130, 96))
+    packed = pack_linear(library, stored(kind, shape), None)
     for dtype in (torch.float32, torch.bfloat16):
-        x = rows(67, 96, dtype)
+        x = rows(67, shape[1], dtype)
         together = linear(library, x, packed, torch.float32)
         for count, n in ((1, 1), (2, 3), (5, 2), (12, 1), (13, 2), (64, 1)):
             threads(n)
@@ -200,8 +231,9 @@ def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(librar
 
 @pytest.mark.parametrize("kind", GROUPED)
 def test_stored_weights_let_infinities_and_nans_through(library, kind):
-    packed = pack_linear(library, stored(kind, (37, 64)), None)
-    x = rows(4, 64, torch.float32)
+    shape = fitting(kind, (37, 64))
+    packed = pack_linear(library, stored(kind, shape), None)
+    x = rows(4, shape[1], torch.float32)
     x[1, 7], x[2, 8] = float("nan"), float("inf")
     out = linear(library, x, packed)
     assert out[1].isnan().all()
