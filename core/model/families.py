@@ -139,6 +139,8 @@ def _mistral(fields: Fields) -> DecoderConfig:
 
 
 def _ministral3(fields: Fields) -> DecoderConfig:
+    if not fields.has("rope_parameters"):
+        raise fields.unsupported("rope_parameters", "is missing")
     rope = parse_rope(fields, max_len=fields.positive("max_position_embeddings", 262144))
     beta = fields.object("rope_parameters").number("llama_4_scaling_beta", 0.0)
     if beta and not rope.original_max_len:
@@ -171,7 +173,8 @@ def _qwen3(fields: Fields) -> DecoderConfig:
 
 def _phi3(fields: Fields) -> DecoderConfig:
     fold = Fold(fused_qkv=True, fused_gate_up=True)
-    return _base(fields, partial=1.0, layers=_windowed(fields, _window(fields)), fold=fold)
+    layers = _windowed(fields, _window(fields))
+    return _base(fields, eps=1e-5, partial=1.0, layers=layers, fold=fold)
 
 
 def _granite(fields: Fields) -> DecoderConfig:
@@ -192,11 +195,15 @@ def _granite(fields: Fields) -> DecoderConfig:
 
 
 def _glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
-    bias = fields.flag("attention_bias", False)
-    fold = Fold(fused_gate_up=True, interleaved=True)
-    head_dim = fields.positive("head_dim", 128)
-    shape: dict[str, Any] = {"qkv_bias": bias, "fold": fold, "head_dim": head_dim}
-    return _base(fields, partial=0.5, **(shape | differences))
+    return _base(
+        fields,
+        partial=0.5,
+        eps=1.5625e-07,
+        qkv_bias=fields.flag("attention_bias", True),
+        head_dim=fields.positive("head_dim", 128),
+        fold=Fold(fused_gate_up=True, interleaved=True),
+        **differences,
+    )
 
 
 def _glm4(fields: Fields) -> DecoderConfig:
@@ -206,13 +213,14 @@ def _glm4(fields: Fields) -> DecoderConfig:
         "post_attention_layernorm",
         "post_mlp_layernorm",
     )
-    bias = fields.flag("attention_bias", True)
-    return _glm(fields, norms=norms, qkv_bias=bias, eps=1.5625e-07)
+    return _glm(fields, norms=norms)
 
 
 def _helium(fields: Fields) -> DecoderConfig:
     return _base(
         fields,
+        theta=1e5,
+        eps=1e-8,
         qkv_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
         head_dim=fields.positive("head_dim", 128),
@@ -222,9 +230,17 @@ def _helium(fields: Fields) -> DecoderConfig:
 
 def _ernie(fields: Fields) -> DecoderConfig:
     bias = fields.flag("use_bias", False)
-    fold = Fold(interleaved=True)
-    head_dim = fields.positive("head_dim", 128)
-    return _base(fields, qkv_bias=bias, o_bias=bias, mlp_bias=bias, head_dim=head_dim, fold=fold)
+    return _base(
+        fields,
+        theta=5e5,
+        eps=1e-5,
+        tied=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        head_dim=fields.positive("head_dim", 128),
+        fold=Fold(interleaved=True),
+    )
 
 
 def _gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
@@ -318,6 +334,7 @@ def _cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
         raise fields.unsupported("use_qk_norm", "is not supported")
     bias = fields.flag("attention_bias", False)
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    shape: dict[str, Any] = {"theta": 5e5} | differences
     return _base(
         fields,
         tied=True,
@@ -329,14 +346,14 @@ def _cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
         o_bias=bias,
         head_dim=hidden_size // num_heads,
         fold=Fold(interleaved=True, logit_scale=fields.number("logit_scale", 0.0625)),
-        **differences,
+        **shape,
     )
 
 
 def _cohere2(fields: Fields) -> DecoderConfig:
     pattern = fields.positive("sliding_window_pattern", 4)
     layers = _sliding(fields, pattern, window=4096)
-    return _cohere(fields, layers=_without_rope_unless_windowed(layers))
+    return _cohere(fields, theta=1e4, layers=_without_rope_unless_windowed(layers))
 
 
 def _exaone4(fields: Fields) -> DecoderConfig:
@@ -456,7 +473,7 @@ def _glm4_moe(fields: Fields) -> DecoderConfig:
         head_norm="each" if fields.flag("use_qk_norm", False) else "none",
         qkv_bias=fields.flag("attention_bias", False),
         has_further_layers=True,
-        layers=_like_deepseek(fields, _windowed(fields, None), renorms=True),
+        layers=_like_deepseek(fields, _windowed(fields, None), renorms=True, num_default=1),
     )
 
 
@@ -472,7 +489,7 @@ def _dots1(fields: Fields) -> DecoderConfig:
         head_norm="each",
         qkv_bias=bias,
         o_bias=bias,
-        layers=_like_deepseek(fields, layers, renorms=False),
+        layers=_like_deepseek(fields, layers, renorms=False, num_default=0),
     )
 
 
@@ -616,9 +633,12 @@ def _renorm(fields: Fields, default: bool) -> float | None:
 
 
 def _like_deepseek(
-    fields: Fields, layers: tuple[LayerSpec, ...], *, renorms: bool
+    fields: Fields, layers: tuple[LayerSpec, ...], *, renorms: bool, num_default: int
 ) -> tuple[LayerSpec, ...]:
-    """The router of DeepSeek V3 (arXiv 2412.19437); the first layers are dense."""
+    """The router of DeepSeek V3 (arXiv 2412.19437); the first layers are dense.
+
+    ``num_default``: of dense layers, and of shared experts, where the config does not say it.
+    """
     routing = Routing(
         _top_k(fields),
         score="sigmoid",
@@ -627,12 +647,15 @@ def _like_deepseek(
         renorm=1e-20 if fields.flag("norm_topk_prob", renorms) else None,
         factor=fields.number("routed_scaling_factor", 1.0),
     )
-    width = fields.positive("moe_intermediate_size") * fields.integer("n_shared_experts", 0)
+    width = fields.positive("moe_intermediate_size") * fields.integer(
+        "n_shared_experts", num_default
+    )
     return _with_experts(
         fields,
         layers,
         routing,
         names=ExpertNames(choice_bias="mlp.gate.e_score_correction_bias"),
+        num_dense=num_default,
         shared_width=width,
     )
 
@@ -644,6 +667,7 @@ def _with_experts(
     *,
     names: ExpertNames = ExpertNames(),  # noqa: B008 - immutable
     width: str = "moe_intermediate_size",
+    num_dense: int = 0,
     **differences: Any,  # noqa: ANN401 - fields of `ExpertsSpec`
 ) -> tuple[LayerSpec, ...]:
     """Experts in all layers but those that the config says are dense."""
@@ -659,7 +683,7 @@ def _with_experts(
         count=count, width=fields.positive(width), routing=routing, names=names, **values
     )
     step = fields.positive("decoder_sparse_step", 1)
-    first = fields.integer("first_k_dense_replace", 0)
+    first = fields.integer("first_k_dense_replace", num_dense)
     dense = fields.integers("mlp_only_layers")
     return tuple(
         replace(layer, experts=spec)

@@ -31,7 +31,7 @@ typedef struct {
     char *x, *residual; /* hidden */
     char *wide;         /* QKV, then attention's output, then gate and up */
     char *narrow;       /* queries, then the activation */
-    char *added;        /* what attention and the MLP add to the stream */
+    char *added;        /* hidden: what a parallel block adds to the stream */
 } step_space;
 
 static int64_t round_up(int64_t bytes) { return ft_ceil_div(bytes, 64) * 64; }
@@ -80,8 +80,8 @@ static const char *add(const step_job *step, const char *x, const ft_norm *norm,
     return out;
 }
 
-/* Rows x to what attention adds to the stream, in space.added. */
-static int run_attention(const step_job *step, int64_t index, const char *x) {
+/* Rows x to what attention adds to the stream, in `out`, which may be x. */
+static int run_attention(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
     const step_space *space = &step->space;
     int dtype = step->dtype;
@@ -91,26 +91,25 @@ static int run_attention(const step_job *step, int64_t index, const char *x) {
     if (ft_attend(space->narrow, space->wide, step->plan, step->batch, step->kv, step->heads,
                   index, &layer->rule))
         return -1;
-    if (ft_linear(layer->o, space->wide, dtype, step->rows, space->added, dtype)) return -1;
-    norm_rows(step, space->added, layer->attention_out_norm, space->added);
+    if (ft_linear(layer->o, space->wide, dtype, step->rows, out, dtype)) return -1;
+    norm_rows(step, out, layer->attention_out_norm, out);
     return 0;
 }
 
 /* The same for the MLP. */
-static int run_mlp(const step_job *step, int64_t index, const char *x) {
+static int run_mlp(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
     const step_space *space = &step->space;
     int dtype = step->dtype;
     if (layer->experts) {
-        if (ft_run_experts(layer->experts, x, space->added, step->rows, dtype)) return -1;
+        if (ft_run_experts(layer->experts, x, out, step->rows, dtype)) return -1;
     } else {
         if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
-        if (ft_linear(layer->down, space->narrow, dtype, step->rows, space->added, dtype))
-            return -1;
+        if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
     }
-    norm_rows(step, space->added, layer->mlp_out_norm, space->added);
+    norm_rows(step, out, layer->mlp_out_norm, out);
     return 0;
 }
 
@@ -119,11 +118,13 @@ static int run_mlp(const step_job *step, int64_t index, const char *x) {
 static const char *run_layer(const step_job *step, int64_t index, const char *x,
                              const ft_norm *next_norm, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
-    if (run_attention(step, index, x)) return NULL;
+    /* In parallel x is read again. */
+    char *added = layer->is_parallel ? step->space.added : step->space.x;
+    if (run_attention(step, index, x, added)) return NULL;
     const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
-    const char *added = add(step, step->space.added, norm, step->space.x);
-    if (run_mlp(step, index, layer->is_parallel ? x : added)) return NULL;
-    return add(step, step->space.added, next_norm, out);
+    const char *next = add(step, added, norm, step->space.x);
+    if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
+    return add(step, added, next_norm, out);
 }
 
 /* Copies of the residual stream: at[count] boundaries, out [num_rows, count, hidden]. */

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.families import FAMILIES, parse_config
+from foretoken.core.model.fields import Fields
 from foretoken.core.ops.native import native_library
 from support.checkpoints import (
     KINDS,
@@ -21,6 +26,7 @@ from support.checkpoints import (
     save,
 )
 from support.greedy_streams import generate, greedy, random_ids
+from support.known_models import KNOWN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -172,3 +178,47 @@ def test_the_scale_of_gemmas_embedding_is_rounded_as_its_weights_are(tmp_path: P
     with torch.no_grad():
         expected = reference.model.embed_tokens(ids)
     assert torch.equal(decoder.weights.embedding[ids], expected)
+
+
+_LEAST = {
+    "vocab_size": 500,
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 96,
+    "moe_intermediate_size": 64,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+# Configs in the spelling of older files: fields that they leave out, RoPE of layers with a window.
+OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    **{each: (each, {"num_local_experts": 8, "n_routed_experts": 8}) for each in FAMILIES},
+    "ministral3": ("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
+    "gemma3, scaled": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma3, local": ("gemma3_text", {"rope_theta": 7e5, "rope_local_base_freq": 3e4}),
+    "gemma3, pattern": ("gemma3_text", {"sliding_window_pattern": 3}),
+    "olmo3, scaled": ("olmo3", {"rope_scaling": _YARN, "rope_theta": 5e5}),
+    "cohere2, pattern": ("cohere2", {"sliding_window_pattern": 3}),
+    "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 8}),
+    "smollm3, listed": ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1, 0, 1, 1]}),
+    "qwen2_moe, dense": ("qwen2_moe", {"num_experts": 8, "decoder_sparse_step": 2}),
+    "minimax_m2, part": ("minimax_m2", {"num_local_experts": 8, "rotary_dim": 32, "head_dim": 64}),
+    **{f"known: {name}": (config["model_type"], config) for name, config in KNOWN.items()},
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_what_a_config_leaves_out_is_what_transformers_takes_for_it(case: str) -> None:
+    model_type, differences = OLDER[case]
+    if model_type not in FAMILIES:
+        pytest.skip("no own decoder")
+    values = {**_LEAST, **differences, "model_type": model_type}
+    if model_type in ("phi3", "qwen2_moe"):  # what a config of theirs always has
+        values |= {"pad_token_id": 0, "num_experts": 8}
+    found = parse_config(Fields(values, "config.json"))
+    whole = transformers.AutoConfig.for_model(**values).to_dict()
+    expected = parse_config(Fields(whole, "config.json"))
+    assert replace(found, eos_token_ids=()) == replace(expected, eos_token_ids=())
