@@ -106,6 +106,7 @@ class DecoderConfig:
     attention_cap: float | None = None  # of the scores
     logit_cap: float | None = None
     has_sinks: bool = False  # in attention, a score of each head without a value
+    is_nested: bool = False  # the text model of a checkpoint that holds other models, too
     has_further_layers: bool = False  # checkpoints may hold layers that predict further tokens
     fold: Fold = NO_FOLD
 

@@ -25,6 +25,7 @@ from .config import (
 from .fields import Fields, read_json
 from .fold import Fold
 from .formats.quantized import read_scheme
+from .nested import is_nested, text_fields
 from .rope import NO_ROPE, RopeSpec, parse_rope, parse_ropes
 
 _BEFORE_AND_AFTER = NormNames(
@@ -56,7 +57,11 @@ def read_folder_config(folder: Path) -> DecoderConfig:
     """The config of a folder in Hugging Face layout."""
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
-    config = parse_config(Fields(read_json(folder / "config.json"), str(folder / "config.json")))
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    if is_nested(fields) and fields.values.get("model_type") not in FAMILIES:
+        config = replace(parse_config(text_fields(folder, fields)), is_nested=True)
+    else:
+        config = parse_config(fields)
     generation = folder / "generation_config.json"
     if not generation.exists():
         return config

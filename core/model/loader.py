@@ -175,7 +175,12 @@ def _checkpoint(path: str | Path) -> Checkpoint:
     """The files of a checkpoint, which hold what the config implies."""
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
-    check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
+    try:
+        check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
+    except ModelLoadError as error:
+        if config.is_nested:  # transformers may know where its tensors are
+            raise UnsupportedConfig(str(error)) from None
+        raise
     return checkpoint
 
 

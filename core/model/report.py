@@ -59,7 +59,12 @@ def _own(path: Path) -> ModelReport:
     dtype: str = config.dtype
     if file_format != "no weights":
         checkpoint = open_checkpoint(path)
-        check_tensors(checkpoint, shapes, ignored=ignored(config, checkpoint.shapes))
+        try:
+            check_tensors(checkpoint, shapes, ignored=ignored(config, checkpoint.shapes))
+        except ModelLoadError as error:
+            if config.is_nested:
+                raise UnsupportedConfig(str(error)) from None
+            raise
         dtype = checkpoint.stored_dtype
     count = sum(math.prod(shape) for shape in shapes.values())
     heads = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)

@@ -26,6 +26,7 @@ from .config import DecoderConfig, DtypeName, LayerSpec
 from .fields import Fields, read_json
 from .formats.quantized import read_scheme
 from .formats.safetensors import TensorFiles
+from .nested import TEXT_PREFIXES
 from .rope import RopeSpec
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, Asked, AttentionSite, probe
@@ -79,11 +80,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), "its scores are biased by distance (ALiBi)"),
     "ctrl": "its tokens were not those that transformers generates",
     **dict.fromkeys(("diffllama", "hrm_text"), "a layer attends twice in a pass"),
-}
-_TEXT_PREFIXES = {  # of multimodal checkpoints, as regular expressions
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
 }
 _TEST_TOKENS = 12
 _TEST_PAGE = 4
@@ -175,6 +171,13 @@ def load_text_model(
 
 
 # -- configs --------------------------------------------------------------------------------------
+
+
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder's text model, with all defaults. Raises `ModelLoadError`."""
+    text = _read_config(folder).get_text_config(decoder=True)
+    found: dict[str, Any] = text.to_dict()
+    return found | {"model_type": text.model_type}
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -395,7 +398,7 @@ def _load(source: TextModel, dtype: torch.dtype) -> Any:  # noqa: ANN401
             state_dict=values,
             config=source.text,
             dtype=dtype,
-            key_mapping=_TEXT_PREFIXES if source.gguf is None and _is_nested(source) else None,
+            key_mapping=TEXT_PREFIXES if source.gguf is None and _is_nested(source) else None,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

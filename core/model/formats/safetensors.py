@@ -20,6 +20,7 @@ from ...errors import ModelLoadError
 from ...ops.quantize import QuantizedWeight
 from ..families import read_folder_config
 from ..fields import Fields, read_json
+from ..nested import text_names
 from ..shapes import EMBEDDING
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme
 
@@ -50,25 +51,33 @@ class SafetensorsCheckpoint:
         self.where = folder
         self.config = read_folder_config(folder)
         self.files = TensorFiles(folder)
+        # Of a multimodal checkpoint: the text model's names and those in the files.
+        self._names = text_names(self.files.shapes) if self.config.is_nested else {}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the files; quantised matrices by the names of plain ones."""
-        return self.files.shapes
+        """Of every tensor in the files; quantised matrices by the names of plain ones.
+
+        Of a multimodal checkpoint those of the text model, by the names that it has alone.
+        """
+        shapes = self.files.shapes
+        if not self.config.is_nested:
+            return shapes
+        return {name: shapes[stored] for name, stored in self._names.items()}
 
     @property
     def stored_dtype(self) -> str:
         """Of the embedding, which wins over config.json; bfloat16 beside quantised matrices."""
         if self.files.quantized:
             return "bfloat16"
-        entry = self.files.entries.get(EMBEDDING)
+        entry = self.files.entries.get(self._names.get(EMBEDDING, EMBEDDING))
         return self.config.dtype if entry is None else _DTYPES[entry.dtype]
 
     def read(self, name: str) -> Tensor | QuantizedWeight:
         """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
         not take it as it is.
         """
-        return self.files.read(name)
+        return self.files.read(self._names.get(name, name))
 
 
 class TensorFiles:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
+from foretoken.core.model.fields import UnsupportedConfig
 from foretoken.core.model.transformers_decoder import TransformersDecoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
@@ -273,13 +275,33 @@ def gemma3_with_vision() -> Any:
     return model
 
 
-def test_a_multimodal_checkpoint_serves_its_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["own", "transformers"])
+def test_a_multimodal_checkpoint_serves_its_text(impl: Any, tmp_path: Path) -> None:
     reference = gemma3_with_vision()
-    decoder = load_decoder(save(reference, tmp_path))
+    decoder = load_decoder(save(reference, tmp_path), impl=impl)
     assert decoder.config.model_type == "gemma3_text"
+    assert decoder.path == impl
     expected = [generate(reference, prompt) for prompt in prompts()]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     assert greedy(decoder, prompts(), expected) == expected
+
+
+def test_a_text_model_in_doubt_is_left_to_transformers(tmp_path: Path) -> None:
+    """Its output tied outside of the text's config alone, or its tensors named otherwise."""
+    folder = save(gemma3_with_vision(), tmp_path)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(UnsupportedConfig, match="tie_word_embeddings is another"):
+        load_decoder(folder, impl="own")
+    file.write_text(json.dumps(config))
+    stored = folder / "model.safetensors"
+    tensors = {
+        name.replace("language_model", "text"): each for name, each in load_file(stored).items()
+    }
+    save_file(tensors, stored, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedConfig, match="lacks tensors"):
+        load_decoder(folder, impl="own")
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -330,8 +352,6 @@ def test_attention_of_a_models_own_is_refused_before_weights_are_read(
 
 
 def test_a_checkpoint_without_some_tensors_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = save_tiny(tmp_path, "stablelm")
     file = folder / "model.safetensors"
     tensors = load_file(file)
