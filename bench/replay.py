@@ -25,21 +25,21 @@ class ReplayRunner(ModelRunner):
         """The same model, pool and proposer."""
         return cls(runner.decoder, runner.pool, runner.proposer)
 
-    def _verify(self, work: Work) -> list[list[Verified]]:
+    def _verify(self, work: Work) -> list[Verified]:
         if not self.recorded:
             return super()._verify(work)
         at = 0
         indices: list[int] = []
         token_ids: list[int] = []
-        for row, drafts in zip(work.plan.rows, work.paths, strict=True):
+        for row, draft in zip(work.plan.rows, work.drafts, strict=True):
             if not row.samples:
                 continue
             answer = self.recorded[row.request_id]
             position = len(row.tokens) - row.sampling.prompt_len
-            for draft in drafts:
-                wanted = answer[position : position + len(draft.token_ids) + 1]
-                indices += range(at, at + len(wanted))
-                token_ids += wanted
-                at += len(draft.token_ids) + 1
+            for depth in (0, *draft.depths()):
+                if position + depth < len(answer):
+                    indices.append(at)
+                    token_ids.append(answer[position + depth])
+                at += 1
         work.output.logits[indices, token_ids] = WINNING
         return super()._verify(work)

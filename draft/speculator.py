@@ -1,39 +1,39 @@
-"""DraftSpeculator: decides which tokens each request drafts in a step, and how many.
+"""DraftSpeculator: which tokens each request guesses in a step, and how many.
 
-Free sources look the next tokens up in earlier tokens, or know what a grammar forces. A draft
-model, if there is one, proposes in the model thread. The acceptance rate of each is measured
-(control/acceptance.py), the cost of a step is measured (control/cost_model.py), and the controller
-drafts every token that is worth its row, which may be none. Look-ups run before a step; committed
-tokens are indexed while the next step runs.
+Free sources look the next tokens up in what was said before, or know what a grammar forces; a
+draft model, if there is one, is asked in the model thread. How far to trust each is measured
+(control/acceptance.py), what a step costs is measured (control/cost_model.py), and the controller
+drafts every token that is worth its row, which may be none. Look-ups come before a step; what was
+committed is indexed while the next step runs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
 
 from ..core.interface.request import Request
 from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ..core.interface.step import PlanRow, RowOutput, StepOutput, StepPlan
-from .control.acceptance import AcceptanceModel
-from .control.allocation import StepCandidates
+from ..core.interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from .control.acceptance import AcceptanceModel, NodeWorth
+from .control.allocation import Allocation, StepCandidates
 from .control.candidates import CandidateGenerator
 from .control.controller import Controller
 from .control.cost_model import Mean
-from .control.request_state import LM, NO_SURVIVAL, DraftState, padded
+from .control.request_state import NO_SURVIVAL, DraftState, padded
 from .sources.grammar import GrammarSource
 from .sources.indexer import SourceIndexer
-from .sources.merge import Path, Survival
-from .sources.source import BUCKETS, GuardedSource, Priors, Source
+from .sources.source import GuardedSource, Source
 
-LM_PRIORS = Priors(((0.75,) * len(BUCKETS),), ((0.65,) * len(BUCKETS),))
-FREE_LEN = 24  # longest draft of a free source in "auto"
-LM_LEN = 6  # longest draft of the model in "auto"
-MAX_BRANCHES = 2
-DECIDE_SHARE = 0.02  # of a step: if deciding takes longer, look-ups that find nothing back off
+FREE_LEN = 24  # longest path of a free source in "auto"
+LM_NODES = 16  # most nodes of the model's draft in "auto"
+FEW_TO_CATCH_UP = 6  # tokens of the model's KV that are caught up with while prompts wait
+LM_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # of the model's best node
+DECIDE_SHARE = 0.02  # of a step: where deciding takes more, look-ups that find nothing back off
 
 
 class DraftSpeculator:
@@ -44,6 +44,7 @@ class DraftSpeculator:
     are launched before the step ahead of them is read, so look-ups back off even if they are cheap.
     ``lm_block``: tokens that one pass of the draft model yields. ``lm_catches_up``: whether it must
     compute the tokens of a request itself; a head's KV is written from the target's passes.
+    ``lm_weighs``: whether it weighs its own tokens by the prices of a plan.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class DraftSpeculator:
         has_lm: bool = False,
         lm_block: int = 1,
         lm_catches_up: bool = True,
+        lm_weighs: bool = True,
         adapts: bool = True,
         overlaps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -69,14 +71,16 @@ class DraftSpeculator:
         self._indexer = SourceIndexer(self._sources)
         self._has_lm, self._adapts, self._overlaps = has_lm, adapts, overlaps
         self._lm_block, self._lm_catches_up = lm_block, lm_catches_up
+        self._lm_weighs = lm_weighs
         self._clock = clock
         self._states: dict[str, DraftState] = {}  # of requests that may draft
         self._decide_s = Mean()  # seconds of a decision
         self._lm = _DraftModelUse()  # in the step under way
         self._uses_lm = has_lm and depth != "auto"
+        self._lm_worth = NodeWorth(LM_NODES, **LM_PRIORS)
+        self._lm_shape = Mean(), Mean()  # of its drafts in a step: most levels, most nodes
         for source in self._sources:
             odds.register(source.name, source.priors)
-        odds.register(LM, LM_PRIORS)
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -111,14 +115,17 @@ class DraftSpeculator:
         if auto:
             began = self._clock()
             states = [self._state_of(requests[index]) for index in auto]
+            auto_limits = [limits[index] for index in auto]
             candidates = self._candidates(
                 states,
-                [limits[index] for index in auto],
+                auto_limits,
                 budget,
                 num_prefill=num_prefill,
                 num_others=len(requests) - len(auto),
             )
-            for index, plan in zip(auto, self._allocate(states, candidates), strict=True):
+            for index, plan in zip(
+                auto, self._allocate(states, auto_limits, candidates), strict=True
+            ):
                 plans[index] = plan
             self._decide_s.observe(self._clock() - began)
         return plans
@@ -132,12 +139,12 @@ class DraftSpeculator:
         return self._states.setdefault(request.request_id, DraftState(request))
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """A free source's draft of at most ``depth`` tokens; without one, the draft model's."""
+        """What a free source guesses, else the draft model, to that depth."""
         if depth < 1:
             return NO_DRAFT_PLAN
-        paths = self._generator.generate(state, depth)
-        if paths:
-            return DraftPlan(paths[0].draft(depth))
+        tree = self._generator.generate(state, depth)
+        if tree is not None:
+            return DraftPlan(Draft.of(tree.trunk.token_ids[:depth], tree.trunk.source))
         return DraftPlan(max_draft=depth) if self._has_lm else NO_DRAFT_PLAN
 
     def _candidates(
@@ -152,75 +159,82 @@ class DraftSpeculator:
         for state, limit in zip(states, limits, strict=True):
             is_requested = limit and not self._drafts_nothing(state.request, 0)
             most = min(limit, FREE_LEN)
-            state.paths = self._generator.generate(state, most) if is_requested else []
+            state.tree = self._generator.generate(state, most) if is_requested else None
         is_busy = num_prefill > 0
+        num_nodes = [self._most_nodes(*each, is_busy) for each in zip(states, limits, strict=True)]
+        levels, nodes = self._lm_shape
+        worth, shown = self._lm_worth.worth, self._lm_worth.shown
+        pairs = list(zip(states, num_nodes, strict=True))
         return StepCandidates(
-            free=padded([s.paths[0].survival if s.paths else NO_SURVIVAL for s in states]),
-            lm=padded(
-                [self._lm_survival(*each, is_busy) for each in zip(states, limits, strict=True)]
-            ),
+            free=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
+            lm=padded([worth(n, sampled=s.is_sampled) for s, n in pairs]),
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
+            lm_shown=padded([shown(n, sampled=s.is_sampled) for s, n in pairs]),
             lm_block=self._lm_block,
+            passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
         )
 
     def _num_uncached(self, state: DraftState) -> int:
         """Tokens that the draft model must compute before it drafts."""
         return len(state.request.tokens) - state.lm_len if self._lm_catches_up else 0
 
-    def _lm_survival(self, state: DraftState, limit: int, is_busy: bool) -> Survival:
-        """The draft model's survival; empty while prompts wait and much KV is missing.
+    def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
+        """Of the model's draft; 0 while prompts wait and much must be caught up with.
 
-        Then the load may be growing, and catching up would delay the prompts.
+        The load may be growing then.
         """
-        length, request = min(limit, LM_LEN), state.request
-        has_backlog = is_busy and self._num_uncached(state) > LM_LEN
-        if not self._has_lm or not length or has_backlog:
-            return NO_SURVIVAL
-        return self.odds.survival(LM, 0, request.request_id, length, sampled=state.is_sampled)
+        has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
+        if not self._has_lm or has_backlog:
+            return 0
+        return min(limit, LM_NODES)
 
     def _allocate(
-        self, states: Sequence[DraftState], candidates: StepCandidates
+        self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates
     ) -> Sequence[DraftPlan]:
-        """Ask the controller for the drafts; requests whose look-ups find nothing may back off."""
+        """The controller's choice; whose look-ups find nothing may be silent for a while."""
         allocation = self.controller.allocate(candidates)
-        room = candidates.budget - allocation.num_rows
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
-        plans = []
         num_free, depths = allocation.num_free.tolist(), allocation.lm_depth.tolist()
         self._uses_lm = any(depths)
-        for state, free, depth in zip(states, num_free, depths, strict=True):
-            if depth:
+        # The model weighs its own tokens: its drafts may have what is left of the rows.
+        room = candidates.budget - allocation.num_rows
+        spare = room // max(1, int(np.count_nonzero(allocation.lm_depth)))
+        plans = []
+        for state, limit, free, depth in zip(states, limits, num_free, depths, strict=True):
+            if depth and not (allocation.row_price and self._lm_weighs):
                 plans.append(DraftPlan(max_draft=depth))
+            elif depth:
+                plans.append(self._merged(state, min(limit, LM_NODES, depth + spare), allocation))
+            elif free and state.tree is not None:
+                plans.append(DraftPlan(state.tree.draft(free)))
             else:
-                plans.append(plan := self._choose(state.paths, free, room))
-                room -= plan.num_rows - plan.depth
+                plans.append(NO_DRAFT_PLAN)
             if not state.drafts_nothing(0):
                 state.drafted(plans[-1].num_rows, may_back_off=may_back_off)
         return plans
+
+    def _merged(self, state: DraftState, most: int, allocation: Allocation) -> DraftPlan:
+        """A tree of the draft model, which begins with what was looked up and is worth its rows."""
+        known, row_price = NO_DRAFT, allocation.row_price
+        if state.tree is not None:
+            num_worthy = int(np.count_nonzero(state.tree.odds > row_price))
+            known = state.tree.draft(min(num_worthy, most))
+        return DraftPlan(
+            known,
+            max_draft=most,
+            may_branch=True,
+            row_price=row_price,
+            pass_price=allocation.pass_price,
+        )
 
     def _is_deciding_dear(self, num_decodes: int) -> bool:
         step_s = self.controller.costs.step_seconds(num_decodes)
         return self._decide_s.value > DECIDE_SHARE * step_s
 
-    def _choose(self, paths: Sequence[Path], num_free: int, room: int) -> DraftPlan:
-        """The drafts of one request; ``room``: rows that its branches may add."""
-        if not num_free:
-            return NO_DRAFT_PLAN
-        trunk, *others = paths
-        branches = []
-        for path in others[:MAX_BRANCHES]:
-            length = min(max(num_free, path.fork + 1), len(path.token_ids))
-            gain = float(path.survival[:length].sum())
-            fits = path.fork < num_free and length < room
-            if fits and self.controller.takes(gain, length + 1):
-                branches.append(path.draft(length))
-                room -= length + 1
-        return DraftPlan(trunk.draft(num_free), branches=branches)
-
-    # -- outcomes -------------------------------------------------------------------------------
+    # -- what came of it ------------------------------------------------------------------------
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Score every guess of the step, verified or not, against what was committed."""
@@ -230,14 +244,13 @@ class DraftSpeculator:
         if state.guesses:
             state.score(self.odds, request.tokens[-num_served:])
         if row.max_draft:
-            hits = min(output.num_accepted, num_served)
             uncached = row.stop - state.lm_len if self._lm_catches_up else 0
-            num_passes = -(-output.draft_len // self._lm_block)
-            self._lm.add(uncached, output.draft_len, hits, num_passes)
-            state.score_lm(self.odds, row, output, num_served)
+            self._lm.add(uncached, output, self._lm_block)
+            is_trial = self.controller.is_trying
+            state.judge_lm(self._lm_worth, row, output, num_served, is_trial=is_trial)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Learn the cost of a step that took ``seconds``."""
+        """What the step cost, ``seconds`` in all."""
         decodes = [
             out
             for row, out in zip(plan.rows, output.rows, strict=True)
@@ -253,23 +266,27 @@ class DraftSpeculator:
             seconds=seconds,
             with_prompts=len(decodes) < len(plan.rows),
         )
-        self.controller.costs.observe_draft(lm.num_passes, lm.num_rows, draft_s)
+        self.controller.costs.observe_draft(lm.passes, draft_s)
         self.controller.observe(seconds, num_lm_drafted=lm.num_drafted, num_lm_hits=lm.num_hits)
+        if lm.most_nodes:
+            levels, nodes = self._lm_shape
+            levels.observe(lm.most_levels)
+            nodes.observe(lm.most_nodes)
         self._lm = _DraftModelUse()
 
     # -- requests -------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
-        """Register a request; a prefix hit brings the draft model's KV along, if that is in use."""
+        """A prefix hit brings the draft model's KV along, if that was in use."""
         if self._depth(request) == 0:
             return
         self._state_of(request).lm_len = request.num_computed if self._uses_lm else 0
         self._indexer.join(request)
-        for state in self._states.values():  # the load has changed
+        for state in self._states.values():  # the load is another one
             state.paused_until = 0
 
     def leave(self, request: Request) -> None:
-        """Forget a request; the sources keep its tokens later, while a step runs."""
+        """Its tokens are kept later, while a step runs."""
         if self._states.pop(request.request_id, None) is not None:
             self._indexer.leave(request)
             self.odds.forget(request.request_id)
@@ -279,31 +296,36 @@ class DraftSpeculator:
         return self._indexer.has_work
 
     def work(self) -> None:
-        """Index new tokens."""
+        """Index what was said."""
         self._indexer.work()
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget the tokens of these namespaces, of all when none is named."""
+        """Forget what was said in these namespaces, in all when none is named."""
         self._indexer.keep()
         for source in self._sources:
             source.flush(*namespaces)
 
     def describe(self) -> Mapping[str, object]:
-        """Describe the decisions since the last call, for the log."""
+        """What it did since the last call and why, for the log."""
         return self.controller.describe()
 
 
 class _DraftModelUse:
-    """The draft model's work in one step."""
+    """What the draft model did in one step."""
 
     def __init__(self) -> None:
-        self.num_rows = self.num_passes = self.num_drafted = self.num_hits = 0
+        self.num_drafted = self.num_hits = self.most_nodes = self.most_levels = 0
+        self.passes: list[int] = []  # rows of each
 
-    def add(
-        self, num_uncached_draft_tokens: int, num_drafted: int, num_hits: int, num_passes: int
-    ) -> None:
-        """Count a request: tokens caught up with, drafted and accepted, and passes."""
-        self.num_rows += num_uncached_draft_tokens + num_passes
-        self.num_passes = max(self.num_passes, 1, num_passes)
-        self.num_drafted += num_drafted
-        self.num_hits += num_hits
+    def add(self, num_uncached_draft_tokens: int, output: RowOutput, lm_block: int) -> None:
+        """Count a request: tokens caught up with, its draft, and what came true of it."""
+        num_passes = max(1, -(-output.num_levels // lm_block))
+        # A head that drafts blocks computes a row a pass, others the nodes that they expand.
+        others = max(1, round((output.num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
+        mine = [max(1, num_uncached_draft_tokens)]
+        mine += [others if lm_block == 1 else 1] * (num_passes - 1)
+        self.passes = [sum(pair) for pair in zip_longest(self.passes, mine, fillvalue=0)]
+        self.most_nodes = max(self.most_nodes, output.num_ranked)
+        self.most_levels = max(self.most_levels, output.num_levels)
+        self.num_drafted += output.num_ranked
+        self.num_hits += len(output.accepted_ranks)

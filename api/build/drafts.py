@@ -18,6 +18,7 @@ from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.profiler import profile_step
+from ...draft.models.draft_model import LmProposer
 from ...draft.models.head_proposer import HeadProposer
 from ...draft.models.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
@@ -129,6 +130,7 @@ def make_speculator(
         has_lm=proposer is not None,
         lm_block=head.tokens_a_pass if head else 1,
         lm_catches_up=head is None,
+        lm_weighs=isinstance(proposer, LmProposer | HeadProposer) and proposer.weighs,
         adapts=config.verify == "coupled",
         overlaps=overlaps,
     )

@@ -78,6 +78,7 @@ def speculation_body(usage: Usage) -> SpeculationUsage:
         proposed_tokens=usage.proposed_tokens,
         accepted_tokens=usage.accepted_tokens,
         verify_steps=usage.verify_steps,
+        tree_steps=usage.tree_steps,
         accepted_by_source=usage.accepted_by_source,
         proposed_by_source=usage.proposed_by_source,
         steps_by_accepted=dict(sorted(usage.steps_by_accepted.items())),

@@ -48,6 +48,7 @@ class SpeculationUsage(Struct, kw_only=True):
     proposed_tokens: int
     accepted_tokens: int
     verify_steps: int
+    tree_steps: int
     accepted_by_source: dict[str, int]
     proposed_by_source: dict[str, int]
     steps_by_accepted: dict[int, int]

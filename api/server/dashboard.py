@@ -109,6 +109,7 @@ def overview(engine: Engine) -> Body:
         "tokens": stats.num_tokens,
         "steps": stats.num_steps,
         "drafts": stats.num_drafts,
+        "trees": stats.num_trees,
         "num_proposed": stats.num_proposed,
         "acceptance_length": stats.acceptance_length,
         "proposed": dict(stats.proposed),

@@ -208,6 +208,7 @@ def _add_counts(total: Usage, usage: Usage) -> None:
     total.proposed_tokens += usage.proposed_tokens
     total.accepted_tokens += usage.accepted_tokens
     total.verify_steps += usage.verify_steps
+    total.tree_steps += usage.tree_steps
     _add(total.accepted_by_source, usage.accepted_by_source)
     _add(total.proposed_by_source, usage.proposed_by_source)
     _add(total.steps_by_accepted, usage.steps_by_accepted)

@@ -88,8 +88,11 @@ class Speculation:
     def guess(self, request: Request) -> Sequence[Sequence[int]]:
         limits = [min(NUM_DRAFTS, request.max_len - len(request.tokens) - 1)]
         (self.plan,) = self.speculator.plan([request], limits, budget=1000, num_prefill=0)
-        drafts = (self.plan.draft, *self.plan.branches)
-        return [draft.token_ids for draft in drafts]
+        draft = self.plan.draft
+        leaves = set(range(len(draft.token_ids))).difference(draft.parents)
+        if not draft.parents:
+            return [draft.token_ids]
+        return [[draft.token_ids[node] for node in draft.path(leaf)] for leaf in leaves]
 
     def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
         size = len(request.tokens)
@@ -170,7 +173,8 @@ def measure_guesser(
             room = len(answer) - at - 1
             best = max(_agreement(path[:room], answer, at) for path in paths)
             steps, accepted = steps + 1, accepted + best
-            proposed += sum(len(path) for path in paths)
+            # what paths share is verified once
+            proposed += len({tuple(p[:n]) for p in paths for n in range(1, len(p) + 1)})
             request.tokens.extend(answer[at : at + best + 1])
             at += best + 1
             guesser.learn(request, best, best + 1)

@@ -17,6 +17,7 @@ from ..interface.sampling_params import TokenSamplingParams
 from ..interface.step import (
     LEAST_CHUNK,
     NO_DRAFT,
+    NO_PAGES,
     PlanRow,
     SamplingMetadata,
     StepPlan,
@@ -136,10 +137,10 @@ def _cut(rows: Sequence[PlanRow], num_tokens: int) -> list[PlanRow]:
 
 def drafts(row: PlanRow) -> bool:
     """Whether this row has drafts."""
-    return bool(row.max_draft or row.branches or row.draft.token_ids)
+    return bool(row.max_draft or row.draft.token_ids)
 
 
 def _without_drafts(row: PlanRow) -> PlanRow:
     if not drafts(row):
         return row
-    return replace(row, draft=NO_DRAFT, max_draft=0, branches=())
+    return replace(row, draft=NO_DRAFT, max_draft=0, spare_page_ids=NO_PAGES)

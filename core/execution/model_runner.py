@@ -13,104 +13,29 @@ from itertools import accumulate, takewhile
 import numpy as np
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from ..interface.circuit_breaker import CircuitBreaker
 from ..interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
 from ..interface.step_runner import OnKernelsStarted, Pending, ignore_kernels, launch_behind
 from ..model.decoder import Decoder
-from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, SamplingPlan, Segment, Wanted
+from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Segment, Wanted
 from ..ops.device import Stopwatch, make_stopwatch
 from ..ops.kv_pool import KVPool
-from ..sampling.logits_processors import SampleRow
-from ..sampling.logprobs import token_logprobs
 from ..sampling.rejection import SampledDraft, verify_by_rejection
 from ..sampling.sampler import DeviceSampler, PendingTokens
-from ..sampling.verifier import NOT_FINITE, Choice, LogitsRow, Verified, VerifyRow, walk_drafts
+from ..sampling.verifier import (
+    NOT_FINITE,
+    NOTHING_VERIFIED,
+    Choice,
+    LogitsRow,
+    Verified,
+    walk_drafts,
+)
+from .layout import LogitsLayout, fitting, moves, prompt_logprobs, row_segments
 from .proposer import Proposer, VerifiedRow
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 20  # of one method of the proposer, in a row
-NO_GUESS = (NO_DRAFT,)  # the paths of a row that drafts nothing
-
-
-Paths = Sequence[Sequence[Draft]]  # of each row: the draft on its own pages, then its branches
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsLayout:
-    """What logits decide: every path of the rows that sample, one after another."""
-
-    rows: list[VerifyRow]
-    num_ahead: list[int]  # of each row: tokens that the device alone knows
-    probs: list[Tensor | None]  # what each draft was drawn from, where it matters
-    places: list[int]  # the rows of logits that decide, among all that were wanted
-
-    @classmethod
-    def of(cls, rows: Sequence[PlanRow], paths: Paths) -> LogitsLayout:
-        """Those of a step, whose logits lie as its segments do."""
-        layout = cls([], [], [], [])
-        at = 0
-        for row, drafts in zip(rows, paths, strict=True):
-            for index, draft in enumerate(drafts):
-                at += num_logits(row, draft) if index == 0 else len(draft.token_ids) + 1
-                if row.samples:
-                    layout.rows.append(VerifyRow(row.tokens, draft.token_ids, row.sampling))
-                    layout.num_ahead.append(int(row.is_ahead))
-                    layout.probs.append(draft.probs if isinstance(draft, SampledDraft) else None)
-                    layout.places.extend(range(at - len(draft.token_ids) - 1, at))
-        return layout
-
-    def decisive(self, logits: Tensor) -> Tensor:
-        """The rows that decide, of all ``logits`` of the step."""
-        return logits if len(self.places) == len(logits) else logits[self.places]
-
-    def draws(self, num_logits: int) -> SamplingPlan | None:
-        """What is to be drawn, said before the pass; None where some of the logits do not decide.
-
-        A place for each draft token and one behind it, in the order of `walk_drafts`.
-        """
-        if len(self.places) != num_logits:
-            return None
-        pairs = zip(self.rows, self.num_ahead, strict=True)
-        rows = [SampleRow(row.tokens, row.sampling, num_ahead=ahead) for row, ahead in pairs]
-        return SamplingPlan(rows, [len(row.draft) + 1 for row in self.rows])
-
-    def sample_rows(self) -> list[SampleRow]:
-        """What each of the decisive rows decides."""
-        return [
-            SampleRow(row.tokens, row.sampling, row.draft[:depth], ahead)
-            for row, ahead in zip(self.rows, self.num_ahead, strict=True)
-            for depth in range(len(row.draft) + 1)
-        ]
-
-
-def num_logits(row: PlanRow, draft: Draft) -> int:
-    """Last rows of a segment whose logits matter."""
-    wants_prompt = row.sampling.params.prompt_logprobs is not None
-    if wants_prompt and row.start + 1 < row.sampling.prompt_len:
-        return row.stop - row.start + len(draft.token_ids)
-    return len(draft.token_ids) + 1 if row.samples else 0
-
-
-def prompt_logprobs(
-    rows: Sequence[PlanRow], paths: Paths, logits: Tensor
-) -> list[Sequence[TokenLogprob]]:
-    """Log-probabilities of the prompt tokens behind the chunk's, for rows that request them."""
-    if all(row.sampling.params.prompt_logprobs is None for row in rows):
-        return [()] * len(rows)
-    found: list[Sequence[TokenLogprob]] = []
-    at = 0
-    for row, (draft, *others) in zip(rows, paths, strict=True):
-        num_top = row.sampling.params.prompt_logprobs
-        following = row.tokens[row.start + 1 : min(row.stop + 1, row.sampling.prompt_len)]
-        if num_top is None or not following:
-            found.append(())
-        else:
-            chunk = logits[at : at + len(following)]
-            found.append(token_logprobs(chunk, following, num_top))
-        at += num_logits(row, draft) + sum(len(other.token_ids) + 1 for other in others)
-    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +47,7 @@ class Work:
     """
 
     plan: StepPlan
-    paths: Paths
+    drafts: Sequence[Draft]  # of each row
     layout: LogitsLayout
     batch: RaggedBatch
     output: ForwardOutput
@@ -207,17 +132,16 @@ class ModelRunner:
         began = time.perf_counter()
         drafting, computing = clocks = self._clocks()
         drafting.start()
-        paths = self._paths(plan, on_kernels_started)
+        drafts = self._drafts(plan, on_kernels_started)
         drafting.stop()
         computing.start()
-        self._open_branches(plan.rows)
-        layout = LogitsLayout.of(plan.rows, paths)
-        batch = self._batch(plan.rows, paths, after)
+        layout = LogitsLayout.of(plan.rows, drafts)
+        batch = self._batch(plan.rows, drafts, after)
         output = self._forward(batch, layout, on_kernels_started)
         computing.stop()
         tokens = self._begin(output, layout)
         seconds = time.perf_counter() - began
-        work = Work(plan, paths, layout, batch, output, tokens, clocks, seconds)
+        work = Work(plan, drafts, layout, batch, output, tokens, clocks, seconds)
         return PendingStep(work, self._finish)
 
     @torch.inference_mode()
@@ -225,15 +149,14 @@ class ModelRunner:
         """What the rows yield."""
         began, rows = time.perf_counter(), work.plan.rows
         verified = self._verify(work)
-        best = [_furthest(outcomes) for outcomes in verified]
-        self._adopt(rows, verified, best)
-        prompts = prompt_logprobs(rows, work.paths, work.output.logits)
+        self._move_accepted(work, verified)
+        prompts = prompt_logprobs(rows, work.drafts, work.output.logits)
         outputs = [
-            _output(*each) for each in zip(rows, work.paths, verified, best, prompts, strict=True)
+            _output(*each) for each in zip(rows, work.drafts, verified, prompts, strict=True)
         ]
         for index in _unsound_chunks(work):
             outputs[index] = RowOutput(request_id=rows[index].request_id, error=NOT_FINITE)
-        self._observe(work, best, outputs)
+        self._observe(work, verified, outputs)
         times = _times(work.clocks, work.seconds + time.perf_counter() - began)
         return StepOutput(rows=outputs, times=times, num_rows=int(work.batch.lens.sum()))
 
@@ -242,22 +165,15 @@ class ModelRunner:
 
     # -- drafts ---------------------------------------------------------------------------------
 
-    def _paths(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> list[Sequence[Draft]]:
-        """The drafts of each row to be verified: the one on its own pages, then its branches."""
+    def _drafts(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> Sequence[Draft]:
+        """The draft of each row that is to be verified."""
         proposed = self._propose(plan, on_kernels_started)
         if plan.is_plain:
-            return [NO_GUESS] * len(plan.rows)
+            return [NO_DRAFT] * len(plan.rows)
         return [
-            (
-                proposed.get(index) or self._known(row.draft),
-                *(self._known(b.draft) for b in row.branches),
-            )
+            proposed.get(index) or self._sound(row.draft, row, len(row.draft.token_ids))
             for index, row in enumerate(plan.rows)
         ]
-
-    def _known(self, draft: Draft) -> Draft:
-        """A draft of the plan, up to its first invalid token."""
-        return self._sound(draft, len(draft.token_ids))
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
         """The proposer's drafts by row. One that fails costs its drafts, never the step."""
@@ -274,7 +190,7 @@ class ModelRunner:
             on_kernels_started()  # delivery must not wait for all passes of the draft model
             proposed = self.proposer.propose([plan.rows[index] for index in wanted])
             drafts = {
-                index: self._sound(draft, plan.rows[index].max_draft)
+                index: self._sound(draft, plan.rows[index], plan.rows[index].max_draft)
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception:
@@ -283,13 +199,15 @@ class ModelRunner:
         self._breakers["propose"].record_success()
         return drafts
 
-    def _observe(self, work: Work, best: Sequence[int], outputs: Sequence[RowOutput]) -> None:
+    def _observe(
+        self, work: Work, verified: Sequence[Verified], outputs: Sequence[RowOutput]
+    ) -> None:
         """Report the step to the proposer. One that fails costs its drafts, never the step."""
         if self.proposer is None:
             return
         try:
-            verified = _verified_rows(work, best, outputs)
-            self.proposer.observe(work.batch, work.output, verified)
+            rows = _verified_rows(work, verified, outputs)
+            self.proposer.observe(work.batch, work.output, rows)
         except Exception:
             self._failed("observe")
         else:
@@ -303,61 +221,47 @@ class ModelRunner:
             logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
             self.proposer = None
 
-    def _sound(self, draft: Draft, max_draft: int) -> Draft:
-        """The chain to be verified: the trunk up to its first token that the model lacks."""
-        draft = draft.trunk()
+    def _sound(self, draft: Draft, row: PlanRow, max_draft: int) -> Draft:
+        """What of a draft is verified: its nodes up to the first token that the model lacks.
+
+        A chain for rejection sampling, and where the nodes' parents make no tree.
+        """
         if not draft.token_ids or isinstance(draft, SampledDraft):
             return draft
+        if self.rejection or not draft.is_tree:
+            draft = draft.trunk()
         vocab_size = self.decoder.config.vocab_size
         sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
         token_ids = array("q", sound)
-        return replace(draft, token_ids=token_ids, sources=tuple(draft.sources[: len(token_ids)]))
+        draft = replace(draft.first(len(token_ids)), token_ids=token_ids)
+        return fitting(draft, row, self.pool.page_size)
 
-    def _open_branches(self, rows: Sequence[PlanRow]) -> None:
-        """Copy the page that a branch shares with its row: the branch begins with the copy."""
-        sources, targets = array("q"), array("q")
-        for row in rows:
-            shared = (row.stop - 1) // self.pool.page_size
-            for branch in row.branches:
-                sources.append(row.page_ids[shared])
-                targets.append(branch.page_ids[shared])
-        self.pool.copy_pages(sources, targets)
-
-    def _adopt(
-        self,
-        rows: Sequence[PlanRow],
-        verified: Sequence[Sequence[Verified]],
-        best: Sequence[int],
-    ) -> None:
-        """Copy the KV of a winning branch to the row's own pages."""
-        sources, targets = array("q"), array("q")
-        for row, outcomes, index in zip(rows, verified, best, strict=True):
-            if index > 0:
-                last = row.stop + outcomes[index].num_accepted - 1
-                page_size = self.pool.page_size
-                pages = slice((row.stop - 1) // page_size, last // page_size + 1)
-                sources += row.branches[index - 1].page_ids[pages]
-                targets += row.page_ids[pages]
-        self.pool.copy_pages(sources, targets)
+    def _move_accepted(self, work: Work, verified: Sequence[Verified]) -> None:
+        """Copy the KV of accepted nodes to the slots that their positions have."""
+        pairs = [
+            pair
+            for row, draft, outcome in zip(work.plan.rows, work.drafts, verified, strict=True)
+            if draft.parents
+            for pair in moves(row, draft, outcome.path, self.pool.page_size)
+        ]
+        if pairs:
+            self.pool.copy_slots(*zip(*pairs, strict=True))
 
     # -- forward and verify ---------------------------------------------------------------------
 
-    def _batch(self, rows: Sequence[PlanRow], paths: Paths, after: Pending | None) -> RaggedBatch:
-        """Each row's pending tokens and its draft, then its branches, one segment after another."""
+    def _batch(
+        self, rows: Sequence[PlanRow], drafts: Sequence[Draft], after: Pending | None
+    ) -> RaggedBatch:
+        """Each row's pending tokens and its draft, one row after another."""
         segments: list[Segment] = []
         num_rows, unknown = 0, dict[str, int]()  # by request, the row of the batch
-        for row, (draft, *others) in zip(rows, paths, strict=True):
+        for row, draft in zip(rows, drafts, strict=True):
             tokens = row.tokens[row.start : row.stop - row.is_ahead]
             if row.is_ahead:
                 unknown[row.request_id] = num_rows
                 tokens.append(0)
-            tokens.extend(draft.token_ids)
-            segments.append(Segment(tokens, row.start, row.page_ids, num_logits(row, draft)))
-            num_rows += len(tokens)
-            for branch, other in zip(row.branches, others, strict=True):
-                tokens = row.tokens[row.stop - 1 : row.stop] + array("q", other.token_ids)
-                segments.append(Segment(tokens, row.stop - 1, branch.page_ids, len(tokens)))
-                num_rows += len(tokens)
+            num_rows += len(tokens) + len(draft.token_ids)
+            segments += row_segments(row, tokens, draft, self.pool.page_size)
         ahead = self._device_tokens(rows, unknown, num_rows, after) if unknown else None
         return self.decoder.batch(segments, page_size=self.pool.page_size, device_tokens=ahead)
 
@@ -398,16 +302,13 @@ class ModelRunner:
         assert isinstance(sampler, DeviceSampler)
         return sampler.begin(layout.decisive(output.logits), layout.sample_rows())
 
-    def _verify(self, work: Work) -> list[list[Verified]]:
-        """Each row's paths, none where it does not sample."""
+    def _verify(self, work: Work) -> list[Verified]:
+        """Each row's outcome, nothing where it does not sample."""
         found = iter(self._verified(work.layout.decisive(work.output.logits), work))
-        return [
-            [next(found) for _ in drafts if row.samples]
-            for row, drafts in zip(work.plan.rows, work.paths, strict=True)
-        ]
+        return [next(found) if row.samples else NOTHING_VERIFIED for row in work.plan.rows]
 
     def _verified(self, logits: torch.Tensor, work: Work) -> Sequence[Verified]:
-        """Each path's outcome, by the tokens that the device chose or by ``logits``."""
+        """The outcome of rows that sample, by the device's tokens or by ``logits``."""
         rows, tokens = work.layout.rows, work.tokens
         if self.rejection:
             return verify_by_rejection(logits, rows, work.layout.probs)
@@ -417,29 +318,47 @@ class ModelRunner:
 
 
 def _output(
-    row: PlanRow,
-    drafts: Sequence[Draft],
-    verified: Sequence[Verified],
-    best: int,
-    prompt: Sequence[TokenLogprob],
+    row: PlanRow, draft: Draft, outcome: Verified, prompt: Sequence[TokenLogprob]
 ) -> RowOutput:
-    """The row yields its best path."""
-    if not verified:
+    """What the row yields."""
+    if not row.samples:
         return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
-    draft, outcome = drafts[best], verified[best]
-    others = [path for index, path in enumerate(drafts) if index != best]
     return RowOutput(
         request_id=row.request_id,
         token_ids=outcome.token_ids,
-        num_proposed=sum(len(path.token_ids) for path in drafts),
+        num_proposed=len(draft.token_ids),
         num_accepted=outcome.num_accepted,
-        sources=tuple(source for path in (draft, *others) for source in path.sources),
-        draft_len=len(draft.token_ids),
-        num_uncached_draft_tokens=drafts[0].num_uncached_draft_tokens,
+        sources=_sources(draft, outcome.path),
+        draft_len=draft.height,
+        num_levels=draft.num_levels,
+        num_ranked=_num_ranked(draft),
+        accepted_ranks=_ranks(draft, outcome.path),
+        num_uncached_draft_tokens=draft.num_uncached_draft_tokens,
         logprobs=outcome.logprobs,
         prompt_logprobs=prompt,
         error=outcome.error,
     )
+
+
+def _sources(draft: Draft, path: Sequence[int]) -> Sequence[str]:
+    """Those of the accepted path, then of the other nodes."""
+    if not draft.parents:
+        return draft.sources
+    others = set(range(len(draft.token_ids))).difference(path)
+    return tuple(draft.sources[node] for node in (*path, *sorted(others)))
+
+
+def _num_ranked(draft: Draft) -> int:
+    """Nodes that the proposer found itself."""
+    return sum(map(bool, draft.odds)) if draft.odds else len(draft.token_ids)
+
+
+def _ranks(draft: Draft, path: Sequence[int]) -> Sequence[int]:
+    """Of the accepted nodes by their odds, among all that have any; by their order without."""
+    if not draft.odds:
+        return path
+    order = sorted(range(len(draft.odds)), key=lambda node: -draft.odds[node])
+    return tuple(order.index(node) for node in path if draft.odds[node])
 
 
 def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float]:
@@ -459,10 +378,10 @@ def _chosen(pending_tokens: PendingTokens, places: Sequence[LogitsRow]) -> list[
 
 
 def _firsts(work: Work) -> list[int]:
-    """The first row of each plan row's own segment in the batch."""
-    segments = accumulate((1 + len(row.branches) for row in work.plan.rows), initial=0)
-    firsts: list[int] = work.batch.first_rows[list(segments)[:-1]].tolist()
-    return firsts
+    """The first row of each plan row in the batch."""
+    pairs = zip(work.plan.rows, work.drafts, strict=True)
+    counts = [row.stop - row.start + len(draft.token_ids) for row, draft in pairs]
+    return list(accumulate(counts[:-1], initial=0))
 
 
 def _unsound_chunks(work: Work) -> list[int]:
@@ -483,23 +402,14 @@ def _unsound_chunks(work: Work) -> list[int]:
 
 
 def _verified_rows(
-    work: Work, best: Sequence[int], outputs: Sequence[RowOutput]
+    work: Work, verified: Sequence[Verified], outputs: Sequence[RowOutput]
 ) -> list[VerifiedRow]:
     """Which rows of the batch hold what was committed."""
     found = []
-    rows = zip(work.plan.rows, work.paths, _firsts(work), best, outputs, strict=True)
-    for row, drafts, first, index, output in rows:
+    for row, first, outcome, output in zip(
+        work.plan.rows, _firsts(work), verified, outputs, strict=True
+    ):
         behind = first + row.stop - row.start  # the first row of the draft
-        kept = list(range(first, behind))
-        if index > 0:  # the branch's own segment, behind its copy of the last token
-            lens = [len(draft.token_ids) for draft in drafts]
-            behind += lens[0] + sum(1 + length for length in lens[1:index]) + 1
-        kept += range(behind, behind + output.num_accepted)
+        kept = [*range(first, behind), *(behind + node for node in outcome.path)]
         found.append(VerifiedRow(row, [] if output.error else kept, output))
     return found
-
-
-def _furthest(verified: Sequence[Verified]) -> int:
-    """The path of a row with the most accepted tokens, the first of those; 0 if there is none."""
-    order = range(len(verified))
-    return max(order, key=lambda index: (verified[index].num_accepted, -index), default=0)

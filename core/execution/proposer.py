@@ -19,7 +19,10 @@ from ..interface.step import Draft, PlanRow, RowOutput
 from ..ops.batch import ForwardOutput, RaggedBatch, Taps
 
 DraftRow = PlanRow
-"""A row as a proposer sees it: it may propose at most ``max_draft`` tokens after ``tokens``."""
+"""A row as a proposer sees it: it may propose at most ``max_draft`` nodes behind ``tokens``.
+
+Those of ``draft``, which were looked up, may be among them; the proposal stands for both.
+"""
 
 
 class VerifiedRow(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +45,12 @@ class Proposer(Protocol):
         """Boundaries of the target's residual stream that `observe` is to find; fixed."""
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft]:
-        """One draft for each row, in order; each at most ``row.max_draft`` tokens long."""
+        """One draft for each row, in order, each of at most ``row.max_draft`` nodes.
+
+        Of a tree no more nodes beside the trunk are verified than ``row.spare_page_ids`` have slots
+        for. A proposer that keeps KV of its nodes has the same slots in its own pool; accepted ones
+        are its own to move (`observe`).
+        """
 
     def observe(
         self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]

@@ -94,6 +94,7 @@ class Usage:
     proposed_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were served
     verify_steps: int = 0  # steps that yielded tokens: the accepted run, mostly one more
+    tree_steps: int = 0  # those whose draft was a tree: more tokens than its longest path has
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     proposed_by_source: dict[str, int] = field(default_factory=dict)
     steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram

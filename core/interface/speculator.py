@@ -24,25 +24,33 @@ FORGIVEN = 0.05  # of a failure, for each plan that succeeds
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What one request drafts in a step: known tokens, or a number for the proposer.
+    """What one request drafts in a step: known tokens, a number for the proposer, or both.
 
-    ``branches`` are alternatives for the same positions. Each is verified on pages of its own and
-    costs one row more than it has tokens. If pages are short, the last branch is dropped first.
+    With both the proposer merges what it guesses into the known tokens. Either may be a tree. If
+    pages are short, the last nodes beside the trunk are dropped first.
     """
 
     draft: Draft = NO_DRAFT
-    max_draft: int = 0  # draft tokens that the proposer may guess instead
-    branches: Sequence[Draft] = ()
+    max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
+    may_branch: bool = False  # whether what the proposer guesses may be a tree
+    row_price: float = 0.0  # as of the plan row
+    pass_price: float = 0.0
 
     @property
     def depth(self) -> int:
-        """Draft tokens on the request's own pages."""
-        return max(len(self.draft.token_ids), self.max_draft)
+        """Most positions behind the request's tokens that its draft reaches."""
+        return max(self.draft.height, self.max_draft)
 
     @property
     def num_rows(self) -> int:
         """Rows of the forward pass that it adds to a plain decode."""
-        return self.depth + sum(1 + len(branch.token_ids) for branch in self.branches)
+        return max(len(self.draft.token_ids), self.max_draft)
+
+    @property
+    def num_beside_trunk(self) -> int:
+        """Most draft tokens whose KV cannot lie where their position wants it."""
+        known = len(self.draft.token_ids) - self.draft.trunk_len if self.draft.parents else 0
+        return max(known, self.max_draft - 1 if self.may_branch else 0)
 
 
 NO_DRAFT_PLAN = DraftPlan()
@@ -63,7 +71,7 @@ class Speculator(Protocol):
     ) -> Sequence[DraftPlan]:
         """Return one plan for each request, in order.
 
-        ``limits`` [num_requests]: tokens that a draft of each may have at most, 0 included.
+        ``limits`` [num_requests]: tokens that a path of each draft may have, 0 included.
         ``budget``: rows that all drafts together may add to the step. ``num_prefill``: pending
         prompt tokens that share the step (about; at most what is left of the token budget).
         """
@@ -248,6 +256,5 @@ def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> No
         if plan is NO_DRAFT_PLAN:
             continue
         num_rows += plan.num_rows
-        longest = max([plan.depth, *(len(branch.token_ids) for branch in plan.branches)])
-        if longest > limit or num_rows > budget:
-            raise ValueError(f"a draft of {longest} tokens, {num_rows} rows: more than offered")
+        if plan.depth > limit or num_rows > budget:
+            raise ValueError(f"a draft of {plan.depth} tokens, {num_rows} rows: more than offered")

@@ -101,6 +101,10 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
     sources: Sequence[str] = ()  # [len(token_ids)]
     num_uncached_draft_tokens: int = 0  # tokens whose KV the draft model lacks
     parents: Sequence[int] = ()  # [len(token_ids)], or none for a chain
+    # [len(token_ids)] chance that a node and all before it on its path come true, or none. Of a
+    # proposer's draft: as it judges alone, 0 for the nodes that were looked up and it did not find
+    odds: Sequence[float] = ()
+    num_levels: int = 0  # that its proposer computed one after another
 
     @classmethod
     def of(cls, token_ids: Sequence[int], source: str) -> Draft:
@@ -111,16 +115,20 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
         """The tree of its first ``count`` nodes."""
         if count >= len(self.token_ids):
             return self
-        parts = (part[: max(0, count)] for part in (self.token_ids, self.sources, self.parents))
-        token_ids, sources, parents = parts
-        return msgspec.structs.replace(self, token_ids=token_ids, sources=sources, parents=parents)
+        count = max(0, count)
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:count],
+            sources=self.sources[:count],
+            parents=self.parents[:count],
+            odds=self.odds[:count],
+        )
 
     def trunk(self) -> Draft:
         """The chain of its best path: from the first node on, as far as each follows the last."""
         if not self.parents:
             return self
-        follows = map(int.__eq__, self.parents, count(-1))
-        return msgspec.structs.replace(self.first(sum(takewhile(bool, follows))), parents=())
+        return msgspec.structs.replace(self.first(self.trunk_len), parents=())
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``, which is the last of them."""
@@ -132,28 +140,59 @@ class Draft(msgspec.Struct, frozen=True, gc=False):
             node = self.parents[node]
         return path[::-1]
 
+    def depths(self) -> list[int]:
+        """The level of each node, 1 for those behind the last of ``tokens``."""
+        if not self.parents:
+            return list(range(1, len(self.token_ids) + 1))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def height(self) -> int:
+        """Tokens of its longest path."""
+        if not self.parents:
+            return len(self.token_ids)
+        return max(self.depths(), default=0)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Runs of nodes ``[first, stop)``, each the child of the one before it; trunk first."""
+        num_nodes = len(self.token_ids)
+        if not self.parents:
+            return [(0, num_nodes)] if num_nodes else []
+        starts = [
+            node for node, parent in enumerate(self.parents) if node == 0 or parent != node - 1
+        ]
+        return list(zip(starts, [*starts[1:], num_nodes], strict=True))
+
+    @property
+    def trunk_len(self) -> int:
+        """Nodes of the first run."""
+        if not self.parents:
+            return len(self.token_ids)
+        return sum(takewhile(bool, map(int.__eq__, self.parents, count(-1))))
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether every node follows an earlier one, or the last of ``tokens``."""
+        num_parents = len(self.parents)
+        sound = all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        return sound and num_parents in (0, len(self.token_ids))
+
 
 NO_DRAFT = Draft()
-
-
-class Branch(msgspec.Struct, frozen=True, gc=False):
-    """An alternative draft of a request, verified beside its first one.
-
-    Its page table is the row's up to the page of the last token of ``tokens``; from that page on
-    it has pages of its own, which the step fills.
-    """
-
-    draft: Draft
-    page_ids: array[int]
+NO_PAGES = array("q")
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
-    to ``stop`` and the longest of its drafts. A row that ``is_ahead`` has one pending token, at
-    ``stop - 1``, which the step under way is choosing: ``tokens`` holds those before it, and may
-    grow meanwhile.
+    to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
+    in the ``spare_page_ids`` until one of their paths is accepted. A row that ``is_ahead`` has one
+    pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds those
+    before it, and may grow meanwhile.
     """
 
     request_id: str
@@ -162,9 +201,12 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: int
     page_ids: array[int]  # page table; lent, read only
     sampling: SamplingMetadata
-    draft: Draft = NO_DRAFT  # known draft tokens, or:
-    max_draft: int = 0  # tokens that the proposer may guess
-    branches: Sequence[Branch] = ()  # only where a single token is pending
+    draft: Draft = NO_DRAFT  # tokens that were looked up
+    # nodes that the proposer may draft, those of ``draft`` among them; a chain if no page is spare
+    max_draft: int = 0
+    spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
+    row_price: float = 0.0  # tokens that one more node of the proposer must bring
+    pass_price: float = 0.0  # tokens that one more pass of the proposer must bring to the step
     is_ahead: bool = False
 
     @property
@@ -220,9 +262,8 @@ class Refusal(str):
 class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step yields for one plan row.
 
-    ``token_ids`` is the accepted run followed by the recovered or bonus token; empty for a chunk
-    that does not reach the end. ``sources`` begins with the best path:
-    its first ``num_accepted`` tokens are accepted.
+    ``token_ids`` is the accepted path followed by the recovered or bonus token; empty for a chunk
+    that does not reach the end. ``sources`` begins with those of the ``num_accepted`` tokens.
     """
 
     request_id: str
@@ -230,12 +271,20 @@ class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_proposed: int = 0
     num_accepted: int = 0
     sources: Sequence[str] = ()  # [num_proposed] the source of each draft token
-    draft_len: int = 0  # tokens of the best path; the others are of other branches
+    draft_len: int = 0  # tokens of the draft's longest path
+    num_levels: int = 0  # of the draft, as its proposer computed it
+    num_ranked: int = 0  # nodes that the proposer found itself
+    accepted_ranks: Sequence[int] = ()  # of accepted ones among these by their odds, best is 0
     # tokens whose KV the draft model lacks; 0 if it was not called
     num_uncached_draft_tokens: int = 0
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
     prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
     error: str | None = None  # this row failed alone (NaN logits); `Refusal`: by its own parameters
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the draft had more than one path."""
+        return 0 < self.draft_len < self.num_proposed
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..sampling.sampler import PendingTokens
 
 IntArray: TypeAlias = NDArray[np.int64]
+_NO_TAILS: IntArray = np.zeros(0, dtype=np.int64)
 Taps: TypeAlias = tuple[int, ...]
 
 
@@ -31,12 +32,16 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     Each row attends to every position up to its own; the KV of positions before ``start`` is in
     the pages already. ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)``.
     Logits are wanted for the last ``num_logits`` rows.
+
+    ``tail``: slots of the last ``len(tail)`` positions before `stop`, those of all rows at least,
+    where they are not in the pages; the pages hold the positions before these, one at least.
     """
 
     token_ids: Sequence[int]  # lent, read only; slices of array('q') are the fastest
     start: int
     page_ids: array[int]  # lent, read only
     num_logits: int
+    tail: Sequence[int] = ()  # lent, read only
 
     @property
     def stop(self) -> int:
@@ -116,6 +121,8 @@ class RaggedBatch:
     first_rows: IntArray  # [num_segments] index of the first row
     page_counts: IntArray  # [num_segments]
     pages: IntArray  # [sum of page_counts], segment after segment
+    tail_lens: IntArray  # [num_segments]
+    tails: IntArray  # [sum of tail_lens] slots, segment after segment
     # for a `DeviceSampler`'s backend; others have every token here
     device_tokens: DeviceTokens | None = None
 
@@ -128,6 +135,16 @@ class RaggedBatch:
     def stops(self) -> IntArray:
         """First position after each segment, [num_segments]."""
         return self.starts + self.lens
+
+    @cached_property
+    def tail_from(self) -> IntArray:
+        """First position of each segment that its pages do not hold, [num_segments]."""
+        return self.stops - self.tail_lens
+
+    @cached_property
+    def first_tails(self) -> IntArray:
+        """Where in ``tails`` each segment's begin, [num_segments]."""
+        return np.cumsum(self.tail_lens) - self.tail_lens
 
     @cached_property
     def first_pages(self) -> IntArray:
@@ -159,7 +176,9 @@ def build_batch(
     backends. Raises ValueError for rows without a page or a token.
     """
     starts, lens, wanted = _shape(segments)
-    page_counts, pages = _pages(segments, starts + lens, page_size)
+    tail_lens, tails = _tails(segments, starts, lens)
+    in_pages = starts + lens - tail_lens  # positions of each segment
+    page_counts, pages = _pages(segments, in_pages, page_size)
     ends = np.cumsum(lens)
     first_rows = ends - lens
     num_rows = int(ends[-1])
@@ -174,7 +193,14 @@ def build_batch(
         logit_rows = np.flatnonzero(indices >= (ends - wanted)[rows])
         row_pages = row_pages[rows]
     pages_before, places = np.divmod(positions, page_size)
+    if len(tails):
+        last_pages = np.repeat(page_counts - 1, lens)  # rows in a tail have no page
+        pages_before = np.minimum(pages_before, last_pages)
     slots = pages[row_pages + pages_before] * page_size + places
+    if len(tails):
+        behind = positions - np.repeat(in_pages, lens)
+        first_tails = np.repeat(np.cumsum(tail_lens) - tail_lens, lens)
+        slots[behind >= 0] = tails[(first_tails + behind)[behind >= 0]]
     return RaggedBatch(
         token_ids=_rows(_token_ids(segments), min_rows, device),
         positions=_rows(positions, min_rows, device),
@@ -187,6 +213,8 @@ def build_batch(
         first_rows=first_rows,
         page_counts=page_counts,
         pages=pages,
+        tail_lens=tail_lens,
+        tails=tails,
         device_tokens=device_tokens,
     )
 
@@ -205,6 +233,22 @@ def _shape(segments: Sequence[Segment]) -> tuple[IntArray, IntArray, IntArray]:
     return starts, lens, wanted
 
 
+def _tails(
+    segments: Sequence[Segment], starts: IntArray, lens: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Length of each segment's tail, and the slots of all."""
+    if not any([s.tail for s in segments]):  # noqa: C419 - a list is faster
+        return np.zeros(len(segments), dtype=np.int64), _NO_TAILS
+    tail_lens = np.array([len(s.tail) for s in segments], dtype=np.int64)
+    too_short = (tail_lens > 0) & (tail_lens < lens)
+    if too_short.any() or (tail_lens >= starts + lens).any():
+        raise ValueError("a tail has a slot for every row, and begins behind the first position")
+    joined = array("q")
+    for segment in segments:
+        joined.extend(segment.tail)
+    return tail_lens, np.frombuffer(joined, dtype=np.int64)
+
+
 def _token_ids(segments: Sequence[Segment]) -> IntArray:
     joined = array("q")
     for segment in segments:
@@ -213,10 +257,10 @@ def _token_ids(segments: Sequence[Segment]) -> IntArray:
 
 
 def _pages(
-    segments: Sequence[Segment], stops: IntArray, page_size: int
+    segments: Sequence[Segment], in_pages: IntArray, page_size: int
 ) -> tuple[IntArray, IntArray]:
     """How many pages each segment reads or writes, and their ids in a row."""
-    counts = (stops + (page_size - 1)) // page_size
+    counts = (in_pages + (page_size - 1)) // page_size
     joined = array("q")
     for segment, count in zip(segments, counts.tolist(), strict=True):
         if len(segment.page_ids) < count:

@@ -54,7 +54,6 @@ class KVPool:
         if memory is None:
             memory = _fresh(math.prod(shape), self.block.dtype, device)
         self.data: Tensor = memory.view(shape)
-        self._pages = self.data.view(num_pages, -1).view(torch.int32)
 
     @property
     def parts(self) -> tuple[KVPool, ...]:
@@ -77,18 +76,34 @@ class KVPool:
         vectors = blocks[:, : self.page_size * self.head_dim].view(shape)
         return vectors, blocks[:, self.block.scales_at :].view(torch.float32)
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """The content of some pages, over all layers, into as many others.
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the content of some slots, over all layers, into as many others.
 
-        One kernel on a GPU, with the addresses as its arguments. Raises ValueError for a target
-        that is another's target, or a source: which was first would be undefined there.
+        A slot is ``page_id * page_size + offset``. Raises ValueError for a target that is another's
+        target, or a source: which was first would be undefined on a GPU.
         """
         if not targets:
             return
         if len(set(targets)) < len(targets) or not set(targets).isdisjoint(sources):
-            raise ValueError(f"pages {[*sources]} cannot be copied to {[*targets]} at once")
-        pages = self._pages
-        torch._foreach_copy_([pages[i] for i in targets], [pages[i] for i in sources])
+            raise ValueError(f"slots {[*sources]} cannot be copied to {[*targets]} at once")
+        slots = torch.tensor([list(sources), list(targets)], dtype=torch.int64)
+        self._copy_slots(slots.to(self.data.device, non_blocking=True))
+
+    def _copy_slots(self, slots: Tensor) -> None:
+        """``slots`` [2, n]: from, to."""
+        self._copy_layers(slots, self.num_layers)
+
+    def _copy_layers(self, slots: Tensor, num_layers: int) -> None:
+        """Copy slots over the first layers."""
+        blocks_per_layer = 2 * self.num_kv_heads
+        each = torch.arange(num_layers * blocks_per_layer, device=slots.device)
+        firsts = (slots // self.page_size).mul_(self.num_layers * blocks_per_layer)
+        blocks, offsets = firsts.unsqueeze(-1) + each, (slots % self.page_size).unsqueeze(-1)
+        vectors, scales = self.split(self.blocks)
+        if vectors.itemsize == 1:  # of bytes: not every torch that computes on a GPU indexes float8
+            vectors = vectors.view(torch.int8)
+        for kept in (vectors,) if scales is None else (vectors, scales):
+            kept[blocks[1], offsets[1]] = kept[blocks[0], offsets[0]]
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +155,7 @@ class MixedKVPool(KVPool):
         # The last page of a part that begins later ends behind the last page of the first one.
         memory = _fresh(size + items, blocks[0].dtype, device)
         self.data = memory[:size].view(num_pages, items)
-        self._pages = self.data.view(torch.int32)
+        self._num_own_layers = [shape.num_layers for shape in shapes]
         starts = [sum(s.num_layers * u for s, u in zip(shapes[:i], units, strict=False))
                   for i in range(len(shapes))]  # fmt: skip
         self._parts = tuple(
@@ -162,6 +177,10 @@ class MixedKVPool(KVPool):
     def parts(self) -> tuple[KVPool, ...]:
         """One for each shape, in the order of the shapes."""
         return self._parts
+
+    def _copy_slots(self, slots: Tensor) -> None:
+        for part, num_layers in zip(self._parts, self._num_own_layers, strict=True):
+            part._copy_layers(slots, num_layers)
 
 
 def page_items(shapes: Sequence[KvShape], units: Sequence[int]) -> int:

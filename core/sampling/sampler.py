@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from .logits_processors import SampleRow
-from .verifier import Choice, Verified, VerifyRow, sample, verify
+from .verifier import Best, Choice, Verified, VerifyRow, best, sample, verify
 
 
 class Sampler(Protocol):
@@ -25,6 +25,16 @@ class Sampler(Protocol):
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
     ) -> list[Choice]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
+
+    def best(
+        self,
+        logits: Tensor,
+        rows: Sequence[SampleRow],
+        num_best: int,
+        *,
+        temperature_scale: float = 1.0,
+    ) -> list[Best]:
+        """The tokens nearest to being drawn; see `core.sampling.verifier.best`."""
 
 
 class PendingTokens(Protocol):
@@ -67,3 +77,14 @@ class TorchSampler:
     ) -> list[Choice]:
         """Draw one token per row."""
         return sample(logits, rows, temperature_scale=temperature_scale)
+
+    def best(
+        self,
+        logits: Tensor,
+        rows: Sequence[SampleRow],
+        num_best: int,
+        *,
+        temperature_scale: float = 1.0,
+    ) -> list[Best]:
+        """The tokens nearest to being drawn."""
+        return best(logits, rows, num_best, temperature_scale=temperature_scale)

@@ -37,23 +37,64 @@ _DEVICE_BLOCK = 2**25
 
 
 class VerifyRow(msgspec.Struct, frozen=True, gc=False):
-    """One request's share: its prompt and output so far, and a draft of what follows."""
+    """One request's share: its prompt and output so far, and a draft of what follows.
+
+    A draft with ``parents`` is a tree, as `core.interface.step.Draft` has it.
+    """
 
     tokens: array[int]
     draft: Sequence[int]
     sampling: SamplingMetadata
+    parents: Sequence[int] = ()  # [len(draft)], or none for a chain
+
+    def tail(self, node: int) -> Sequence[int]:
+        """The draft tokens on the path down to ``node``, that one included; -1: none."""
+        if not self.parents:
+            return self.draft[: node + 1]
+        tail = []
+        while node >= 0:
+            tail.append(self.draft[node])
+            node = self.parents[node]
+        return tail[::-1]
+
+    def child(self, node: int, token_id: int) -> int | None:
+        """The child of ``node`` with that token; of -1 those of the first level."""
+        if not self.parents:
+            follows = node + 1 < len(self.draft) and self.draft[node + 1] == token_id
+            return node + 1 if follows else None
+        behind = range(node + 1, len(self.draft))
+        found = (n for n in behind if self.parents[n] == node and self.draft[n] == token_id)
+        return next(found, None)
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The nodes that the target's ``token_ids`` lead along."""
+        path: list[int] = []
+        for token_id in token_ids:
+            node = self.child(path[-1] if path else -1, token_id)
+            if node is None:
+                break
+            path.append(node)
+        return tuple(path)
 
 
 class Verified(msgspec.Struct, frozen=True, gc=False):
-    """The accepted run and the recovered or bonus token behind it.
+    """The accepted path and the recovered or bonus token behind it.
 
-    With an ``error`` the run ends before the position that failed, and the request must end too.
+    With an ``error`` the path ends before the position that failed, and the request must end too.
     """
 
     token_ids: tuple[int, ...]
-    num_accepted: int
+    path: tuple[int, ...]  # accepted nodes of the draft
     logprobs: tuple[TokenLogprob, ...] = ()  # [len(token_ids)] where the request asks for them
     error: str | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens accepted."""
+        return len(self.path)
+
+
+NOTHING_VERIFIED = Verified((), ())
 
 
 class Choice(NamedTuple):
@@ -63,12 +104,25 @@ class Choice(NamedTuple):
     error: str | None = None
 
 
+class Best(NamedTuple):
+    """The best tokens of a place in the race that the verifier will hold, and their scores.
+
+    A score is the processed logit over the temperature plus the place's noise, or at temperature 0
+    the processed logit; up to a constant of the place, so that differences alone mean something.
+    Fewer tokens than asked for where the request's parameters leave fewer, none with an ``error``.
+    """
+
+    token_ids: tuple[int, ...]
+    scores: tuple[float, ...]  # falling
+    error: str | None = None
+
+
 @torch.inference_mode()
 def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
     """Compare drafts with the target's own tokens.
 
     ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each row, those
-    after its last token and after each draft token. They are only read. A draft token outside the
+    after its last token and after each node of its draft. They are only read. A token outside the
     vocabulary is never accepted. Logits that decide and are not finite are an error of that
     request alone.
     """
@@ -84,9 +138,9 @@ def walk_drafts(
     starts = first_rows(logits, rows)
     walks = [_Walk(row, start) for row, start in zip(rows, starts, strict=True)]
     for wave in _waves(walks, logits.device):
-        choices = choose([walk.place(depth) for walk, depth in wave])
-        for (walk, _), choice in zip(wave, choices, strict=True):
-            walk.take(choice)
+        choices = choose([walk.place(node) for walk, node in wave])
+        for (walk, node), choice in zip(wave, choices, strict=True):
+            walk.take(node, choice)
     return [walk.verified(logits) for walk in walks]
 
 
@@ -102,12 +156,13 @@ def verified(
     logits: Tensor, row: VerifyRow, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
     """What a walk along a row's draft has come to; its logits begin at ``start``."""
+    path = row.follow(token_ids if error is not None else token_ids[:-1])
     num_top = row.sampling.params.logprobs
     logprobs: tuple[TokenLogprob, ...] = ()
     if num_top is not None:
-        decided = logits[start : start + len(token_ids)]
-        logprobs = tuple(token_logprobs(decided, token_ids, num_top))
-    return Verified(tuple(token_ids), len(token_ids) - (error is None), logprobs, error)
+        places = [start, *(start + 1 + node for node in path)][: len(token_ids)]
+        logprobs = tuple(token_logprobs(logits[places], token_ids, num_top))
+    return Verified(tuple(token_ids), path, logprobs, error)
 
 
 @torch.inference_mode()
@@ -122,69 +177,94 @@ def sample(
     return _sample(logits, list(enumerate(rows)), temperature_scale)
 
 
+@torch.inference_mode()
+def best(
+    logits: Tensor, rows: Sequence[SampleRow], num_best: int, *, temperature_scale: float = 1.0
+) -> list[Best]:
+    """The ``num_best`` tokens nearest to being drawn by `sample`, the drawn one first.
+
+    ``logits`` [num_rows, vocab] are only read.
+    """
+    found = [Best((), ())] * len(rows)
+    for indices, edited, score in _blocks(list(enumerate(rows)), logits):
+        block = [rows[i] for i in indices]
+        values, errors = processed(_take(logits, indices), block, edited)
+        sound = [i for i, error in enumerate(errors) if error is None]
+        for i in range(len(indices)) if len(sound) < len(indices) else ():
+            found[indices[i]] = Best((), (), errors[i])
+        if sound:
+            values = values if len(sound) == len(indices) else values[sound]
+            scores, ids = score(values, [block[i] for i in sound], temperature_scale)
+            top = scores.topk(min(num_best, scores.shape[-1]), dim=-1)
+            token_ids = top.indices if ids is None else ids.gather(-1, top.indices)
+            pairs = zip(token_ids.tolist(), top.values.tolist(), strict=True)
+            for i, (best_ids, best_scores) in zip(sound, pairs, strict=True):
+                count = sum(map(math.isfinite, best_scores))
+                found[indices[i]] = Best(tuple(best_ids[:count]), tuple(best_scores[:count]))
+    return found
+
+
 class _Walk:
-    """One request's way along its own draft."""
+    """One request's way down its own draft."""
 
     def __init__(self, row: VerifyRow, start: int) -> None:
         self._row = row
         self._start = start  # of its rows among the logits
-        self._draft = tuple(row.draft)
         self._token_ids: list[int] = []
         self._error: str | None = None
-        self.is_done = False
+        self.node: int | None = -1  # behind which the next token is decided; None: it has ended
 
     @property
-    def num_places(self) -> int:
-        """Rows of logits that may decide."""
-        return len(self._draft) + 1
+    def num_nodes(self) -> int:
+        return len(self._row.draft)
 
-    def place(self, depth: int) -> LogitsRow:
-        tail = self._draft[:depth]
-        return self._start + depth, SampleRow(self._row.tokens, self._row.sampling, tail)
+    def place(self, node: int) -> LogitsRow:
+        row = self._row
+        return self._start + 1 + node, SampleRow(row.tokens, row.sampling, row.tail(node))
 
-    def take(self, choice: Choice) -> None:
-        """The target's token at the next place; the walk ends where the draft differs from it."""
-        if self.is_done:
+    def take(self, node: int, choice: Choice) -> None:
+        """The target's token behind a node: the walk goes to the child that has it, or ends."""
+        if node != self.node:
             return
         if choice.error is None:
-            depth = len(self._token_ids)
             self._token_ids.append(choice.token_id)
-            self.is_done = self._draft[depth : depth + 1] != (choice.token_id,)
+            self.node = self._row.child(node, choice.token_id)
         else:
-            self._error, self.is_done = choice.error, True
+            self._error, self.node = choice.error, None
 
     def verified(self, logits: Tensor) -> Verified:
         return verified(logits, self._row, self._start, self._token_ids, self._error)
 
 
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
-    """What to sample together, as (walk, depth).
+    """What to sample together, as (walk, node); a node comes behind its parent.
 
-    On a CPU one depth after the other: rows behind a mismatch cost time and decide nothing.
+    On a CPU one level after the other: rows beside the path cost time and decide nothing.
     Elsewhere all at once: asking how far each walk got costs more.
     """
-    num_depths = max((walk.num_places for walk in walks), default=0)
-    every = [[(w, depth) for w in walks if depth < w.num_places] for depth in range(num_depths)]
     if device.type != "cpu":
-        every = [[step for wave in every for step in wave]]
-    for wave in every:
-        yield [(walk, depth) for walk, depth in wave if not walk.is_done]
+        yield [(walk, node) for walk in walks for node in range(-1, walk.num_nodes)]
+        return
+    while wave := [(walk, walk.node) for walk in walks if walk.node is not None]:
+        yield wave
 
 
 def _sample(logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float) -> list[Choice]:
     choices = [Choice(-1)] * len(places)
-    for indices, edited, draw in _blocks(places, logits):
+    for indices, edited, score in _blocks(places, logits):
         block = [places[i][1] for i in indices]
         values = _take(logits, [places[i][0] for i in indices])
         values, errors = processed(values, block, edited)
-        drawn = _draw_sound(draw, values, block, errors, temperature_scale)
+        drawn = _draw_sound(score, values, block, errors, temperature_scale)
         for i, token_id, error in zip(indices, drawn, errors, strict=True):
             choices[i] = Choice(token_id, error)
     return choices
 
 
-def _blocks(places: Sequence[LogitsRow], logits: Tensor) -> Iterator[tuple[list[int], bool, _Draw]]:
-    """Indices of places that the same operations serve: (indices, whether edited, draw)."""
+def _blocks(
+    places: Sequence[LogitsRow], logits: Tensor
+) -> Iterator[tuple[list[int], bool, _Score]]:
+    """Indices of places that the same operations serve: (indices, whether edited, score)."""
     vocab_size = logits.shape[-1]
     kinds = [(row.is_edited, _kind(row, vocab_size)) for _, row in places]
     most = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
@@ -193,7 +273,7 @@ def _blocks(places: Sequence[LogitsRow], logits: Tensor) -> Iterator[tuple[list[
     for (edited, kind), group in groupby(by_kind, key=kinds.__getitem__):
         indices = list(group)
         for start in range(0, len(indices), step):
-            yield indices[start : start + step], edited, _DRAWS[kind]
+            yield indices[start : start + step], edited, _SCORES[kind]
 
 
 def _take(logits: Tensor, indices: list[int]) -> Tensor:
@@ -224,7 +304,7 @@ def _unfit(values: Tensor, message: str) -> list[str | None]:
 
 
 def _draw_sound(
-    draw: _Draw,
+    score: _Score,
     values: Tensor,
     rows: Sequence[SampleRow],
     errors: Sequence[str | None],
@@ -235,8 +315,10 @@ def _draw_sound(
     drawn = [-1] * len(rows)
     if sound:
         values = values if len(sound) == len(rows) else values[sound]
-        ids = draw(values, [rows[i] for i in sound], temperature_scale).tolist()
-        for i, token_id in zip(sound, ids, strict=True):
+        scores, ids = score(values, [rows[i] for i in sound], temperature_scale)
+        winners = argmax(scores)
+        token_ids = winners if ids is None else ids.gather(-1, winners[:, None])[:, 0]
+        for i, token_id in zip(sound, token_ids.tolist(), strict=True):
             drawn[i] = token_id
     return drawn
 
@@ -247,19 +329,27 @@ def _kind(row: SampleRow, vocab_size: int) -> int:
     return 2 if has_truncation(row, vocab_size) else 1
 
 
-def _draw_best(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float) -> Tensor:  # noqa: ARG001
-    return argmax(values)
+def _score_greedy(
+    values: Tensor,
+    rows: Sequence[SampleRow],  # noqa: ARG001
+    temperature_scale: float,  # noqa: ARG001
+) -> tuple[Tensor, None]:
+    return values, None
 
 
-def _draw_gumbel(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float) -> Tensor:
+def _score_gumbel(
+    values: Tensor, rows: Sequence[SampleRow], temperature_scale: float
+) -> tuple[Tensor, None]:
     noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device))
-    return argmax(noise.add_(scaled(values, rows, temperature_scale)))
+    return noise.add_(scaled(values, rows, temperature_scale)), None
 
 
-def _draw_cut(values: Tensor, rows: Sequence[SampleRow], temperature_scale: float) -> Tensor:
+def _score_cut(
+    values: Tensor, rows: Sequence[SampleRow], temperature_scale: float
+) -> tuple[Tensor, Tensor]:
     kept, ids = truncate(scaled(values, rows, temperature_scale), rows)
     noise = _noise(rows, vocabulary_hashes(values.shape[-1], values.device)[ids])
-    return ids.gather(-1, argmax(noise.add_(kept))[:, None])[:, 0]
+    return noise.add_(kept), ids
 
 
 def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
@@ -267,5 +357,6 @@ def _noise(rows: Sequence[SampleRow], hashes: Tensor) -> Tensor:
 
 
 LogitsRow = tuple[int, SampleRow]  # (row of the logits, what it decides)
-_Draw = Callable[[Tensor, Sequence[SampleRow], float], Tensor]
-_DRAWS: tuple[_Draw, ...] = (_draw_best, _draw_gumbel, _draw_cut)  # in the order of `_kind`
+_Score = Callable[[Tensor, Sequence[SampleRow], float], tuple[Tensor, Tensor | None]]
+"""Scores [num_rows, width], of which the greatest wins, and the ids of the columns, if others."""
+_SCORES: tuple[_Score, ...] = (_score_greedy, _score_gumbel, _score_cut)  # in the order of `_kind`

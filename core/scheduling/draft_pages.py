@@ -1,4 +1,4 @@
-"""Draft pages: cut a draft plan to the free pages, and lay out its branches.
+"""Draft pages: cut a draft plan to the free pages, and take some for nodes beside its trunk.
 
 Drafts take free pages only: cached pages are never evicted for a draft. After the step the
 scheduler shrinks the lease back to the committed tokens.
@@ -8,57 +8,43 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...radix_cache import KVLease, PrefixCache
 from ..interface.request import Request
 from ..interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ..interface.step import Branch, PlanRow
+from ..interface.step import NO_PAGES, PlanRow
 
 
 def allocate_draft_pages(
     cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
-) -> tuple[DraftPlan, list[Branch]]:
+) -> tuple[DraftPlan, array[int]]:
     """Take pages for ``plan`` behind the first ``num_tokens`` tokens; return the part that fits.
 
-    The main draft is cut to the pages that are free; branches are dropped whole, the last first.
+    Its longest path is cut to the pages that are free. Also returns the pages for the nodes beside
+    the trunk: private ones at the lease's end, where shrinking it takes them back. Where they are
+    fewer than the plan could use, the runner drops the last nodes.
     """
     if plan is NO_DRAFT_PLAN:
-        return plan, []
-    longest = max([plan.depth, *(len(branch.token_ids) for branch in plan.branches)])
+        return plan, NO_PAGES
     room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
-    cache.extend(lease, num_tokens + min(longest, room), evict=False)
-    if longest > room:
-        return _cut(plan, room), []
-    branches: list[Branch] = []
-    for draft in plan.branches:
-        page_ids = _own_pages(cache, lease, num_tokens, len(draft.token_ids))
-        if page_ids is None:
-            break
-        branches.append(Branch(draft, page_ids))
-    return plan, branches
-
-
-def _cut(plan: DraftPlan, room: int) -> DraftPlan:
-    return DraftPlan(plan.draft.first(room), min(plan.max_draft, room))
-
-
-def _own_pages(
-    cache: PrefixCache, lease: KVLease, num_tokens: int, draft_len: int
-) -> array[int] | None:
-    """Make the page table of a branch, from the last token's page on; None without free pages.
-
-    The pages are private ones at the lease's end, where shrinking it takes them back.
-    """
-    shared = (num_tokens - 1) // cache.page_size
-    count = (num_tokens + draft_len - 1) // cache.page_size + 1 - shared
-    if count > cache.num_free_pages:
-        return None
+    cache.extend(lease, num_tokens + min(plan.depth, room), evict=False)
+    if plan.depth > room:
+        draft, max_draft = plan.draft.trunk().first(room), min(plan.max_draft, room)
+        return replace(plan, draft=draft, max_draft=max_draft, may_branch=False), NO_PAGES
+    wanted = -(-plan.num_beside_trunk // cache.page_size)
+    count = min(wanted, cache.num_free_pages)
+    if count == 0:
+        return plan, NO_PAGES
     cache.extend(lease, (len(lease.page_ids) + count) * cache.page_size, evict=False)
-    return lease.page_ids[:shared] + lease.page_ids[-count:]
+    return plan, lease.page_ids[-count:]
 
 
 def make_row(
-    request: Request, stop: int, plan: DraftPlan = NO_DRAFT_PLAN, branches: Sequence[Branch] = ()
+    request: Request,
+    stop: int,
+    plan: DraftPlan = NO_DRAFT_PLAN,
+    spare_page_ids: array[int] = NO_PAGES,
 ) -> PlanRow:
     """Make a request's plan row: its tokens up to ``stop`` and its drafts."""
     return PlanRow(
@@ -70,7 +56,9 @@ def make_row(
         sampling=request.sampling,
         draft=plan.draft,
         max_draft=plan.max_draft,
-        branches=branches,
+        spare_page_ids=spare_page_ids,
+        row_price=plan.row_price,
+        pass_price=plan.pass_price,
     )
 
 

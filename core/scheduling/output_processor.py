@@ -89,6 +89,7 @@ def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
     if out.num_proposed:
         usage.proposed_tokens += out.num_proposed
         usage.accepted_tokens += served
+        usage.tree_steps += out.is_tree
         delta.num_proposed = out.num_proposed
         delta.proposed_sources = list(out.sources)
         delta.accepted_sources = list(out.sources[:served])

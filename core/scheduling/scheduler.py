@@ -23,7 +23,7 @@ from ..interface.speculator import (
     GuardedSpeculator,
     Speculator,
 )
-from ..interface.step import Branch, PlanRow, RowOutput, StepOutput, StepPlan
+from ..interface.step import NO_PAGES, PlanRow, RowOutput, StepOutput, StepPlan
 from .admission import NO_ARRIVALS, PendingArrivals, SchedulerLimits
 from .chunk_budget import ChunkBudget
 from .draft_pages import allocate_draft_pages, draft_limits, draft_row_budget, make_row
@@ -180,22 +180,22 @@ class Scheduler:
         stop = len(request.tokens)
         if request.lease is None or plan is NO_DRAFT_PLAN:
             return self._row(request, stop)
-        plan, branches = allocate_draft_pages(self.cache, request.lease, stop, plan)
-        return self._row(request, stop, plan, branches)
+        plan, spare_page_ids = allocate_draft_pages(self.cache, request.lease, stop, plan)
+        return self._row(request, stop, plan, spare_page_ids)
 
     def _row(
         self,
         request: Request,
         stop: int,
         plan: DraftPlan = NO_DRAFT_PLAN,
-        branches: Sequence[Branch] = (),
+        spare_page_ids: array[int] = NO_PAGES,
     ) -> PlanRow:
         """Make a row and charge its tenant at once: the next admission may depend on it.
 
         Drafts are charged when they are verified: only then is their number known.
         """
         self.charge(request, stop - request.num_computed)
-        return make_row(request, stop, plan, branches)
+        return make_row(request, stop, plan, spare_page_ids)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant for planned tokens, less those that it was charged for before."""
@@ -317,7 +317,7 @@ class Scheduler:
             if request is None:
                 continue
             if out.num_proposed:  # rows were computed for all of them
-                self.waiting.charge(request.tenant, out.num_proposed + len(row.branches))
+                self.waiting.charge(request.tenant, out.num_proposed)
             delta = self._commit_row(request, row, out, now, learns=not plan.is_plain)
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))

@@ -26,6 +26,7 @@ class SpecDecodeStats:
     num_tokens: int = 0
     num_steps: int = 0
     num_proposed: int = 0
+    num_trees: int = 0  # drafts with more than one path
     proposed: Counter[str] = field(default_factory=Counter)  # draft tokens by source
     accepted: Counter[str] = field(default_factory=Counter)  # those of them that were served
     path_lens: Counter[int] = field(default_factory=Counter)  # drafts by tokens of that path
@@ -45,7 +46,10 @@ class SpecDecodeStats:
 
     def observe_rows(self, rows: Iterable[RowOutput]) -> None:
         """What a step verified."""
-        self.path_lens.update(row.draft_len for row in rows if row.num_proposed)
+        for row in rows:
+            if row.num_proposed:
+                self.path_lens[row.draft_len] += 1
+                self.num_trees += row.is_tree
 
     def observe_delta(self, delta: Delta) -> None:
         """What a step served to one request."""
@@ -121,7 +125,8 @@ def _draft_parts(recent: SpecDecodeStats) -> Iterator[str]:
     if not recent.num_drafts:
         yield "no drafts"
         return
-    yield f"acceptance length {recent.acceptance_length:.2f} over {recent.num_drafts} drafts"
+    trees = f", {recent.num_trees} of them trees" if recent.num_trees else ""
+    yield f"acceptance length {recent.acceptance_length:.2f} over {recent.num_drafts} drafts{trees}"
     rate = recent.accepted.total() / recent.num_proposed
     yield f"acceptance rate {rate:.0%}: {by_source(recent.proposed, recent.accepted)}"
     shares = {source: count / recent.num_tokens for source, count in recent.accepted.items()}

@@ -9,6 +9,7 @@ expected. One rejection changes it a little, three in a row a lot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +26,9 @@ HAZARD_PRIOR = 0.7  # expected rejections that "as usual" weighs as much as
 HAZARD_KEEP = 0.9  # what is left of a request's counts after each of its guesses
 HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
+PRIOR_DRAFTS = 4.0  # that the prior of a node's worth weighs as much as
+TRIAL_WEIGHT = 5.0  # drafts that one of a model counts as that is tried now and then
+NODE_WINDOW = 30.0  # drafts over which counts of nodes fade
 
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 
@@ -146,3 +150,72 @@ class AcceptanceModel:
         """Drop a request's adjustments; the curves stay."""
         for odds in self._sources.values():
             odds.adjustments.pop(request_id, None)
+
+
+class NodeWorth:
+    """What the b-th best node of a model's draft brings: how often it was accepted, by b.
+
+    Of drafts that might have had so many nodes: one that the drafter did not think worth its row
+    brought nothing, and cost nothing. While nothing is known of a node, those before it are
+    continued: the worth falls as it fell. For greedy and for sampled requests apart.
+    """
+
+    def __init__(self, most: int, *, greedy: float, sampled: float) -> None:
+        self._counts = _NodeCounts(most, greedy), _NodeCounts(most, sampled)
+
+    def worth(self, most: int, *, sampled: bool) -> FloatArray:
+        """Accepted tokens that each of ``most`` nodes brings a draft, [most]; never rising."""
+        return self._counts[sampled].refreshed().worth[:most]
+
+    def shown(self, most: int, *, sampled: bool) -> FloatArray:
+        """How often a draft has so many nodes, [most]; never rising."""
+        return self._counts[sampled].refreshed().shown[:most]
+
+    def observe(
+        self,
+        most: int,
+        num_proposed: int,
+        ranks: Sequence[int],
+        *,
+        sampled: bool,
+        weight: float = 1.0,
+    ) -> None:
+        """A draft of at most ``most`` nodes had ``num_proposed``; those of ``ranks`` were right.
+
+        ``weight``: drafts that it counts as.
+        """
+        self._counts[sampled].count(most, num_proposed, ranks, weight)
+
+
+class _NodeCounts:
+    """Faded counts of drafts by rank, and what follows from them; all [most]."""
+
+    def __init__(self, most: int, first: float) -> None:
+        self.worth, self.shown = np.ones(most), np.ones(most)
+        self._first = first  # worth of the best node while nothing is known
+        self._num_hits, self._num_shown, self._num_trials = [0.0] * most, [0.0] * most, [0.0] * most
+        self._is_stale = True
+
+    def count(self, most: int, num_proposed: int, ranks: Sequence[int], weight: float) -> None:
+        """Count a draft."""
+        keep, hit = (1.0 - 1.0 / NODE_WINDOW) ** weight, set(ranks)
+        for rank in range(min(most, len(self._num_trials))):
+            self._num_trials[rank] = keep * self._num_trials[rank] + weight
+            self._num_shown[rank] = keep * self._num_shown[rank] + weight * (rank < num_proposed)
+            self._num_hits[rank] = keep * self._num_hits[rank] + weight * (rank in hit)
+        self._is_stale = True
+
+    def refreshed(self) -> _NodeCounts:
+        """Bring the arrays up to the counts."""
+        if not self._is_stale:
+            return self
+        self._is_stale = False
+        worth, fall, shown = 1.0, self._first, 1.0
+        counts = zip(self._num_hits, self._num_shown, self._num_trials, strict=True)
+        for rank, (num_hits, num_shown, num_trials) in enumerate(counts):
+            trials, before = PRIOR_DRAFTS + num_trials, worth
+            worth = min(worth, (PRIOR_DRAFTS * worth * fall + num_hits) / trials)
+            shown = min(shown, (PRIOR_DRAFTS * shown + num_shown) / trials)
+            fall = worth / max(before, 1e-9)
+            self.worth[rank], self.shown[rank] = worth, shown
+        return self

@@ -2,13 +2,15 @@
 
 A row's price in tokens is its seconds times the engine's tokens a second. The tokens of all drafts
 are sorted, most likely first, and the prefix of this order with the highest net gain is taken.
-Survival never rises along a draft, so this takes a prefix of each draft. The draft model's depths
-are tried one by one; at each, a request takes the better of its two drafts.
+Chances never rise along a path, so this takes a prefix of each chain, and of each tree a smaller
+tree. The numbers of nodes of the draft model are tried one by one; at each, a request takes the
+better of its two drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +28,10 @@ FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, an
 class StepCandidates:
     """The drafts that a step could verify.
 
-    ``free`` [num_requests, F]: chance that a known draft comes true so far, 0 beyond its end.
-    ``lm`` [num_requests, D]: the same of what the draft model would guess, 0 where it may not.
+    ``free`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
+    each included, the best first; 0 beyond the last.
+    ``lm`` [num_requests, D]: what the b-th best node of the draft model would bring, 0 where it may
+    not draft; ``lm_shown``, alike: how often it would have one. ``passes_per_node``: of the model.
     ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the draft model lacks. ``budget``:
     rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
     pass. ``num_others``: requests that decode beside these. ``lm_block``: tokens of a draft that
@@ -41,6 +45,8 @@ class StepCandidates:
     num_prefill: int = 0
     num_others: int = 0
     lm_block: int = 1
+    lm_shown: FloatArray | float = 1.0
+    passes_per_node: float = 1.0
 
     @property
     def num_decodes(self) -> int:
@@ -57,12 +63,16 @@ class StepCandidates:
 class Allocation:
     """What each request drafts: a known draft or the draft model's, never both.
 
-    ``net``: expected tokens beyond the price of the drafts, in tokens.
+    ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_price``: tokens that
+    one more row for each request must bring it; ``pass_price``: that one more pass of the draft
+    model must bring the step.
     """
 
-    num_free: IntArray  # [num_requests] leading tokens of the known draft
-    lm_depth: IntArray  # [num_requests]
+    num_free: IntArray  # [num_requests] best nodes of the known draft
+    lm_depth: IntArray  # [num_requests] nodes that the draft model is expected to guess
     net: float = 0.0
+    row_price: float = 0.0
+    pass_price: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -83,8 +93,17 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     if candidates.lm.size and candidates.lm.any():
         with_lm = _best_with_lm(candidates, costs, rate)
         if with_lm.net > chosen.net:
-            return with_lm
+            return replace(with_lm, row_price=_row_price(candidates, costs, rate, with_lm.num_rows))
     return chosen
+
+
+def _row_price(
+    candidates: StepCandidates, costs: CostModel, rate: float, num_drafted: int
+) -> float:
+    """Tokens that a request's next row must bring where each gets one more."""
+    count = len(candidates.free)
+    num_rows = candidates.num_rows + num_drafted
+    return rate * float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +138,9 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
     free, lm, uncached = candidates.free, candidates.lm, candidates.num_uncached_draft_tokens
     num_requests, num_depths = lm.shape
     width = max(free.shape[1], num_depths)
-    row_s = costs.row_seconds(candidates.num_rows, num_requests, candidates.num_decodes)
-    row_price = rate * float(row_s[-1]) / num_requests
+    row_price = _row_price(candidates, costs, rate, 0)
+    # A node that is not worth its row at its place is not drafted: it costs nothing.
+    lm = np.where(lm > 0.0, lm + (1.0 - candidates.lm_shown) * row_price, 0.0)
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
@@ -140,8 +160,10 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
         survival[is_lm, :depth] = lm[is_lm, :depth]
         taken = _take(survival, candidates, costs, rate)
         depths = np.where(is_lm, taken.counts, 0)
-        num_passes = -(-int(depths.max()) // candidates.lm_block)
+        num_levels = candidates.passes_per_node * int(depths.max())
+        num_passes = max(1, ceil(num_levels / candidates.lm_block))
         net = taken.net - rate * pass_s * num_passes - float(entry[depths > 0].sum())
         if depths.any() and net > best.net:
-            best = Allocation(np.where(is_lm, 0, taken.counts), depths, net)
+            counts = np.where(is_lm, 0, taken.counts)
+            best = Allocation(counts, depths, net, pass_price=rate * pass_s)
     return best

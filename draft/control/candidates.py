@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...core.interface.request import Request
 from ..sources.grammar import GrammarSource
-from ..sources.merge import Path, merge
+from ..sources.merge import GuessTree, merge
 from ..sources.source import GuardedSource, Guess
 from .acceptance import AcceptanceModel
 from .request_state import DraftState
@@ -24,8 +24,8 @@ class CandidateGenerator:
     ) -> None:
         self._sources, self._odds, self._grammar = sources, odds, grammar
 
-    def generate(self, state: DraftState, most: int) -> list[Path]:
-        """Return paths of at most ``most`` tokens, the likeliest first; empty without a guess."""
+    def generate(self, state: DraftState, most: int) -> GuessTree | None:
+        """Return a tree of guesses of at most ``most`` tokens each; None without a guess."""
         request = state.request
         guesses = [
             _to_the_end(guess, request.stop_ids)
@@ -36,7 +36,7 @@ class CandidateGenerator:
             guesses = self._possible(request, guesses)
         state.guesses = guesses
         if not guesses:
-            return []
+            return None
         survivals = [
             self._odds.survival(
                 each.source,

@@ -77,12 +77,10 @@ class Controller:
         self._count(chosen)
         return chosen
 
-    def takes(self, gain_tokens: float, num_rows: int) -> bool:
-        """Add rows, for example of a branch, to the step just allocated, if they pay."""
-        if gain_tokens <= self._rate * self._row_seconds(num_rows):
-            return False
-        self._rows += num_rows
-        return True
+    @property
+    def is_trying(self) -> bool:
+        """Whether the step under way tries a draft model that is not in use."""
+        return self._probe_s > 0.0
 
     def _with_probe(self, candidates: StepCandidates, chosen: Allocation) -> Allocation:
         """Add a probe, if one is due, for the request that lacks the least draft KV."""

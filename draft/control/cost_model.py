@@ -6,7 +6,7 @@ All times are in seconds. It knows rows, passes and tokens; it knows neither req
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
 
@@ -238,7 +238,14 @@ class CostModel:
         host = load.host_draft if has_drafts else load.host_plain
         host.observe(max(0.0, seconds - forward_s - draft_s))
 
-    def observe_draft(self, num_passes: int, num_rows: int, seconds: float) -> None:
-        """Learn from the draft model's passes of one step, ``num_rows`` in all."""
-        if num_passes > 0:
-            self._draft.observe(round(num_rows / num_passes), seconds / num_passes)
+    def observe_draft(self, passes: Sequence[int], seconds: float) -> None:
+        """Learn from the draft model's ``passes`` of one step: the rows of each."""
+        if not passes:
+            return
+        by_curve = np.ones(len(passes))
+        if self._draft.is_measured:
+            by_curve = self._draft.at(np.array(passes))
+        factor = seconds / float(by_curve.sum())  # by which all of them are off
+        known = dict(zip(passes, (factor * by_curve).tolist(), strict=True))
+        for num_rows, each in known.items():
+            self._draft.observe(num_rows, each)

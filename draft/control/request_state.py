@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from ...core.interface.request import Request
 from ...core.interface.step import PlanRow, RowOutput
-from ..sources.merge import Path, Survival, common_len
+from ..sources.merge import GuessTree, Survival, common_len
 from ..sources.source import Guess
-from .acceptance import AcceptanceModel
+from .acceptance import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
 
-LM = "lm"
 NO_SURVIVAL: Survival = np.zeros(0)
 FRUITLESS = 2  # steps in a row in which nothing was worth a row, until back-off begins
 MAX_PAUSE = 8  # tokens of an answer for which nothing is looked up
@@ -26,7 +25,7 @@ class DraftState:
 
     request: Request
     guesses: Sequence[Guess] = ()
-    paths: list[Path] = field(default_factory=list)
+    tree: GuessTree | None = None
     lm_len: int = 0  # tokens whose KV the draft model has, about
     num_fruitless: int = 0  # steps in a row in which nothing was drafted
     paused_until: int = 0  # tokens of the request: with fewer, nothing is looked up
@@ -64,18 +63,25 @@ class DraftState:
             )
         self.guesses = ()
 
-    def score_lm(
-        self, odds: AcceptanceModel, row: PlanRow, output: RowOutput, num_served: int
+    def judge_lm(
+        self,
+        worth: NodeWorth,
+        row: PlanRow,
+        output: RowOutput,
+        num_served: int,
+        *,
+        is_trial: bool,
     ) -> None:
-        """Compare the draft model's tokens, and note how much KV it has now."""
-        hits = min(output.num_accepted, num_served)
+        """Count what the draft model's nodes brought, and note how much KV it has now."""
         self.lm_len = row.stop - output.num_uncached_draft_tokens + num_served - 1
-        # it lacked no KV and drafted nothing: it failed
-        is_empty = not output.draft_len and not output.num_uncached_draft_tokens
-        if output.draft_len or is_empty:
-            missed = is_empty or hits < min(output.draft_len, num_served)
-            request_id = self.request.request_id
-            odds.score(LM, 0, request_id, hits, missed=missed, sampled=self.is_sampled)
+        if output.num_ranked or not output.num_uncached_draft_tokens:  # else it was catching up
+            worth.observe(
+                row.max_draft,
+                output.num_ranked,
+                output.accepted_ranks,
+                sampled=self.is_sampled,
+                weight=TRIAL_WEIGHT if is_trial else 1.0,
+            )
 
 
 def padded(rows: Sequence[Survival]) -> Survival:

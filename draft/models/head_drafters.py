@@ -25,7 +25,7 @@ from .block import BlockHead
 from .eagle import EagleHead
 from .head_files import Head, open_head
 from .head_layers import KeysValues, Vocabulary
-from .head_proposer import Anchors, Drafting, HeadProposer, Written
+from .head_proposer import Anchors, Drafting, HeadProposer, Place, Written
 
 logger = logging.getLogger(__name__)
 MOST_PASSES = 64  # tokens of a draft of EAGLE-3
@@ -204,6 +204,8 @@ def _own_text(target: Decoder, taps: Taps) -> tuple[Tensor, Tensor]:
 class BlockProposer(HeadProposer):
     """Drafts whole blocks with a `BlockHead`."""
 
+    source = "block"
+
     def __init__(
         self, head: BlockHead, pool: KVPool, target: Decoder, *, independent: bool = False
     ) -> None:
@@ -247,21 +249,23 @@ class _Block(Drafting):
         hidden = head.block(ids, positions, anchors.context, anchors.seen.unsqueeze(1))
         self._hidden = hidden[:, 0, :num_drafted]  # [b, num, hidden]
         self._unary = head.project(self._hidden)  # [b, num, draft_vocab]
-        self._state = head.first_state(self._hidden[:, 0])
-        self._depth = 0
+        self._state = head.first_state(self._hidden[:, 0])  # of the places of the call before
 
-    def logits(self, live: Sequence[int], last: Sequence[int]) -> Tensor:
+    def logits(self, places: Sequence[Place]) -> Tensor:
         """What the pass said of this position, and what the token before says."""
-        at = torch.tensor(live, device=self._hidden.device)
-        found = self._unary[at, self._depth]
+        at, level = self._ids([each.request for each in places]), places[0].level
+        found: Tensor = self._unary[at, level]
         markov = self._head.markov_head
-        if markov is not None:
-            before = self._head.markov_ids(torch.tensor(last, device=at.device))
-            hidden = self._hidden[at, self._depth]
-            bias, self._state[at] = markov(before, hidden, self._state[at])
-            found = found + bias
-        self._depth += 1
-        return found
+        if markov is None:
+            return found
+        bias: Tensor
+        state = self._state[self._ids([each.parent for each in places]) if level else at]
+        before = self._head.markov_ids(self._ids([each.token_id for each in places]))
+        bias, self._state = markov(before, self._hidden[at, level], state)
+        return found + bias
+
+    def _ids(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, device=self._hidden.device)
 
 
 class EagleProposer(HeadProposer):
@@ -272,6 +276,7 @@ class EagleProposer(HeadProposer):
     its last position: it is kept for every page.
     """
 
+    source = "eagle3"
     first = 1
 
     def __init__(
@@ -321,37 +326,64 @@ class EagleProposer(HeadProposer):
 
 
 class _Columns(Drafting):
+    """Each place of a level is a column of its own beside those of the same request."""
+
     def __init__(self, head: EagleHead, anchors: Anchors) -> None:
         self._head = head
         self._positions = anchors.positions
         known = [each for each in anchors.features if each is not None]
         assert len(known) == len(anchors.features)
-        self._features = torch.stack(known)  # [b, hidden]
+        self._features = torch.stack(known)  # [places of the call before, hidden]
         self._context, self._seen = anchors.context[0], anchors.seen
-        self._own: list[KeysValues] = []
+        self._own: list[KeysValues] = []  # of each level, [places, num_kv_heads, head_dim]
+        self._paths: list[list[int]] = []  # of each place of the call before, itself included
         self._live = list(range(len(self._positions)))
 
-    def logits(self, live: Sequence[int], last: Sequence[int]) -> Tensor:
-        """Of the column of each ``last`` token."""
-        if len(live) < len(self._live):
-            self._keep(torch.tensor([self._live.index(i) for i in live]))
-            self._live = list(live)
+    def logits(self, places: Sequence[Place]) -> Tensor:
+        """Of the column of each place's token."""
+        self._keep(list(dict.fromkeys(each.request for each in places)))
+        level, parents = places[0].level, [each.parent for each in places]
+        paths = [[*(self._paths[p] if level else ()), at] for at, p in enumerate(parents)]
+        columns, where = self._columns([each.request for each in places])
+        own = [
+            (keys[ids], values[ids])
+            for depth, (keys, values) in enumerate(self._own)
+            for ids in [self._ids([path[depth] for path in paths])[columns]]
+        ]
+        before = self._features[self._ids(parents)] if level else self._features
         hidden = self._head.column(
-            self._features.unsqueeze(1),
-            torch.tensor(last, device=self._positions.device).unsqueeze(1),
-            self._positions.unsqueeze(1),
+            before[columns],
+            self._ids([each.token_id for each in places])[columns],
+            (self._positions + level).unsqueeze(1).expand(columns.shape),
             self._context,
             self._seen.unsqueeze(1),
-            self._own,
-        )[:, 0]
-        self._features = self._head.next_features(hidden)
-        self._positions = self._positions + 1
+            own,
+        )[where]
+        keys, values = own[-1]
+        self._own.append((keys[where], values[where]))
+        self._paths, self._features = paths, self._head.next_features(hidden)
         return self._head.logits(hidden)
 
-    def _keep(self, at: Tensor) -> None:
+    def _columns(self, requests: Sequence[int]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Places by live request, [b, most of one], filled up with its first; where each is."""
+        rows: dict[int, list[int]] = {request: [] for request in self._live}
+        where = []
+        for at, request in enumerate(requests):
+            where.append((self._live.index(request), len(rows[request])))
+            rows[request].append(at)
+        width = max(map(len, rows.values()))
+        padded = [each + each[:1] * (width - len(each)) for each in rows.values()]
+        at_row, at_column = zip(*where, strict=True)
+        return self._ids(padded), (self._ids(at_row), self._ids(at_column))
+
+    def _ids(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, device=self._positions.device)
+
+    def _keep(self, live: list[int]) -> None:
         """Drop the requests whose drafts have ended."""
-        at = at.to(self._positions.device)
-        self._positions, self._features = self._positions[at], self._features[at]
+        if live == self._live:
+            return
+        at = self._ids([self._live.index(request) for request in live])
         keys, values = self._context
         self._context, self._seen = (keys[at], values[at]), self._seen[at]
-        self._own = [(k[at], v[at]) for k, v in self._own]
+        self._positions, self._live = self._positions[at], live

@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,13 +29,9 @@ from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import Draft, PlanRow, SamplingMetadata
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.logits_processors import SampleRow
-from ...core.sampling.rejection import SampledDraft, draw
-from ...core.sampling.sampler import Sampler
-from ...core.sampling.verifier import Choice
+from ...core.sampling.sampler import DeviceSampler, Sampler
 from .head_layers import HeadConfig, KeysValues
-
-SOURCE = "lm"
+from .tree_growth import ROOT, TreeGrowth, choose, default_odds, frontiers, sample_rows
 
 IntArray: TypeAlias = NDArray[np.int64]
 
@@ -48,14 +45,6 @@ class _Track:
     start: int = 0
     stop: int = 0
     feature: Tensor | None = None  # [hidden] of position ``stop - 1``, for heads that want it
-
-
-@dataclass(slots=True)
-class _Chain:
-    """One request's draft as it grows."""
-
-    token_ids: list[int] = field(default_factory=list)
-    drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, if independent
 
 
 class Written(NamedTuple):
@@ -78,23 +67,34 @@ class Anchors(NamedTuple):
     features: Sequence[Tensor | None]  # [b] of the position before; or None
 
 
+class Place(NamedTuple):
+    """A token behind which a head is to say what follows: the anchor, or a draft token."""
+
+    request: int
+    level: int  # draft tokens up to it, itself included
+    parent: int  # its place in the call before, one level up; -1 for an anchor
+    token_id: int
+
+
 class Drafting(ABC):
-    """One draft of some requests, token by token."""
+    """The drafts of some requests, level by level."""
 
     @abstractmethod
-    def logits(self, live: Sequence[int], last: Sequence[int]) -> Tensor:
-        """Of the next token of each ``live`` request behind its ``last``, [len(live), draft_vocab].
+    def logits(self, places: Sequence[Place]) -> Tensor:
+        """Of what follows each place, [len(places), draft_vocab].
 
-        ``live`` only ever shrinks.
+        All are of one level, one deeper than those of the call before; in the order of requests,
+        of which there are never more than before.
         """
 
 
 class HeadProposer(ABC):
-    """Follows the target's KV and drafts chains.
+    """Follows the target's KV and grows trees, or chains.
 
     ``independent``: drafts for rejection sampling, drawn with noise of their own.
     """
 
+    source: str  # its name as a source of drafts
     first = 0  # the first position that has a column
 
     def __init__(
@@ -104,6 +104,8 @@ class HeadProposer(ABC):
         self._sampler, self._independent = sampler, independent
         self._ready = np.zeros(pool.num_pages, dtype=np.bool_)
         self._tracks: dict[str, _Track] = {}
+        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
+        self._odds = default_odds()  # by whether tokens are sampled
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
         self.dtype, self.device = pool.dtype, pool.data.device
         self._order = [self._taps.index(boundary) for boundary in config.taps]
@@ -112,6 +114,11 @@ class HeadProposer(ABC):
     def taps(self) -> Taps:
         """The boundaries that the head reads, each once."""
         return self._taps
+
+    @property
+    def weighs(self) -> bool:
+        """Whether drafts are to be trees, or end by prices: not on a device; see `LmProposer`."""
+        return not isinstance(self._sampler, DeviceSampler) and not self._independent
 
     # -- what heads do --------------------------------------------------------------------------
 
@@ -149,8 +156,12 @@ class HeadProposer(ABC):
     def observe(
         self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
     ) -> None:
-        """Write the head KV of what was committed."""
+        """Judge the trees; write the head KV of what was committed."""
         del batch
+        for each in verified:
+            tree = self._trees.pop(each.row.request_id, None) if each.row.max_draft else None
+            if tree is not None and each.output.error is None:
+                tree.judge(each.output.token_ids)
         assert output.taps is not None
         rows = [each for each in verified if self._is_live(each)]
         if not rows:
@@ -175,9 +186,9 @@ class HeadProposer(ABC):
         at_pages = zip(owners.tolist(), (positions // page_size).tolist(), strict=True)
         pages = np.array([rows[owner].row.page_ids[page] for owner, page in at_pages])
         self._write(columns, pages, positions % page_size)
-        for each, track, start, count in zip(rows, tracks, firsts, counts, strict=True):
-            mine = None if features is None else features[start : start + count]
-            self._advance(each.row, track, int(count), mine)
+        for each, track, start, num in zip(rows, tracks, firsts, counts, strict=True):
+            mine = None if features is None else features[start : start + num]
+            self._advance(each.row, track, int(num), mine)
 
     def _is_live(self, verified: VerifiedRow) -> bool:
         """Whether a row was committed, to pages that are still the request's.
@@ -301,17 +312,15 @@ class HeadProposer(ABC):
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
-        """A chain for each row that has head KV, with the verifier's noise."""
-        chains = [_Chain() for _ in rows]
-        live = [index for index, row in enumerate(rows) if self._can_draft(row)]
+        """A tree for each row that has head KV, with the verifier's noise."""
+        self._trees = {}  # those of a step that failed are void
+        live = [row for row in rows if self._can_draft(row)]
         if live:
-            drafting = [rows[i] for i in live]
-            tracks = [self._tracks[row.request_id] for row in drafting]
-            firsts = [self._first_seen(*each) for each in zip(drafting, tracks, strict=True)]
-            grown = self._grow(drafting, tracks, firsts)
-            for index, chain in zip(live, grown, strict=True):
-                chains[index] = chain
-        return [_draft(chain) for chain in chains]
+            tracks = [self._tracks[row.request_id] for row in live]
+            firsts = [self._first_seen(*each) for each in zip(live, tracks, strict=True)]
+            self._trees = {tree.row.request_id: tree for tree in self._grow(live, tracks, firsts)}
+        found = [(row, self._trees.get(row.request_id)) for row in rows]
+        return [row.draft if tree is None else tree.draft() for row, tree in found]
 
     def _can_draft(self, row: DraftRow) -> bool:
         track = self._tracks.get(row.request_id)
@@ -320,8 +329,8 @@ class HeadProposer(ABC):
     @torch.inference_mode()
     def _grow(
         self, rows: Sequence[DraftRow], tracks: Sequence[_Track], firsts: Sequence[int]
-    ) -> list[_Chain]:
-        chains = [_Chain() for _ in rows]
+    ) -> list[TreeGrowth]:
+        trees = [self._tree(row) for row in rows]
         context, seen = self._read(rows, firsts)
         device = self.device
         anchors = Anchors(
@@ -331,13 +340,43 @@ class HeadProposer(ABC):
             seen,
             [track.feature for track in tracks],
         )
-        lengths = [min(row.max_draft, self.longest) for row in rows]
-        drafting = self.begin(anchors, max(lengths))
-        live = list(range(len(rows)))
-        while live := [i for i in live if len(chains[i].token_ids) < lengths[i]]:
-            last = [(chains[i].token_ids or rows[i].tokens)[-1] for i in live]
-            live = self._draw(rows, chains, live, self._widened(drafting.logits(live, last)))
-        return chains
+        drafting = self.begin(anchors, min(self.longest, max(row.max_draft for row in rows)))
+        nodes, before = [[ROOT] for _ in trees], dict[tuple[int, int], int]()
+        for level in count():
+            opened = [(index, node) for index, each in enumerate(nodes) for node in each]
+            if not opened:
+                break
+            places = [self._place(trees[index], index, node, before) for index, node in opened]
+            self._expand([(trees[i], n) for i, n in opened], drafting.logits(places))
+            before = {each: at for at, each in enumerate(opened)}
+            nodes = self._next_level(trees, level + 1)
+        return trees
+
+    def _tree(self, row: DraftRow) -> TreeGrowth:
+        odds = self._odds[row.sampling.params.temperature > 0.0]
+        return TreeGrowth(row, odds, self.source, most_levels=self.longest)
+
+    def _place(
+        self, tree: TreeGrowth, request: int, node: int, before: dict[tuple[int, int], int]
+    ) -> Place:
+        if node == ROOT:
+            return Place(request, 0, -1, tree.row.tokens[-1])
+        found = tree.nodes[node]
+        return Place(request, found.level, before[request, found.parent], found.token_id)
+
+    def _expand(self, places: Sequence[tuple[TreeGrowth, int]], logits: Tensor) -> None:
+        found = choose(
+            places, self._widened(logits), sample_rows(places), self._sampler,
+            independent=self._independent,
+        )  # fmt: skip
+        for (tree, node), best in zip(places, found, strict=True):
+            tree.expand(node, best)
+
+    def _next_level(self, trees: Sequence[TreeGrowth], level: int) -> list[list[int]]:
+        """The nodes of each tree that are worth expanding, a pass if they take one."""
+        takes_pass = level % self.tokens_a_pass == 0
+        found = frontiers(trees, level, takes_pass=takes_pass)
+        return [tree.open(nodes) for tree, nodes in zip(trees, found, strict=True)]
 
     def _widened(self, logits: Tensor) -> Tensor:
         """``[n, draft_vocab]`` to ``[n, vocab]`` float32: what the head cannot draft is banned."""
@@ -352,40 +391,6 @@ class HeadProposer(ABC):
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's, [draft_vocab]; None if they are the same."""
         return None
-
-    def _draw(
-        self,
-        rows: Sequence[DraftRow],
-        chains: Sequence[_Chain],
-        live: Sequence[int],
-        logits: Tensor,
-    ) -> list[int]:
-        """One more token for each live row. Returns the rows whose logits were sound."""
-        wanted = [SampleRow(rows[i].tokens, rows[i].sampling, chains[i].token_ids) for i in live]
-        choices, drawn_from = self._choose(logits, wanted)
-        sound = []
-        for index, choice, probs in zip(live, choices, drawn_from, strict=True):
-            if choice.error is None:
-                chains[index].token_ids.append(choice.token_id)
-                chains[index].drawn_from.extend(() if probs is None else (probs,))
-                sound.append(index)
-        return sound
-
-    def _choose(
-        self, logits: Tensor, wanted: Sequence[SampleRow]
-    ) -> tuple[Sequence[Choice], Sequence[Tensor | None]]:
-        """By the target's own sampler, or as rejection sampling wants it."""
-        if not self._independent:
-            return self._sampler.sample(logits, wanted), [None] * len(wanted)
-        choices, drawn_from = draw(logits, wanted)
-        return choices, list(drawn_from)
-
-
-def _draft(chain: _Chain) -> Draft:
-    sources = (SOURCE,) * len(chain.token_ids)
-    if not chain.drawn_from:
-        return Draft(chain.token_ids, sources)
-    return SampledDraft(chain.token_ids, sources, probs=torch.stack(chain.drawn_from))
 
 
 def _token_ids(verified: VerifiedRow) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Merges the guesses of several sources for one request into a trie, kept as paths.
+"""Merges the guesses of several sources for one request into a tree, kept as paths.
 
 The most promising guess is the main path. A guess that agrees with it to its end only raises its
 survival. A guess that differs is a branch from the fork on, which can be accepted only if the main
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,54 +21,122 @@ Survival = NDArray[np.float64]
 """[num_tokens] chance that a draft token and all before it are accepted; never rising."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Path:
-    """One guess from the request's position on, and the survival of each of its tokens."""
+    """Tokens one behind the other, the first of them at level ``start``, and their odds."""
 
     token_ids: array[int]
     source: str
-    survival: Survival
-    fork: int = 0  # leading tokens that it shares with the main path
+    odds: Survival  # [len(token_ids)], those of all tokens before it included
+    start: int = 0  # tokens before it, on the paths that it leaves
+    branches: list[Path] = field(default_factory=list)  # that begin at one of its tokens, or behind
 
-    def draft(self, length: int) -> Draft:
-        """Make a draft of its first ``length`` tokens."""
-        return Draft.of(self.token_ids[:length], self.source)
+    @property
+    def stop(self) -> int:
+        """Level behind its last token."""
+        return self.start + len(self.token_ids)
 
 
-def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> list[Path]:
-    """Return the main path, then the branches, most promising first and without duplicates.
+class GuessTree:
+    """Draft tokens as a tree, and what each of them is worth."""
+
+    def __init__(self, trunk: Path) -> None:
+        self.trunk = trunk
+        self._paths = [trunk]  # each behind the one that it leaves
+
+    @property
+    def odds(self) -> Survival:
+        """Of all tokens, the best first, [num_tokens]: its first few are those of a tree."""
+        if len(self._paths) == 1:
+            return self.trunk.odds
+        odds = np.concatenate([path.odds for path in self._paths])
+        return -np.sort(-odds)
+
+    def draft(self, count: int) -> Draft:
+        """The tree of the ``count`` best tokens, with their odds."""
+        if len(self._paths) == 1 or count < 1:
+            return self._chain(count)
+        odds = np.concatenate([path.odds for path in self._paths])
+        owners = np.repeat(np.arange(len(self._paths)), [len(p.odds) for p in self._paths])
+        best = (-odds).argsort(kind="stable")[:count]  # of equals those that stand before others
+        counts = np.bincount(owners[best], minlength=len(self._paths)).tolist()
+        if counts[0] == len(best):
+            return self._chain(count)
+        kept = {id(path): kept for path, kept in zip(self._paths, counts, strict=True)}
+        return _laid_out(self.trunk, kept)
+
+    def _chain(self, count: int) -> Draft:
+        token_ids = self.trunk.token_ids[:count]
+        sources = (self.trunk.source,) * len(token_ids)
+        return Draft(token_ids, sources, odds=self.trunk.odds[:count].tolist())
+
+    def add(self, guess: Guess, survival: Survival) -> None:
+        """One more guess, less promising than the trunk."""
+        path, at = self.trunk, 0
+        while True:
+            here = at - path.start
+            shared = common_len(path.token_ids[here:], guess.token_ids[at:])
+            if path is self.trunk and shared:
+                path.odds = path.odds.copy()
+                np.maximum(path.odds[:shared], survival[:shared], out=path.odds[:shared])
+            at += shared
+            if at == len(guess.token_ids):
+                return
+            siblings = [each for each in path.branches if each.start == at]
+            same = (each for each in siblings if each.token_ids[0] == guess.token_ids[at])
+            following = next(same, None)
+            if following is None:
+                self._leave(path, at, siblings, guess, survival)
+                return
+            path = following
+
+    def _leave(
+        self, path: Path, at: int, siblings: Sequence[Path], guess: Guess, survival: Survival
+    ) -> None:
+        """A branch lives on what the other tokens at its level leave."""
+        before, own_before = 1.0, 1.0
+        if at:
+            before, own_before = float(path.odds[at - 1 - path.start]), float(survival[at - 1])
+        taken = sum(float(each.odds[0]) for each in siblings)
+        if at < path.stop:
+            taken += float(path.odds[at - path.start])
+        left = max(0.0, before - taken) / max(own_before, 1e-9)
+        branch = Path(guess.token_ids[at:], guess.source, survival[at:] * left, at)
+        path.branches.append(branch)
+        self._paths.append(branch)
+
+
+def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
+    """The most promising guess is the trunk, the others branch off it.
 
     ``survivals[i]`` belongs to ``guesses[i]``, of which there is at least one.
     """
     order = sorted(range(len(guesses)), key=lambda i: -float(survivals[i].sum()))
-    first = order[0]
-    trunk = Path(guesses[first].token_ids, guesses[first].source, survivals[first])
-    branches: list[Path] = []
+    first = guesses[order[0]]
+    tree = GuessTree(Path(first.token_ids, first.source, survivals[order[0]]))
     for index in order[1:]:
-        branch = _beside(trunk, guesses[index], survivals[index])
-        if branch is not None and all(_differ(branch, other) for other in branches):
-            branches.append(branch)
-    return [trunk, *branches]
+        tree.add(guesses[index], survivals[index])
+    return tree
 
 
-def _beside(trunk: Path, guess: Guess, survival: Survival) -> Path | None:
-    """Raise the main path's survival where a guess agrees; return the branch if it differs."""
-    fork = common_len(trunk.token_ids, guess.token_ids)
-    if fork:
-        trunk.survival = trunk.survival.copy()
-        np.maximum(trunk.survival[:fork], survival[:fork], out=trunk.survival[:fork])
-    if fork >= min(len(trunk.token_ids), len(guess.token_ids)):
-        return None
-    before = trunk.survival[fork - 1] if fork else 1.0
-    own_before = survival[fork - 1] if fork else 1.0
-    left = (before - trunk.survival[fork]) / max(own_before, 1e-9)
-    tail = np.where(np.arange(len(survival)) < fork, 0.0, survival * left)
-    return Path(guess.token_ids, guess.source, tail, fork)
+def _laid_out(trunk: Path, kept: dict[int, int]) -> Draft:
+    """The first ``kept`` tokens of each path (by its `id`), depth first."""
+    token_ids, sources, parents = array("q"), list[str](), list[int]()
+    odds = list[float]()
 
+    def lay_out(path: Path, parent: int) -> None:
+        count, first = kept[id(path)], len(token_ids)
+        token_ids.extend(path.token_ids[:count])
+        sources.extend([path.source] * count)
+        odds.extend(path.odds[:count].tolist())
+        parents.extend([parent, *range(first, first + count - 1)][:count])
+        for branch in sorted(path.branches, key=lambda each: -each.start):
+            if kept[id(branch)]:
+                level = branch.start - path.start  # tokens of the path before it
+                lay_out(branch, first + level - 1 if level else parent)
 
-def _differ(branch: Path, other: Path) -> bool:
-    shared = common_len(branch.token_ids, other.token_ids)
-    return shared < min(len(branch.token_ids), len(other.token_ids))
+    lay_out(trunk, -1)
+    return Draft(token_ids, tuple(sources), parents=tuple(parents), odds=odds)
 
 
 def common_len(first: Sequence[int], second: Sequence[int]) -> int:

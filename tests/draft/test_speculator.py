@@ -22,7 +22,7 @@ from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.radix import RadixSource
 from foretoken.draft.sources.source import MAX_FAILURES, Guess, Priors, Source
 from foretoken.draft.sources.suffix import SuffixSource
-from foretoken.draft.speculator import FREE_LEN, LM_LEN, MAX_BRANCHES, DraftSpeculator
+from foretoken.draft.speculator import FREE_LEN, LM_NODES, DraftSpeculator
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
 NEWS = range(10_000, 20_000)  # tokens that were never said
@@ -157,30 +157,35 @@ class Bench:
     ) -> DraftPlan:
         """A step of one request, which goes on with ``said`` as far as its draft comes true.
 
-        Of the draft model's tokens ``lm_hits`` come true. It is skipped where it may be.
+        Of the draft model's tokens ``lm_hits`` come true; a pass takes ``draft_s``. It is skipped
+        where it may be.
         """
         drafts_nothing = self.speculator.drafts_nothing([request])
         plan = NO_DRAFT_PLAN if drafts_nothing else self.plan(request, limit=limit)[0]
         row = _row(request, plan)
         hits = max(min(lm_hits, plan.max_draft), common_len(list(plan.draft.token_ids), list(said)))
         served = said[: hits + 1]
-        draft_len = max(
-            len(plan.draft.token_ids), 0 if num_uncached_draft_tokens else plan.max_draft
-        )
+        # the model knows how far to trust itself, and stops where a pass would bring too little
+        most = min(plan.max_draft, lm_hits + 1 if plan.pass_price < 0.5 else 1)
+        num_own = 0 if num_uncached_draft_tokens else most
+        draft_len = max(len(plan.draft.token_ids), num_own)
         output = RowOutput(
             request_id=request.request_id,
             token_ids=served,
             num_proposed=draft_len,
             num_accepted=min(hits, len(served)),
             draft_len=draft_len,
+            num_levels=num_own,
+            num_ranked=num_own,
+            accepted_ranks=range(min(lm_hits, num_own)),
             num_uncached_draft_tokens=num_uncached_draft_tokens,
         )
         request.tokens.extend(served)
         if not drafts_nothing:
             self.speculator.observe(request, row, output, len(served))
-        forward_s = float(self._machine.at(1 + plan.num_rows))
-        draft_s *= plan.max_draft > 0
-        self._commit([row], [output], 1 + plan.num_rows, forward_s, draft_s)
+        forward_s = float(self._machine.at(1 + draft_len))
+        draft_s *= num_own
+        self._commit([row], [output], 1 + draft_len, forward_s, draft_s)
         return plan
 
     def _commit(
@@ -444,30 +449,32 @@ def test_prompts_in_a_step_are_no_part_of_what_decoding_yields() -> None:
     assert bench.costs.rate(1) == before
 
 
-# -- branches -----------------------------------------------------------------------------------
+# -- trees --------------------------------------------------------------------------------------
 
 
-def test_branches_are_opened_where_their_rows_cost_next_to_nothing() -> None:
+def test_guesses_that_differ_become_a_tree_where_rows_cost_next_to_nothing() -> None:
     rivals = [Says("a", [1] * 9, chance=0.6), Says("b", [2] * 9, chance=0.5), Says("c", [1, 3, 3])]
     bench = Bench(*rivals)
     (plan,) = bench.plan(bench.request(TEXT[:4]))
-    assert list(plan.draft.token_ids[:2]) == [1, 3]
-    assert [list(branch.token_ids) for branch in plan.branches] == [[1, 1, 1], [2, 2, 2]]
+    paths = [plan.draft.path(node) for node in range(plan.num_rows)]
+    found = {tuple(plan.draft.token_ids[node] for node in path) for path in paths}
+    assert {(1, 3), (1, 1), (2, 2)} <= found
+    assert list(plan.draft.trunk().token_ids[:2]) == [1, 3]
     bench = Bench(*rivals, profile=TENTH)
     (plan,) = bench.plan(bench.request(TEXT[:4]))
-    assert plan.depth > 0
-    assert not plan.branches
+    assert plan.num_rows > 0
+    assert not plan.draft.parents
 
 
-def test_branches_stay_within_the_rows_that_are_offered() -> None:
+def test_trees_stay_within_the_rows_that_are_offered() -> None:
     bench = Bench(*(Says(name, [number] * 9) for number, name in enumerate("abcd")))
     requests = [bench.request(TEXT[:4]) for _ in range(3)]
-    counts = set()
+    num_runs = set()
     for budget in (*range(0, 60, 3), 200):
         plans = bench.plan(*requests, budget=budget)
         assert sum(plan.num_rows for plan in plans) <= budget
-        counts |= {len(plan.branches) for plan in plans}
-    assert counts == set(range(MAX_BRANCHES + 1))
+        num_runs |= {len(plan.draft.runs()) for plan in plans}
+    assert num_runs >= {0, 1, 2, 3}
 
 
 # -- the draft model ----------------------------------------------------------------------------
@@ -478,7 +485,7 @@ def test_a_draft_model_is_asked_as_deep_as_its_guesses_come_true() -> None:
     request = bench.request([1, 2, 3])
     depths = [bench.step(request, [4] * 20, lm_hits=20, draft_s=0.01).max_draft for _ in range(30)]
     assert depths[0] > 0
-    assert depths[-1] == LM_LEN
+    assert depths[-1] == LM_NODES
     depths = [bench.step(request, [4] * 20, lm_hits=0, draft_s=0.01).max_draft for _ in range(240)]
     assert sum(depths[-30:]) <= 1, "but for a trial"
 
@@ -501,7 +508,8 @@ def test_a_draft_model_that_is_slower_than_measured_is_asked_ever_less() -> None
 
 
 def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
-    bench = Bench(Says("nothing"), profile=TENTH, has_lm=True)
+    dear = StepProfile(TENTH.forward, dict.fromkeys(ROWS, 0.1))
+    bench = Bench(Says("nothing"), profile=dear, has_lm=True)
     request = bench.request(TEXT[:4])
     asked = []
     for token_id in NEWS[:60]:

@@ -44,7 +44,6 @@ class CheckedScheduler(Scheduler):
         num_rows = plan.num_tokens
         for row in plan.rows:
             num_rows += max(row.max_draft, len(row.draft.token_ids))
-            num_rows += sum(1 + len(branch.draft.token_ids) for branch in row.branches)
             self._check_row(row)
         assert num_rows <= self.limits.max_batch_tokens, "a step is larger than its budget"
 
@@ -54,7 +53,7 @@ class CheckedScheduler(Scheduler):
         assert row.start == request.num_computed < row.stop <= len(request.tokens)
         size, shared = self.cache.page_size, request.lease.num_shared_pages
         assert row.start >= shared * size, "a step writes a page that the tree owns"
-        depth = max(row.max_draft, len(row.draft.token_ids))
+        depth = max(row.max_draft, row.draft.height)
         assert len(row.page_ids) * size >= row.stop + depth, "a row lacks pages"
         assert len(request.tokens) + depth < request.max_len or not depth, (
             "a draft cannot be served"

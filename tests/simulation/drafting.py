@@ -18,6 +18,7 @@ from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.radix import RadixSource
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
+from support.draft_trees import tree_of
 from support.fixed_depth import FixedDepth
 
 from .faults import Fault, Faults
@@ -165,18 +166,18 @@ class Forks(FixedDepth):
         """As many ways as the budget has rows for."""
         paths = [self._path(request, most) for _ in range(self._rng.randint(1, 3))]
         while paths:
-            plan = DraftPlan(paths[0], branches=paths[1:])
+            plan = DraftPlan(tree_of(paths, ["forks"] * len(paths)))
             if plan.num_rows <= budget:
                 return plan
             paths.pop()
         return NO_DRAFT_PLAN
 
-    def _path(self, request: Request, most: int) -> Draft:
+    def _path(self, request: Request, most: int) -> list[int]:
         """Right up to some token."""
         salt, right = request.sampling.seed, self._rng.randrange(most + 2)
         said = list(solo(tuple(request.tokens), salt, min(right, most)))
         said += [self._rng.randrange(VOCAB_SIZE) for _ in range(most - len(said))]
-        return Draft.of(array("q", said), "forks")
+        return said
 
 
 def make_speculator(

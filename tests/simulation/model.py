@@ -77,15 +77,23 @@ class Pages:
         self.page_size = page_size
         self.data: list[list[State | None]] = [[None] * page_size for _ in range(num_pages)]
 
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
-            self.data[target] = self.data[source][:]
+            self[target] = self[source]
 
-    def at(self, page_ids: Sequence[int], position: int) -> State | None:
-        return self.data[page_ids[position // self.page_size]][position % self.page_size]
+    def __getitem__(self, slot: int) -> State | None:
+        return self.data[slot // self.page_size][slot % self.page_size]
 
-    def put(self, page_ids: Sequence[int], position: int, state: State) -> None:
-        self.data[page_ids[position // self.page_size]][position % self.page_size] = state
+    def __setitem__(self, slot: int, state: State | None) -> None:
+        self.data[slot // self.page_size][slot % self.page_size] = state
+
+    def slot(self, segment: Segment, position: int) -> int:
+        """Where a segment has a position."""
+        behind = position - (segment.stop - len(segment.tail))
+        if behind >= 0:
+            return segment.tail[behind]
+        page_id = segment.page_ids[position // self.page_size]
+        return page_id * self.page_size + position % self.page_size
 
 
 class Chains:
@@ -137,40 +145,40 @@ class HashDecoder:
         """Hidden states [num_rows, 1], not a number where a row is broken; writes all KV."""
         assert wanted.on_kernels_started is not None
         wanted.on_kernels_started()
-        owners = [row for row in self.rows for _ in range(1 + len(row.branches))]
+        rows, row = iter(self.rows), self.rows[0]
         written: set[int] = set()
-        for row, segment in zip(owners, batch.segments, strict=True):
+        for segment in batch.segments:
+            row = row if segment.tail else next(rows)
             self._check_context(row, segment, pool)
             self._check_writes(row, segment, pool, written)
-            state = pool.at(segment.page_ids, segment.start - 1) if segment.start else None
+            state = pool[pool.slot(segment, segment.start - 1)] if segment.start else None
             state = state or root(row.sampling.seed)
             states = []
             for position, token in enumerate(segment.token_ids, segment.start):
                 state = BROKEN if row.request_id in self.broken else advance(state, token)
                 states.append(state)
-                pool.put(segment.page_ids, position, state)
+                pool[pool.slot(segment, position)] = state
             batch.states.append(states)
         values = [math.nan if s == BROKEN else 0.0 for states in batch.states for s in states]
         return ForwardOutput(torch.tensor(values)[:, None], self._logits(batch))
 
     def _check_context(self, row: PlanRow, segment: Segment, pool: Pages) -> None:
-        """I7: the pages before a segment hold the KV of exactly the tokens on its path."""
-        size, chain = pool.page_size, self._chains.of(row)
-        held = [
-            each for i in segment.page_ids[: -(-segment.start // size)] for each in pool.data[i]
-        ]
-        if held[: segment.start] != chain[: segment.start]:
+        """I7: what stands before the draft is the KV of exactly the request's tokens."""
+        chain = self._chains.of(row)
+        stop = min(segment.start, len(chain))
+        held = [pool[pool.slot(segment, position)] for position in range(stop)]
+        if held != chain[:stop]:
             self._violation(f"foreign KV on the path of {row.request_id}")
 
     def _check_writes(self, row: PlanRow, segment: Segment, pool: Pages, written: set[int]) -> None:
-        """No page is written by two, and drafts have pages for every token."""
-        size = pool.page_size
-        if len(segment.page_ids) * size < segment.stop:
+        """No slot is written by two, and drafts have slots for every token."""
+        in_pages = segment.stop - len(segment.tail)
+        if len(segment.page_ids) * pool.page_size < in_pages:
             self._violation(f"a page table of {row.request_id} is too short for its step")
-        pages = set(segment.page_ids[segment.start // size : -(-segment.stop // size)])
-        if pages & written:
-            self._violation(f"{row.request_id} writes a page that another path writes")
-        written |= pages
+        slots = {pool.slot(segment, at) for at in range(segment.start, segment.stop)}
+        if slots & written or len(slots) < len(segment.token_ids):
+            self._violation(f"{row.request_id} writes a slot that another path writes")
+        written |= slots
 
     def _logits(self, batch: Laid) -> torch.Tensor:
         """[num_logits, vocab], 1 at the token that follows."""
@@ -187,21 +195,26 @@ class HashDecoder:
     def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
         """What `core.sampling.verifier` does at temperature 0."""
         finite = logits.isfinite().all(dim=-1).tolist()
-        chosen = iter(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
-        return [
-            _verified(row.draft, [next(chosen) for _ in range(len(row.draft) + 1)]) for row in rows
-        ]
+        chosen = list(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
+        found = []
+        for row in rows:
+            found.append(_verified(row, chosen[: len(row.draft) + 1]))
+            del chosen[: len(row.draft) + 1]
+        return found
 
 
-def _verified(draft: Sequence[int], chosen: Sequence[tuple[int, bool]]) -> Verified:
-    token_ids: list[int] = []
-    for position, (token_id, is_finite) in enumerate(chosen):
+def _verified(row: VerifyRow, chosen: Sequence[tuple[int, bool]]) -> Verified:
+    token_ids, path = list[int](), list[int]()
+    node: int | None = -1
+    while node is not None:
+        token_id, is_finite = chosen[node + 1]
         if not is_finite:
-            return Verified(tuple(token_ids), len(token_ids), error=NOT_FINITE)
+            return Verified(tuple(token_ids), tuple(path), error=NOT_FINITE)
         token_ids.append(token_id)
-        if position < len(draft) and draft[position] != token_id:
-            return Verified(tuple(token_ids), position)
-    return Verified(tuple(token_ids), len(draft))
+        node = row.child(node, token_id)
+        if node is not None:
+            path.append(node)
+    return Verified(tuple(token_ids), tuple(path))
 
 
 @dataclass

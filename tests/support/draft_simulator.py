@@ -152,11 +152,34 @@ class Served:
     plan: DraftPlan = NO_DRAFT_PLAN
     num_hits: int = 0
     num_uncached_draft_tokens: int = 0  # tokens that the draft model lacks behind the step
+    num_grown: int = 0  # tokens that the draft model guesses
+
+    @property
+    def num_own(self) -> int:
+        """Those that count: the draft model guesses nothing until it has caught up."""
+        return 0 if self.num_uncached_draft_tokens else self.num_grown
+
+    @property
+    def num_own_hits(self) -> int:
+        """How many of them are right."""
+        return self.seat.hits(self.num_own, lm=True)
+
+    @property
+    def num_known_hits(self) -> int:
+        """How many of the tokens that were looked up are right."""
+        return self.seat.hits(self.plan.draft.height, lm=False)
 
     @property
     def num_drafted(self) -> int:
-        """Tokens that are verified: the draft model guesses nothing until it has caught up."""
-        return 0 if self.num_uncached_draft_tokens else self.plan.depth
+        """Tokens that are verified: what was looked up and the model's, those of both once."""
+        shared = min(self.num_own_hits, self.num_known_hits)
+        return self.num_own + self.plan.draft.height - shared
+
+    def odds(self, length: int) -> float:
+        """That so many tokens of the draft model come true, as it knows."""
+        chance = self.seat.regime.lm
+        assert chance is not None
+        return float(np.prod([chance(self.seat.at + ahead, ahead) for ahead in range(length)]))
 
 
 class Policy(Protocol):
@@ -358,19 +381,40 @@ def _next(seat: Seat, policy: Policy) -> Served:
     return Served(seat, request, limit=ANSWER - request.num_output - 1)
 
 
+def _grow(served: Sequence[Served]) -> None:
+    """Chains of the draft model, which weighs its tokens as the prices of the plans ask."""
+    live = [each for each in served if each.plan.max_draft]
+    for each in served:
+        each.num_grown = 0
+    while live:
+        worthy = []
+        for each in live:
+            odds = each.odds(each.num_grown + 1)
+            if each.num_grown < each.plan.max_draft and odds > each.plan.row_price:
+                each.num_grown += 1
+                worthy.append(odds)
+        live = [each for each in live if each.num_grown < each.plan.max_draft]
+        gains = [each.odds(each.num_grown + 1) - each.plan.row_price for each in live]
+        live = [each for each, gain in zip(live, gains, strict=True) if gain > 0.0]
+        price = max(each.plan.pass_price for each in served)
+        if not worthy or (price and sum(gain for gain in gains if gain > 0.0) <= price):
+            return
+
+
 def _decode(served: Sequence[Served], lm_len: dict[str, int]) -> Work:
     """What comes true of the plans. ``lm_len``: tokens of each whose KV the draft model has."""
     first_rows, depths = 0, []
+    _grow(served)
     for each in served:
         is_lm = each.plan.max_draft > 0
         if is_lm:
             lacking = len(each.request.tokens) - lm_len.get(each.request.request_id, 0)
             first_rows += min(WINDOW, lacking)
             each.num_uncached_draft_tokens = max(0, lacking - WINDOW)
-            depths.append(each.num_drafted)
-        each.num_hits = each.seat.hits(each.num_drafted, lm=is_lm)
+            depths.append(each.num_own)
+        each.num_hits = max(each.num_own_hits, each.num_known_hits)
         if is_lm:
-            right = min(each.num_hits, max(0, each.num_drafted - 1))  # the last has no KV
+            right = min(each.num_own_hits, max(0, each.num_own - 1))  # the last has no KV
             lm_len[each.request.request_id] = (
                 len(each.request.tokens) - each.num_uncached_draft_tokens + right
             )
@@ -410,6 +454,9 @@ def _output(each: Served) -> RowOutput:
         token_ids=[RIGHT] * (each.num_hits + 1),
         num_proposed=each.num_drafted,
         num_accepted=each.num_hits,
-        draft_len=each.num_drafted,
+        draft_len=max(each.num_own, each.plan.draft.height),
+        num_levels=each.num_own,
+        num_ranked=each.num_own,
+        accepted_ranks=range(each.num_own_hits),
         num_uncached_draft_tokens=each.num_uncached_draft_tokens,
     )

@@ -31,6 +31,7 @@ from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
 from foretoken.radix_cache import PrefixCache
 from support.checkpoints import void_item
+from support.draft_trees import TreeProposer
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.tiny_heads import join_random
@@ -162,6 +163,7 @@ SYNTHETIC = {
     "wrong": Wrong,
     "peeking": Peeking,
     "raising": Raising,
+    "trees": TreeProposer,
 }
 
 

@@ -126,21 +126,38 @@ FT_INLINE void fetch_soon(const char *row, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
+/* Keys of a segment from a position on that lie behind each other in a page. */
+typedef struct {
+    int64_t page, offset, count;
+} key_run;
+
+/* Those before `stop`; the tail's, wherever it has put them, one by one. */
+static key_run find_run(const attend_job *job, int64_t segment, int64_t position, int64_t stop) {
+    const ft_batch *batch = job->batch;
+    int64_t size = job->kv->page_size, tail = batch->tail_from[segment];
+    if (position >= tail) {
+        int64_t slot = batch->tails[batch->first_tails[segment] + position - tail];
+        return (key_run){slot / size, slot % size, 1};
+    }
+    int64_t page = batch->page_table[segment * batch->max_pages + position / size];
+    int64_t offset = position % size, count = ft_min(stop, tail) - position;
+    return (key_run){page, offset, ft_min(count, size - offset)};
+}
+
 /* Addresses of a step's keys, and behind them of zeros. */
 static void find_keys(const attend_task *task, const ft_attend_step *step, const char **rows) {
     const attend_job *job = task->job;
     int64_t segment = task->parts[step->first].segment, lo = step->lo;
-    const int64_t *pages = job->batch->page_table + segment * job->batch->max_pages;
-    int64_t size = job->kv->page_size, bytes = vector_bytes(task), scales = job->kv->scales_at;
+    int64_t bytes = vector_bytes(task), scales = job->kv->scales_at;
     for (int64_t i = 0; i < step->count;) {
-        int64_t offset = (lo + i) % size, stop = ft_min(step->count, i + size - offset);
-        int64_t page = pages[(lo + i) / size];
-        const char *row = ft_page(job->kv, job->heads, page, job->layer, 0, task->head);
+        key_run run = find_run(job, segment, lo + i, lo + step->count);
+        const char *row = ft_page(job->kv, job->heads, run.page, job->layer, 0, task->head);
         if (scales) {
-            fetch_soon(row + scales + offset * 4, (stop - i) * 4);
-            fetch_soon(row + scales + offset * 4 + value_offset(task), (stop - i) * 4);
+            fetch_soon(row + scales + run.offset * 4, run.count * 4);
+            fetch_soon(row + scales + run.offset * 4 + value_offset(task), run.count * 4);
         }
-        for (row += offset * bytes; i < stop; i++, row += bytes) rows[i] = row;
+        row += run.offset * bytes;
+        for (int64_t stop = i + run.count; i < stop; i++, row += bytes) rows[i] = row;
     }
     for (int64_t i = step->count; i < KEYS; i++) rows[i] = (const char *)zeros;
 }

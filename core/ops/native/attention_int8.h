@@ -22,18 +22,15 @@ enum { PARTS = 16 / FT_LANES }; /* vectors of sixteen sums */
 static void load_scales(const attend_task *task, attend_space *space, const ft_attend_step *step) {
     const attend_job *job = task->job;
     int64_t segment = task->parts[step->first].segment, lo = step->lo;
-    const int64_t *pages = job->batch->page_table + segment * job->batch->max_pages;
-    int64_t size = job->kv->page_size;
     memset(space->key_scales, 0, sizeof space->key_scales);
     memset(space->value_scales, 0, sizeof space->value_scales);
     for (int64_t i = 0; i < step->count;) {
-        int64_t offset = (lo + i) % size, count = ft_min(step->count - i, size - offset);
-        int64_t page = pages[(lo + i) / size];
-        const char *block = ft_page(job->kv, job->heads, page, job->layer, 0, task->head);
-        const char *scales = block + job->kv->scales_at + offset * 4;
-        memcpy(space->key_scales + i, scales, (size_t)count * 4);
-        memcpy(space->value_scales + i, scales + value_offset(task), (size_t)count * 4);
-        i += count;
+        key_run run = find_run(job, segment, lo + i, lo + step->count);
+        const char *block = ft_page(job->kv, job->heads, run.page, job->layer, 0, task->head);
+        const char *scales = block + job->kv->scales_at + run.offset * 4;
+        memcpy(space->key_scales + i, scales, (size_t)run.count * 4);
+        memcpy(space->value_scales + i, scales + value_offset(task), (size_t)run.count * 4);
+        i += run.count;
     }
     ft_vec taint = v_set(0.0f);
     for (int i = 0; i < KEYS; i += 16)

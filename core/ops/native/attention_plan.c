@@ -14,9 +14,9 @@ typedef struct {
     int64_t segment;
 } sharer;
 
-/* Keys of the whole blocks before a segment's rows. */
+/* Keys of the whole blocks before a segment's rows and before its tail. */
 static int64_t whole_blocks(const ft_batch *batch, int64_t segment) {
-    return batch->starts[segment] / KEYS * KEYS;
+    return ft_min(batch->starts[segment], batch->tail_from[segment]) / KEYS * KEYS;
 }
 
 static sharer find_sharer(const ft_batch *batch, int64_t page_size, int64_t segment) {

@@ -17,6 +17,9 @@ typedef struct {
     const int64_t *lens;       /* [num_segments] rows, 1 or more; together num_rows */
     const int64_t *first_rows; /* [num_segments] */
     const int64_t *page_table; /* [num_segments, max_pages] page ids by position */
+    const int64_t *tail_from;  /* [num_segments] from this position on, slots are in the tail */
+    const int64_t *first_tails; /* [num_segments] where in `tails` a segment's begin */
+    const int64_t *tails;       /* slots by position */
     const int64_t *slots;      /* [num_rows] page id * page_size + offset, where KV is written */
     const float *cos, *sin;    /* [tables, num_rows, head_dim / 2] */
 } ft_batch;

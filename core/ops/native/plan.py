@@ -31,6 +31,9 @@ class BatchStruct(ctypes.Structure):
         ("lens", _PTR),
         ("first_rows", _PTR),
         ("page_table", _PTR),
+        ("tail_from", _PTR),
+        ("first_tails", _PTR),
+        ("tails", _PTR),
         ("slots", _PTR),
         ("cos", _PTR),
         ("sin", _PTR),
@@ -92,7 +95,10 @@ class NativePlan:
             raise ValueError("the native kernels take batches without copies of their last row")
         if pool.block.dtype not in (pool.dtype, torch.int8):
             raise ValueError(f"the native kernels read no keys and values of {pool.block.dtype}")
-        arrays = (batch.starts, batch.lens, batch.first_rows, batch.page_table)
+        arrays = (
+            batch.starts, batch.lens, batch.first_rows, batch.page_table,
+            batch.tail_from, batch.first_tails, batch.tails,
+        )  # fmt: skip
         host = [np.ascontiguousarray(values, dtype=np.int64) for values in arrays]
         turns = [
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tables, strict=True)

@@ -12,18 +12,21 @@
 #define ODD_2 0x94d049bb133111ebu
 #define LN2 0.69314718f
 
+enum { FT_MOST = 8 }; /* tokens of a race that may be kept */
 enum { PIECE = 16384 }; /* logits that make a task worth another thread */
 
-/* Places one behind the other along a draft: each decides the token after the ones before it. The
- * walk ends at the first place whose token is not the draft's. */
+/* Places down a draft tree: each decides the token behind a node, and the walk goes to the child
+ * that has it; it ends where there is none. The first place is behind `tail`, which is empty where
+ * there are nodes. The place behind node n has the logits n + 1 rows below the first. */
 typedef struct {
     const ft_sampling *sampling;
-    int64_t first; /* row of the logits, and of the output */
-    int64_t num_places;
+    int64_t first;     /* row of the logits of the first place */
+    int64_t num_nodes; /* rows of the output: one more, its tokens one behind the other */
     const int64_t *tokens; /* of the request */
     int64_t num_tokens;
-    int64_t draft;    /* where its draft begins in `drafts` */
-    int64_t tail_len; /* draft tokens before the first place */
+    int64_t draft;   /* where the nodes' ids begin in `drafts`, or those of the tail */
+    int64_t parents; /* where the nodes' parents do; -1: each is the child of the one before */
+    int64_t tail_len;
     const uint8_t *mask;
 } ft_walk;
 
@@ -36,6 +39,8 @@ typedef struct {
     double tau;          /* on top of the temperature */
     int64_t *tokens;     /* [rows] out: a token or FT_NOT_FINITE, FT_ALL_BANNED */
     int64_t *num_places; /* [walks] out: places decided, the failed one included */
+    int64_t num_best;    /* 0: one token each, along the walks; else so many of each first place */
+    float *scores;       /* [rows, num_best] out, as `tokens` then */
     atomic_int failed;   /* no memory */
 } choose_job;
 
@@ -116,25 +121,48 @@ FT_INLINE void bound_block(const float *scaled, const int64_t *hashes, uint64_t 
 #define BOUND_OFFSET (LN2 * 158.0f) /* exponent bias, and 31 bits */
 #define SLACK 1e-3f
 
+/* The best so far, most often one: falling, of equal scores the lower id first. */
 typedef struct {
     uint64_t key;
     const int64_t *hashes;
-    float best;
-    int64_t id;
+    int64_t width;           /* how many are kept */
+    float scores[FT_MOST];   /* -inf where there is none */
+    int64_t ids[FT_MOST];
 } gumbel_argmax;
+
+/* What a score needs at least to be kept. */
+FT_INLINE float least_kept(const gumbel_argmax *argmax) { return argmax->scores[argmax->width - 1]; }
+
+static void keep(gumbel_argmax *argmax, float score, int64_t id) {
+    int64_t at = argmax->width - 1;
+    float *scores = argmax->scores;
+    if (score < scores[at] || (score == scores[at] && id >= argmax->ids[at])) return;
+    for (; at > 0 && (score > scores[at - 1] || (score == scores[at - 1] && id < argmax->ids[at - 1]));
+         at--) {
+        scores[at] = scores[at - 1];
+        argmax->ids[at] = argmax->ids[at - 1];
+    }
+    scores[at] = score;
+    argmax->ids[at] = id;
+}
+
+static gumbel_argmax begin_race(uint64_t key, const int64_t *hashes, int64_t width, int64_t vocab) {
+    gumbel_argmax argmax = {.key = key, .hashes = hashes, .width = width};
+    for (int64_t i = 0; i < width; i++) {
+        argmax.scores[i] = -INFINITY;
+        argmax.ids[i] = vocab;
+    }
+    return argmax;
+}
 
 static void enter(gumbel_argmax *argmax, const ft_row *row, int64_t id) {
     float scaled = (row->values[id] - row->top) / row->degree;
-    float score = gumbel(noise_word(argmax->hashes[id], argmax->key)) + scaled;
-    if (score > argmax->best || (score == argmax->best && id < argmax->id)) {
-        argmax->best = score;
-        argmax->id = id;
-    }
+    keep(argmax, gumbel(noise_word(argmax->hashes[id], argmax->key)) + scaled, id);
 }
 
 /* `scaled` [FT_BLOCK] may be off by rounding; -inf for those who take no part. */
 static void race_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, const float *scaled) {
-    float bounds[FT_BLOCK], needed = argmax->best - BOUND_OFFSET - SLACK;
+    float bounds[FT_BLOCK], needed = least_kept(argmax) - BOUND_OFFSET - SLACK;
     int64_t count = ft_min(FT_BLOCK, row->vocab - at);
     if (count == FT_BLOCK)
         bound_block(scaled, argmax->hashes + at, argmax->key, FT_BLOCK, bounds);
@@ -147,13 +175,14 @@ static void race_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, con
     for (int64_t i = 0; i < count; i++)
         if (bounds[i] >= needed && scaled[i] > -INFINITY) {
             enter(argmax, row, at + i);
-            needed = argmax->best - BOUND_OFFSET - SLACK;
+            needed = least_kept(argmax) - BOUND_OFFSET - SLACK;
         }
 }
 
 static void race_all(gumbel_argmax *argmax, const ft_row *row) {
     float scaled[FT_BLOCK], factor = 1.0f / row->degree;
-    enter(argmax, row, find_id(row)); /* a good one first: others must beat it */
+    /* A good one first: others must beat it. Beside it the rest of the race would enter it again. */
+    if (argmax->width == 1) enter(argmax, row, find_id(row));
     for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
         const float *values = row->values + at;
         int64_t count = ft_min(FT_BLOCK, row->vocab - at);
@@ -195,21 +224,44 @@ static void race_kept(gumbel_argmax *argmax, const ft_row *row, ft_kept kept) {
 
 /* -- a place ---------------------------------------------------------------------------------- */
 
-static int64_t draw(const choose_job *job, ft_row *row, const ft_sampling *sampling, int64_t position,
-                    const row_space *space) {
-    if (sampling->temperature == 0.0) return find_id(row);
+/* The best of a greedy row. */
+static void race_plain(gumbel_argmax *argmax, const ft_row *row) {
+    for (int64_t at = 0; at < row->vocab; at += FT_BLOCK) {
+        int64_t stop = ft_min(row->vocab, at + FT_BLOCK);
+        float top = row->values[at];
+        for (int64_t i = at + 1; i < stop; i++) top = fmaxf(top, row->values[i]);
+        if (top <= least_kept(argmax)) continue;
+        for (int64_t i = at; i < stop; i++) keep(argmax, row->values[i], i);
+    }
+}
+
+/* Several tokens of a row, the best first. */
+static gumbel_argmax race(const choose_job *job, ft_row *row, const ft_sampling *sampling,
+                          int64_t position, const row_space *space, int64_t width) {
+    uint64_t key = stream_key(sampling->seed, position);
+    gumbel_argmax argmax = begin_race(key, job->hashes, width, row->vocab);
+    if (sampling->temperature == 0.0) {
+        race_plain(&argmax, row);
+        return argmax;
+    }
     double degree = sampling->temperature * job->tau;
     row->degree = (float)(degree > 1e-30 ? degree : 1e-30); /* less would be 0 */
-    gumbel_argmax argmax = {stream_key(sampling->seed, position), job->hashes, -INFINITY, row->vocab};
     if (ft_is_cut(sampling, row->vocab))
         race_kept(&argmax, row, ft_cut(row, sampling, &space->cut));
     else
         race_all(&argmax, row);
-    return argmax.id;
+    return argmax;
 }
 
-static int64_t choose(const choose_job *job, const float *logits, const ft_sampling *sampling,
-                      const ft_path *path, const row_space *space) {
+static int64_t draw(const choose_job *job, ft_row *row, const ft_sampling *sampling, int64_t position,
+                    const row_space *space) {
+    if (sampling->temperature == 0.0) return find_id(row);
+    return race(job, row, sampling, position, space, 1).ids[0];
+}
+
+/* The logits that decide, or an error in place of a token. */
+static int64_t process(const choose_job *job, const float *logits, const ft_sampling *sampling,
+                       const ft_path *path, const row_space *space, ft_row *found) {
     ft_row row = {logits, job->vocab, find_top(logits, job->vocab), 1.0f};
     if (!isfinite(row.top)) return FT_NOT_FINITE;
     if (ft_is_edited(sampling, path)) {
@@ -219,22 +271,67 @@ static int64_t choose(const choose_job *job, const float *logits, const ft_sampl
         row.top = find_top(space->values, job->vocab);
         if (!isfinite(row.top)) return FT_ALL_BANNED;
     }
+    *found = row;
+    return 0;
+}
+
+static int64_t choose(const choose_job *job, const float *logits, const ft_sampling *sampling,
+                      const ft_path *path, const row_space *space) {
+    ft_row row;
+    int64_t error = process(job, logits, sampling, path, space, &row);
+    if (error) return error;
     return draw(job, &row, sampling, ft_path_len(path) - sampling->prompt_len, space);
+}
+
+/* The child of `node` that has this token; -1 where there is none. */
+static int64_t find_child(const choose_job *job, const ft_walk *walk, int64_t node, int64_t token) {
+    const int64_t *draft = job->drafts + walk->draft;
+    int64_t next = node + 1;
+    if (token < 0) return -1;
+    if (walk->parents < 0) return next < walk->num_nodes && draft[next] == token ? next : -1;
+    const int64_t *parents = job->drafts + walk->parents;
+    for (; next < walk->num_nodes; next++)
+        if (parents[next] == node && draft[next] == token) return next;
+    return -1;
 }
 
 static void walk_draft(choose_job *job, int64_t index, const row_space *space) {
     const ft_walk *walk = &job->walks[index];
-    const int64_t *draft = job->drafts + walk->draft;
-    ft_path path = {walk->tokens, walk->num_tokens, draft, walk->tail_len, walk->mask};
-    int64_t place = 0, token;
+    int64_t *tokens = job->tokens + walk->first, node = -1, count = 0;
+    /* Behind the first place the tail is what was chosen so far. */
+    const int64_t *tail = walk->num_nodes ? tokens : job->drafts + walk->draft;
+    ft_path path = {walk->tokens, walk->num_tokens, tail, walk->tail_len, walk->mask};
     do {
-        const float *logits = job->logits + (walk->first + place) * job->vocab;
-        path.tail_len = walk->tail_len + place;
-        token = choose(job, logits, walk->sampling, &path, space);
-        job->tokens[walk->first + place] = token;
-        place++;
-    } while (place < walk->num_places && token == draft[path.tail_len] && token >= 0);
-    job->num_places[index] = place;
+        const float *logits = job->logits + (walk->first + 1 + node) * job->vocab;
+        path.tail_len = walk->tail_len + count;
+        tokens[count] = choose(job, logits, walk->sampling, &path, space);
+        node = find_child(job, walk, node, tokens[count++]);
+    } while (node >= 0);
+    job->num_places[index] = count;
+}
+
+/* The best tokens of a walk's only place; `num_places` says how many there are. */
+static void find_best(choose_job *job, int64_t index, const row_space *space) {
+    const ft_walk *walk = &job->walks[index];
+    int64_t *tokens = job->tokens + walk->first * job->num_best, count = 0;
+    float *scores = job->scores + walk->first * job->num_best;
+    const int64_t *tail = job->drafts + walk->draft;
+    ft_path path = {walk->tokens, walk->num_tokens, tail, walk->tail_len, walk->mask};
+    ft_row row;
+    int64_t position = ft_path_len(&path) - walk->sampling->prompt_len;
+    const float *logits = job->logits + walk->first * job->vocab;
+    int64_t error = process(job, logits, walk->sampling, &path, space, &row);
+    if (error) {
+        tokens[0] = error;
+        job->num_places[index] = 1;
+        return;
+    }
+    gumbel_argmax found = race(job, &row, walk->sampling, position, space, job->num_best);
+    for (; count < job->num_best && isfinite(found.scores[count]); count++) {
+        tokens[count] = found.ids[count];
+        scores[count] = found.scores[count];
+    }
+    job->num_places[index] = count;
 }
 
 static int find_space(int64_t vocab, row_space *space) {
@@ -256,14 +353,32 @@ static void choose_piece(void *context, int64_t begin, int64_t end) {
         atomic_store(&job->failed, 1);
         return;
     }
-    for (int64_t index = begin; index < end; index++) walk_draft(job, index, &space);
+    for (int64_t index = begin; index < end; index++) {
+        if (job->num_best)
+            find_best(job, index, &space);
+        else
+            walk_draft(job, index, &space);
+    }
+}
+
+static int run(choose_job *job, int64_t num_walks) {
+    ft_parallel(choose_piece, job, num_walks, ft_max(1, PIECE / ft_max(job->vocab, 1)));
+    return atomic_load(&job->failed) ? -1 : 0;
 }
 
 /* Returns 0, or -1 when there is no memory. */
 FT_EXPORT int ft_choose(const float *logits, int64_t vocab, const int64_t *hashes,
                         const ft_walk *walks, int64_t num_walks, const int64_t *drafts, double tau,
                         int64_t *tokens, int64_t *num_places) {
-    choose_job job = {logits, vocab, hashes, walks, drafts, tau, tokens, num_places, 0};
-    ft_parallel(choose_piece, &job, num_walks, ft_max(1, PIECE / ft_max(vocab, 1)));
-    return atomic_load(&job.failed) ? -1 : 0;
+    choose_job job = {logits, vocab, hashes, walks, drafts, tau, tokens, num_places, 0, NULL, 0};
+    return run(&job, num_walks);
+}
+
+/* The best `num_best` tokens of the first place of each walk, FT_MOST at most, and their scores.
+ * Returns 0, or -1 when there is no memory. */
+FT_EXPORT int ft_best(const float *logits, int64_t vocab, const int64_t *hashes,
+                      const ft_walk *walks, int64_t num_walks, const int64_t *drafts, double tau,
+                      int64_t num_best, int64_t *tokens, float *scores, int64_t *counts) {
+    choose_job job = {logits, vocab, hashes, walks, drafts, tau, tokens, counts, num_best, scores, 0};
+    return run(&job, num_walks);
 }

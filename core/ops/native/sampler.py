@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from ...sampling.logits_processors import SampleRow, out_of_vocabulary
 from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
+    Best,
     Choice,
     Verified,
     VerifyRow,
@@ -34,6 +35,7 @@ from ...sampling.verifier import (
 from .library import NativeLibrary
 
 _I64, _PTR, _F32, _F64 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_double
+MOST_BEST = 8  # as in sample.c
 _ERRORS = {-1: NOT_FINITE, -2: ALL_BANNED}  # as in sample.h
 
 
@@ -136,16 +138,14 @@ class NativeSampler:
         starts = first_rows(logits, rows)
         runs: list[list[int]] = [[] for _ in rows]
         errors: list[str | None] = [None] * len(rows)
-        live: Sequence[int] = range(len(rows))
-        while live:
+        nodes = dict.fromkeys(range(len(rows)), -1)  # of live rows: behind which one to decide next
+        while nodes:
             call = _Call(self._library, logits)
-            for i in live:
-                row, depth = rows[i], len(runs[i])
-                form = row.sampling.form(_SamplingForm, call.vocab_size)
-                call.add(form, row.tokens, row.draft, depth, starts[i] + depth)
-            for i, (token_ids, errors[i]) in zip(live, call.run(), strict=True):
+            for i, node in nodes.items():
+                call.add_walk(rows[i], node, starts[i])
+            for i, (token_ids, errors[i]) in zip(nodes, call.run(), strict=True):
                 runs[i] += token_ids
-            live = [i for i in live if errors[i] is None and _goes_on(rows[i], runs[i])]
+            nodes = _next_nodes(rows, runs, errors, nodes)
         return [
             verified(logits, row, start, run, error)
             for row, start, run, error in zip(rows, starts, runs, errors, strict=True)
@@ -160,15 +160,41 @@ class NativeSampler:
         call = _Call(self._library, logits, temperature_scale)
         for i, row in enumerate(rows):
             form = row.sampling.form(_SamplingForm, call.vocab_size)
-            call.add(form, row.tokens, row.tail, len(row.tail), i)
+            call.add(form, row.tokens, row.tail, i)
         return [Choice(ids[0] if ids else -1, error) for ids, error in call.run()]
 
+    def best(
+        self,
+        logits: Tensor,
+        rows: Sequence[SampleRow],
+        num_best: int,
+        *,
+        temperature_scale: float = 1.0,
+    ) -> list[Best]:
+        """The tokens nearest to being drawn, at most `MOST_BEST`; see `verifier.best`."""
+        if len(rows) != len(logits) or not 0 < num_best <= MOST_BEST:
+            raise ValueError(f"{len(logits)} rows of logits for the {num_best} best of {len(rows)}")
+        call = _Call(self._library, logits, temperature_scale)
+        for i, row in enumerate(rows):
+            form = row.sampling.form(_SamplingForm, call.vocab_size)
+            call.add(form, row.tokens, row.tail, i)
+        return call.run_best(num_best)
 
-def _goes_on(row: VerifyRow, run: Sequence[int]) -> bool:
-    """Whether a constraint must be asked about the place behind a run that the draft foresaw."""
-    if row.sampling.constraint is None:
-        return False
-    return len(run) <= len(row.draft) and run[-1] == row.draft[len(run) - 1]
+
+def _next_nodes(
+    rows: Sequence[VerifyRow],
+    runs: Sequence[Sequence[int]],
+    errors: Sequence[str | None],
+    nodes: Mapping[int, int],
+) -> dict[int, int]:
+    """The nodes that a walk has come to behind which a constraint must be asked."""
+    found = {}
+    for i, node in nodes.items():
+        if errors[i] is None and rows[i].sampling.constraint is not None:
+            child = rows[i].child(node, runs[i][-1])
+            if child is not None:
+                found[i] = child
+    return found
 
 
 class _Call:
@@ -190,27 +216,46 @@ class _Call:
     def vocab_size(self) -> int:
         return self._logits.shape[-1]
 
-    def add(
-        self, form: _SamplingForm, tokens: array[int], draft: Sequence[int], depth: int, first: int
-    ) -> None:
-        """Decide the place behind ``depth`` tokens of a draft by row ``first`` of the logits.
+    def add_walk(self, row: VerifyRow, node: int, start: int) -> None:
+        """Decide the place behind a node of a draft, whose logits begin at row ``start``.
 
-        Then those after it, one row each, while the draft is right; but a constraint must be
-        asked before every place, so there the walk ends at once.
+        Then those below it, while the draft is right; but a constraint must be asked before every
+        place, so there the walk ends at once.
         """
-        address, mask, num_places = form.address, 0, len(draft) - depth + 1
+        form = row.sampling.form(_SamplingForm, self.vocab_size)
         if form.is_special:
-            mask, refusal = self._ask(form, tokens, draft[:depth])
-            num_places = 1
+            self.add(form, row.tokens, row.tail(node), start + 1 + node)
+        else:
+            self.add(form, row.tokens, (), start, row.draft, row.parents)
+
+    def add(
+        self,
+        form: _SamplingForm,
+        tokens: array[int],
+        tail: Sequence[int],
+        first: int,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] = (),
+    ) -> None:
+        """Decide the place behind ``tail`` by row ``first`` of the logits.
+
+        Then, where there is no tail, those behind the nodes of a draft on the way down.
+        """
+        address, mask = form.address, 0
+        if form.is_special:
+            mask, refusal = self._ask(form, tokens, tail)
             if refusal is not None:
                 self._refusals[len(self._firsts)] = refusal
                 address = _JUDGED_ADDRESS
         at, num_tokens = tokens.buffer_info()
+        drafts = self._drafts
+        drafts_at, parents_at = len(drafts), len(drafts) + len(draft) if parents else -1
         self._firsts.append(first)
         self._walks += (
-            address, first, num_places, at, num_tokens, len(self._drafts), depth, mask,
+            address, first, len(draft), at, num_tokens, drafts_at, parents_at, len(tail), mask,
         )  # fmt: skip
-        self._drafts.extend(draft)
+        drafts.extend(draft or tail)
+        drafts.extend(parents)
 
     def _ask(
         self, form: _SamplingForm, tokens: array[int], tail: Sequence[int]
@@ -240,16 +285,9 @@ class _Call:
         walks, tokens = array("q", self._walks), array("q", bytes(8 * num_rows))
         counts = array("q", bytes(8 * len(self._firsts)))
         failed = self._library.c.ft_choose(
-            self._logits.data_ptr(),
-            vocab_size,
-            hashes.data_ptr(),
-            _at(walks),
-            len(counts),
-            _at(self._drafts),
-            self._temperature_scale,
-            _at(tokens),
-            _at(counts),
-        )
+            self._logits.data_ptr(), vocab_size, hashes.data_ptr(), _at(walks), len(counts),
+            _at(self._drafts), self._temperature_scale, _at(tokens), _at(counts),
+        )  # fmt: skip
         if failed:
             raise MemoryError("no memory to choose tokens in")
         chosen = tokens.tolist()
@@ -258,6 +296,28 @@ class _Call:
             self._outcome(index, chosen[first : first + count])
             for index, (first, count) in enumerate(spans)
         ]
+
+    def run_best(self, num_best: int) -> list[Best]:
+        """Of every walk, whose only place is its first: the best tokens and their scores."""
+        num_rows, vocab_size = self._logits.shape
+        hashes = vocabulary_hashes(vocab_size, self._logits.device)
+        walks, counts = array("q", self._walks), array("q", bytes(8 * num_rows))
+        tokens = array("q", bytes(8 * num_rows * num_best))
+        scores = array("f", bytes(4 * num_rows * num_best))
+        failed = self._library.c.ft_best(
+            self._logits.data_ptr(), vocab_size, hashes.data_ptr(), _at(walks), num_rows,
+            _at(self._drafts), self._temperature_scale, num_best, _at(tokens),
+            scores.buffer_info()[0], _at(counts),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no memory to choose tokens in")
+        found = []
+        for index, count in enumerate(counts):
+            span = slice(index * num_best, index * num_best + count)
+            ids, error = self._outcome(index, tokens[span].tolist())
+            best = Best(tuple(ids), tuple(scores[span]))
+            found.append(best if error is None else Best((), (), error))
+        return found
 
     def _outcome(self, index: int, token_ids: list[int]) -> tuple[list[int], str | None]:
         error = _ERRORS.get(token_ids[-1]) or self._refusals.get(index)

@@ -29,6 +29,15 @@ _ROW_MULTIPLE = 4  # float32 bmm rounds the odd rows of 5, 6, 7, 9 otherwise (me
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TailRows:
+    """K and V rows of a block whose slots are those of tails."""
+
+    rows: Tensor  # [n] of the block's
+    blocks: Tensor  # [n] the pool's blocks of layer 0 that hold them
+    offsets: Tensor  # [n] places in these
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Positions ``[lo, lo + width)`` of the sequences ``[first, last)`` of a group."""
 
@@ -36,7 +45,9 @@ class Block:
     last: int
     width: int
     kv_rows: Tensor  # [2 * count * num_kv_heads * pages] into the pool's blocks of layer 0
-    void_rows: Tensor | None  # K and V rows behind a sequence's end: stale content, NaN perhaps
+    # K and V rows behind the end of what a sequence has in its pages: stale content, NaN perhaps
+    void_rows: Tensor | None
+    tail: TailRows | None
     masked_from: int  # first sequence with a hidden position, counted from ``first``
     seen: Tensor | None  # [count - masked_from, 1, num_rows, 1, width] 1 where seen, 0 where hidden
     mask: Tensor | None  # the same, to be added: 0 where seen, very low where hidden
@@ -106,7 +117,19 @@ class TorchPlan:
         if block.void_rows is not None:
             # NaN plus the mask, or times weight 0, would be NaN.
             kv.view(-1, pool.head_dim).index_fill_(0, block.void_rows, 0.0)
+        if block.tail is not None:
+            found = self._vectors(pages, block.tail)
+            kv.view(-1, pool.head_dim).index_copy_(0, block.tail.rows, found)
         return kv.view(-1, block.width, pool.head_dim)
+
+    def _vectors(self, pages: Tensor, tail: TailRows) -> Tensor:
+        """Keys and values of tails, ``[n, head_dim]``."""
+        vectors, scales = self._pool.split(pages)
+        whole = vectors.view(torch.int8) if vectors.itemsize == 1 else vectors
+        found = whole[tail.blocks, tail.offsets].view(vectors.dtype)
+        if scales is None:
+            return found
+        return from_scaled(found, scales[tail.blocks, tail.offsets], self._pool.dtype)
 
     def blocks(self, window: int | None) -> list[list[Block]]:
         """The blocks of every group, made at the first layer that has this window."""
@@ -168,6 +191,7 @@ class TorchPlan:
             return None
         first, last = int(seen.argmax()), len(seen) - int(seen[::-1].argmax())
         starts, stops = starts[first:last], stops[first:last]
+        members = group.members[first:last]
         width = self._width(int(stops.max()) - lo, size)
         masked = starts < lo + width - 1
         if window is not None:
@@ -179,8 +203,9 @@ class TorchPlan:
             first=first,
             last=last,
             width=width,
-            kv_rows=self._kv_rows(group.members[first:last], lo, width),
-            void_rows=self._void_rows(stops, lo, width),
+            kv_rows=self._kv_rows(members, lo, width),
+            void_rows=self._void_rows(self.batch.tail_from[members], lo, width),
+            tail=self._tail_rows(members, lo, width) if len(self.batch.tails) else None,
             masked_from=masked_from,
             seen=seen_keys,
             mask=None if seen_keys is None else (1.0 - seen_keys).mul_(HIDDEN),
@@ -215,6 +240,25 @@ class TorchPlan:
         keys = head * width + column[:, None]
         values = keys + len(stops) * num_kv_heads * width
         return self._to(np.concatenate((keys, values)).ravel())
+
+    def _tail_rows(self, members: IntArray, lo: int, width: int) -> TailRows | None:
+        """Where the keys and values at the positions of tails are."""
+        batch, pool = self.batch, self._pool
+        positions = np.arange(lo, lo + width)
+        behind = positions - batch.tail_from[members, None]
+        sequence, column = np.nonzero((behind >= 0) & (positions < batch.stops[members, None]))
+        if not len(sequence):
+            return None
+        slots = batch.tails[batch.first_tails[members[sequence]] + behind[sequence, column]]
+        kinds = np.arange(2)[:, None, None]
+        heads = np.arange(pool.num_kv_heads)
+        head_rows = (kinds * len(members) + sequence[:, None]) * pool.num_kv_heads + heads
+        pages = (slots // pool.page_size)[:, None] * (pool.num_layers * self._kv_heads)
+        return TailRows(
+            rows=self._to((head_rows * width + column[:, None]).ravel()),
+            blocks=self._to((pages + kinds * pool.num_kv_heads + heads).ravel()),
+            offsets=self._to(np.tile(np.repeat(slots % pool.page_size, pool.num_kv_heads), 2)),
+        )
 
     def _seen(self, positions: Tensor, lo: int, width: int, window: int | None) -> Tensor:
         keys = torch.arange(lo, lo + width, device=positions.device)

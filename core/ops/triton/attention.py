@@ -101,6 +101,8 @@ def attend_split(
     split,
     stop,  # first position that no query sees
     pages_ptr,
+    tail_from,  # first position whose slot is in the tail
+    tail_ptr,
     kv_ptr,
     scales_ptr,
     layer_block,
@@ -123,11 +125,15 @@ def attend_split(
     for lo in range(split * SPLIT, tl.minimum(stop, (split + 1) * SPLIT), TILE):
         key = lo + tl.arange(0, TILE)
         is_key = key < stop
-        page = tl.load(pages_ptr + key // PAGE_SIZE, mask=is_key, other=0)
+        in_tail = key >= tail_from
+        page = tl.load(pages_ptr + key // PAGE_SIZE, mask=is_key & (key < tail_from), other=0)
+        slot = tl.load(tail_ptr + key - tail_from, mask=is_key & in_tail, other=0)
+        page = tl.where(in_tail, slot // PAGE_SIZE, page)
+        place = tl.where(in_tail, slot, key) % PAGE_SIZE
         block = page.to(tl.int64) * page_blocks + layer_block
-        k = load_tile(kv_ptr, scales_ptr, block, key % PAGE_SIZE, is_key,
+        k = load_tile(kv_ptr, scales_ptr, block, place, is_key,
                       NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
-        v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, key % PAGE_SIZE, is_key,
+        v = load_tile(kv_ptr, scales_ptr, block + NUM_KV_HEADS, place, is_key,
                       NUM_ITEMS, SCALES_AT, HEAD_DIM, q.dtype)  # fmt: skip
         top, total, out = attend_tile(q, position, key, k, v, top, total, out, WINDOW, CAP)
     return top, total, out
@@ -155,7 +161,7 @@ def attend_kernel(
     places_ptr,  # [T] where a row's sums begin, or its tile's; -1: a tile of one stretch has none
     counts_ptr,  # [4] where in words the narrow items begin, and how many; the same of wide ones
     sinks_ptr,  # [NUM_HEADS] float32, read where HAS_SINKS
-    words_ptr,  # items of ITEM_WORDS numbers, and the rows and page ids that they speak of
+    words_ptr,  # items of ITEM_WORDS numbers, and the rows, page ids and slots that they speak of
     layer_block,  # index of the layer's first block in page 0
     page_blocks,  # blocks of one page
     NUM_HEADS: tl.constexpr,
@@ -195,9 +201,10 @@ def attend_kernel(
         q = tl.load(q_ptr + q_at, mask=is_row[:, None], other=0.0)
 
         first, last = tl.load(words + 3), tl.load(words + 4)
+        tail_from, tail_ptr = tl.load(words + 5), words_ptr + tl.load(words + 6)
         if IS_NARROW:
             top, total, out = attend_split(
-                q, position, first, stop, pages_ptr, kv_ptr, scales_ptr,
+                q, position, first, stop, pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                 layer_block + kv_head, page_blocks,
                 NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
                 SPLIT, TILE, TILE_ROWS, WINDOW, CAP,
@@ -212,7 +219,7 @@ def attend_kernel(
             out = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
             for split in range(first, last + 1):
                 split_top, split_total, split_out = attend_split(
-                    q, position, split, stop, pages_ptr, kv_ptr, scales_ptr,
+                    q, position, split, stop, pages_ptr, tail_from, tail_ptr, kv_ptr, scales_ptr,
                     layer_block + kv_head, page_blocks,
                     NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_ITEMS, SCALES_AT,
                     SPLIT, TILE, TILE_ROWS, WINDOW, CAP,

@@ -1,8 +1,8 @@
 """The fields of a pass's packet, and how the host writes them.
 
 ``words`` is one run of int32 of which a pass uses as much as it needs, so that what is copied
-grows with the work: the pages of all segments, then, for each work list and kind of tile, the rows
-of its items and the items. They point to each other by their place in it.
+grows with the work: the pages and tails of all segments, then, for each work list and kind of tile,
+the rows of its items and the items. They point to each other by their place in it.
 
 A pass that chooses, too, has ``controls`` and ``cuts``: what its sampler would else be sent.
 """
@@ -15,14 +15,16 @@ from typing import Any, TypeAlias
 import torch
 from numpy.typing import NDArray
 
-from ..batch import IntArray, RaggedBatch
+from ..batch import RaggedBatch
 from .graph_inputs import Field, HostFields
 from .sampling_form import NUM_COLUMNS, ROW
 from .sampling_inputs import SamplingInputs
 from .tile_schedule import TileSchedule, WorkItems
 
 Windows: TypeAlias = Sequence[int | None]
-ITEM_WORDS = 5  # where its rows are, how many, where its pages are, first split, last split
+# Of an item: where its rows are, how many, where its pages are, first split, last split, the first
+# position that is in its tail, where that is.
+ITEM_WORDS = 7
 
 
 def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -> list[Field]:
@@ -41,7 +43,8 @@ def fields(num_rows: int, num_works: int, num_words: int, num_places: int = 0) -
 def words_needed(batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
     """Words that a pass takes."""
     kinds = [items for work in works for items in (work.narrow, work.wide)]
-    return len(batch.pages) + sum(len(k.rows) + ITEM_WORDS * len(k) for k in kinds)
+    listed = len(batch.pages) + len(batch.tails)
+    return listed + sum(len(k.rows) + ITEM_WORDS * len(k) for k in kinds)
 
 
 def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> int:
@@ -55,13 +58,14 @@ def fill(to: HostFields, batch: RaggedBatch, works: Sequence[TileSchedule]) -> i
         _put(to["lanes"], works[0].lanes, -1)
     if batch.device_tokens is not None:  # else they are not read
         _put(to["sources"], batch.device_tokens.sources, -1)
-    words, used = to["words"], len(batch.pages)
-    words[:used] = batch.pages
+    words, num_pages = to["words"], len(batch.pages)
+    used = num_pages + len(batch.tails)
+    words[:num_pages], words[num_pages:used] = batch.pages, batch.tails
     for index, work in enumerate(works):
         counts = to[f"counts{index}"]
         for kind, items in enumerate((work.narrow, work.wide)):
             counts[2 * kind : 2 * kind + 2] = used + len(items.rows), len(items)
-            used = _put_items(words, used, items, batch.first_pages)
+            used = _put_items(words, used, items, batch)
         _put(to[f"places{index}"], work.places, -1)
     return used
 
@@ -90,7 +94,7 @@ def _put(field: NDArray[Any], values: NDArray[Any], padding: int) -> None:
     field[len(values) :] = padding
 
 
-def _put_items(words: NDArray[Any], at: int, items: WorkItems, first_pages: IntArray) -> int:
+def _put_items(words: NDArray[Any], at: int, items: WorkItems, batch: RaggedBatch) -> int:
     """Rows, then items; where they end."""
     items_at = at + len(items.rows)
     words[at:items_at] = items.rows
@@ -98,7 +102,9 @@ def _put_items(words: NDArray[Any], at: int, items: WorkItems, first_pages: IntA
     table = words[items_at:end].reshape(-1, ITEM_WORDS)
     table[:, 0] = items.first_rows + at
     table[:, 1] = items.num_rows
-    table[:, 2] = first_pages[items.tables]
+    table[:, 2] = batch.first_pages[items.tables]
     table[:, 3] = items.first_splits
     table[:, 4] = items.last_splits
+    table[:, 5] = batch.tail_from[items.tables]
+    table[:, 6] = len(batch.pages) + batch.first_tails[items.tables]
     return end

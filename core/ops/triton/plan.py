@@ -125,7 +125,7 @@ class DevicePlan:
     slots: Tensor  # [num_rows] int32: page_id * page_size + offset in the page; -1: no row
     logit_rows: Tensor  # [num_rows] int32; only as many as the batch has are set
     lanes: Tensor  # [num_rows] int32: place of a row in its wide tile; -1: it is in none
-    words: Tensor  # int32: pages, rows of items, items
+    words: Tensor  # int32: pages, tails, rows of items, items
     works: Mapping[int | None, Sequence[Work]]  # by window; parts to be computed in turn
     sums: Sums
     turns: Turns

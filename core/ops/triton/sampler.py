@@ -26,10 +26,12 @@ from ...sampling.logits_processors import SampleRow
 from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
+    Best,
     Choice,
     LogitsRow,
     Verified,
     VerifyRow,
+    best,
     walk_drafts,
 )
 from ..batch import SamplingPlan
@@ -71,6 +73,22 @@ class TritonSampler:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
         _check(len(logits), len(rows))
         return self._choose(logits, list(enumerate(rows)), temperature_scale)
+
+    def best(
+        self,
+        logits: Tensor,
+        rows: Sequence[SampleRow],
+        num_best: int,
+        *,
+        temperature_scale: float = 1.0,
+    ) -> list[Best]:
+        """The tokens nearest to being drawn, by torch's operations: the race keeps one winner.
+
+        So the first may differ from what `sample` draws as torch's choices may. Drafts alone follow
+        from it.
+        """
+        _check(len(logits), len(rows))
+        return best(logits, rows, num_best, temperature_scale=temperature_scale)
 
     def begin(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0

@@ -274,7 +274,8 @@ def _spread(firsts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
 def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArray]:
     """Segments so that sharers are neighbours, and how many positions each shares with the last.
 
-    Positions that a segment computes itself are its own, even if others share the page.
+    Positions that a segment computes itself, or has in a tail, are its own, even if others share
+    the page.
     """
     shared = np.zeros(len(segments), dtype=np.int64)
     if not _may_share(batch, segments):
@@ -283,7 +284,7 @@ def _by_pages(batch: RaggedBatch, segments: IntArray) -> tuple[IntArray, IntArra
     ends = (batch.first_pages + batch.page_counts).tolist()
     lists = [pages[lo * size : hi * size] for lo, hi in zip([0, *ends], ends, strict=False)]
     order = np.array(sorted(segments.tolist(), key=lists.__getitem__))  # in any order of page ids
-    tables, starts = batch.page_table[order], batch.starts[order]
+    tables, starts = batch.page_table[order], np.minimum(batch.starts, batch.tail_from)[order]
     differs = np.ones((len(order) - 1, tables.shape[1] + 1), dtype=bool)
     differs[:, :-1] = tables[1:] != tables[:-1]
     common = differs.argmax(axis=1) * batch.page_size

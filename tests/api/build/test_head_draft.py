@@ -35,7 +35,8 @@ def served(draft: str, **options: object) -> tuple[list[list[int]], int]:
     with LLM("builtin", draft=draft, kv_tokens=2000, threads=1, **options) as llm:  # type: ignore[arg-type]
         answers = [llm.generate(prompt, params) for prompt in PROMPTS for params in PARAMS]
     ids = [answer.token_ids for answer in answers]
-    return ids, sum(answer.usage.proposed_by_source.get("lm", 0) for answer in answers)
+    by_source = [answer.usage.proposed_by_source for answer in answers]
+    return ids, sum(sources.get(name, 0) for sources in by_source for name in ("block", "eagle3"))
 
 
 @pytest.fixture(scope="module")

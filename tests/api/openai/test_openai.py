@@ -15,7 +15,7 @@ from foretoken.api.openai.shapes import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
 SPECULATION = {
-    "proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source",
+    "proposed_tokens", "accepted_tokens", "verify_steps", "tree_steps", "accepted_by_source",
     "proposed_by_source", "steps_by_accepted",
 }  # fmt: skip
 

@@ -196,7 +196,7 @@ def test_usage_tells_what_each_source_drafted(client, engine, n, stream):
         "proposed_tokens": 9 * n, "accepted_tokens": 7 * n, "verify_steps": 3 * n,
         "accepted_by_source": {"prediction": 5 * n, "ngram": 2 * n},
         "proposed_by_source": {"prediction": 6 * n, "ngram": 3 * n},
-        "steps_by_accepted": {"1": n, "3": 2 * n},
+        "tree_steps": 0, "steps_by_accepted": {"1": n, "3": 2 * n},
     }  # fmt: skip
 
 

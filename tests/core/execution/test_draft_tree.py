@@ -47,4 +47,14 @@ def test_the_first_nodes_of_a_draft_are_a_draft(draft: Draft) -> None:
 def test_parents_that_make_no_tree_leave_what_is_a_chain_of_it(parents: tuple[int, ...]) -> None:
     trunk = replace(CHAIN, parents=parents).trunk()
     assert trunk.parents == ()
+    assert not replace(CHAIN, parents=parents).is_tree
     assert len(trunk.token_ids) == (parents == (-1,))
+
+
+def test_levels_and_runs_of_a_tree() -> None:
+    assert TREE.depths() == [1, 2, 3, 2, 3, 1]
+    assert TREE.runs() == [(0, 3), (3, 5), (5, 6)]
+    assert (TREE.height, TREE.trunk_len) == (3, 3)
+    assert CHAIN.depths() == [1, 2, 3]
+    assert CHAIN.runs() == replace(CHAIN, parents=(-1, 0, 1)).runs() == [(0, 3)]
+    assert (NO_DRAFT.height, NO_DRAFT.trunk_len, NO_DRAFT.runs()) == (0, 0, [])

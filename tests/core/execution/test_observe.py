@@ -13,10 +13,11 @@ from torch import Tensor
 from foretoken.core.execution.model_runner import MAX_FAILURES, ModelRunner
 from foretoken.core.execution.proposer import DraftRow, VerifiedRow
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Branch, Draft, PlanRow, SamplingMetadata, StepPlan
+from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata, StepPlan
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch
 from support.checkpoints import make_checkpoint
+from support.draft_trees import tree_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = array("q", [5, 9, 2, 6, 5])
@@ -75,7 +76,7 @@ def compute(decoder: Decoder, observer: Observer, *rows: PlanRow, is_plain: bool
     runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), observer)
     for each in rows:  # what stands before a row
         if each.start:
-            runner.step(plan_of(replace(each, start=0, stop=each.start, max_draft=0, branches=())))
+            runner.step(plan_of(replace(each, start=0, stop=each.start, max_draft=0)))
     observer.steps.clear()
     return runner.step(plan_of(*rows, is_plain=is_plain)).rows
 
@@ -111,15 +112,12 @@ def test_the_rows_of_refused_draft_tokens_are_left_out(decoder: Decoder) -> None
     assert observer.rows[1].output is out
 
 
-def test_where_a_branch_won_its_rows_are_those_that_hold_the_positions(decoder: Decoder) -> None:
+def test_where_a_path_beside_the_trunk_won_its_rows_hold_the_positions(decoder: Decoder) -> None:
     right = answer(decoder, 2)
     wrong = [token + 1 for token in right]
-    branches = [
-        Branch(Draft.of(wrong[:1], "x"), array("q", [2])),
-        Branch(Draft.of(right, "y"), array("q", [3])),
-    ]
     observer = Observer()
-    forked = replace(row(PROMPT, 4, 5), draft=Draft.of(wrong, "x"), branches=branches)
+    tree = tree_of([wrong, [wrong[0], right[1]], right])
+    forked = replace(row(PROMPT, 4, 5), draft=tree, spare_page_ids=array("q", [3]))
     out, _ = compute(decoder, observer, forked, row(PROMPT, 0, 2, 1))
     assert out.num_accepted == 2
     assert observer.steps == [[([4, 5, 6], [5, *right]), ([0, 1], [5, 9])]]

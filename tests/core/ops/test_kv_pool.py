@@ -116,21 +116,29 @@ def test_a_page_is_one_blob_of_the_size_that_the_helper_says(
     assert (from_scaled(*pool.split(pool.blocks), torch.float32) == 14).all()  # type: ignore[arg-type]
 
 
+def parts_by_slot(pool: KVPool) -> list[torch.Tensor]:
+    """The vectors of all slots, and their scales, ``[num_slots, ...]`` in bits."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    found = [part.view(bits[part.itemsize]) for part in pool.split(pool.blocks) if part is not None]
+    return [part.unflatten(0, (pool.num_pages, -1)).transpose(1, 2).flatten(0, 1) for part in found]
+
+
 @pytest.mark.parametrize("kind", ["auto", *KINDS])
-def test_several_pages_are_copied_at_once_and_no_other_changes(kind: KvDtype) -> None:
+def test_several_slots_are_copied_at_once_and_no_other_changes(kind: KvDtype) -> None:
     pool = make_pool(kind, page_size=3, head_dim=6)
-    memory = pool.data.view(torch.int32).view(5, -1)
+    memory = pool.data.view(torch.int32)
     memory.copy_(torch.randint(2**30, memory.shape))
-    before = memory.clone()
-    pool.copy_pages([4, 4, 0], [1, 3, 2])
-    assert torch.equal(memory, before[[0, 4, 0, 4, 4]])
-    pool.copy_pages([], [])
-    assert torch.equal(memory, before[[0, 4, 0, 4, 4]])
+    before = [part.clone() for part in parts_by_slot(pool)]
+    pool.copy_slots([13, 2, 0], [4, 12, 1])
+    wanted = [0, 0, 2, 3, 13, 5, 6, 7, 8, 9, 10, 11, 2, 13, 14]
+    for part, old in zip(parts_by_slot(pool), before, strict=True):
+        assert torch.equal(part, old[wanted])
+    pool.copy_slots([], [])
 
 
 @pytest.mark.parametrize(("sources", "targets"), [([0, 1], [2, 2]), ([0, 1], [1, 2]), ([0], [0])])
-def test_pages_are_not_copied_where_the_order_would_matter(
+def test_slots_are_not_copied_where_the_order_would_matter(
     sources: list[int], targets: list[int]
 ) -> None:
     with pytest.raises(ValueError, match="cannot be copied"):
-        make_pool("auto").copy_pages(sources, targets)
+        make_pool("auto").copy_slots(sources, targets)

@@ -354,7 +354,7 @@ def test_logits_that_are_not_finite_end_their_own_request_where_they_decide(at: 
     logits[start + at, 2] = math.nan
     results = verify_by_rejection(logits, rows, probs)
     run = healthy[index].token_ids[:at]
-    assert results[index] == Verified(run, at, error=NOT_FINITE)
+    assert results[index] == Verified(run, tuple(range(at)), error=NOT_FINITE)
     assert results[:index] + results[index + 1 :] == healthy[:index] + healthy[index + 1 :]
 
 
@@ -362,7 +362,7 @@ def test_a_request_that_bans_every_token_fails_alone() -> None:
     banned = make_sampling(allowed_token_ids=[0], bad_words_ids=((0,),))
     rows = [VerifyRow(array("q", PROMPT), (1,), s) for s in (banned, make_sampling())]
     results = verify_by_rejection(TARGET[[0, 1, 0, 1]], rows, [None, None])
-    assert results[0] == Verified((), 0, error=ALL_BANNED)
+    assert results[0] == Verified((), (), error=ALL_BANNED)
     assert results[1].error is None
 
 

@@ -21,6 +21,7 @@ from foretoken.core.sampling.verifier import (
     Choice,
     Verified,
     VerifyRow,
+    best,
     sample,
     verify,
 )
@@ -286,12 +287,12 @@ def test_the_distribution_test_notices_a_lossy_rule(monkeypatch: pytest.MonkeyPa
     """Negative control: a draft passes when the target finds it likely (typical acceptance)."""
     take = verify_module._Walk.take
 
-    def lenient(walk: verify_module._Walk, choice: Choice) -> None:
-        drafted = walk._draft[len(walk._token_ids) : len(walk._token_ids) + 1]
+    def lenient(walk: verify_module._Walk, node: int, choice: Choice) -> None:
+        drafted = walk._row.draft[node + 1 : node + 2]
         last = [*PROMPT, *walk._token_ids][-2:]
         if drafted and TARGET[last[0], last[1]].softmax(0)[drafted[0]] > 0.1:
             choice = Choice(drafted[0])
-        take(walk, choice)
+        take(walk, node, choice)
 
     monkeypatch.setattr(verify_module._Walk, "take", lenient)
     assert joint_deviation(first_pairs(20_000)) > 10
@@ -334,17 +335,17 @@ def test_siblings_of_one_prompt_do_not_repeat_each_other() -> None:
 
 def test_an_empty_draft_yields_one_bonus_token() -> None:
     (result,) = verify(one_hot(3), [greedy_row(())])
-    assert result == Verified((3,), 0)
+    assert result == Verified((3,), ())
 
 
 def test_the_run_stops_at_the_first_mismatch_even_if_later_drafts_match() -> None:
     (result,) = verify(one_hot(1, 2, 3, 4), [greedy_row((1, 0, 3))])
-    assert result == Verified((1, 2), 1)
+    assert result == Verified((1, 2), (0,))
 
 
 def test_a_wholly_accepted_draft_is_followed_by_the_bonus_token() -> None:
     (result,) = verify(one_hot(1, 2, 3), [greedy_row((1, 2))])
-    assert result == Verified((1, 2, 3), 2)
+    assert result == Verified((1, 2, 3), (0, 1))
 
 
 def test_rows_of_several_requests_are_told_apart() -> None:
@@ -369,7 +370,7 @@ def test_a_draft_token_outside_the_vocabulary_is_never_accepted(bad: int) -> Non
     form: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.01}]
     rows = [greedy_row((1, bad, 4), **w) for w in form]
     results = verify(one_hot(1, 4, 4, 4, 1, 4, 4, 4), rows)
-    assert results == [Verified((1, 4), 1)] * 2
+    assert results == [Verified((1, 4), (0,))] * 2
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
@@ -436,7 +437,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(
     healthy = verify(logits, rows)
     logits[2] = torch.tensor(broken)
     results = verify(logits, rows)
-    assert results[2] == Verified((), 0, error=NOT_FINITE)
+    assert results[2] == Verified((), (), error=NOT_FINITE)
     assert results[:2] + results[3:] == healthy[:2] + healthy[3:]
     assert verify(logits[2:3], rows[2:3]) == results[2:3]
 
@@ -452,20 +453,20 @@ def test_a_failure_inside_a_draft_keeps_the_run_before_it() -> None:
 def test_logits_behind_a_mismatch_may_be_anything() -> None:
     logits = one_hot(1, 2, 3)
     logits[1:] = NAN
-    assert verify(logits, [greedy_row((0, 2))]) == [Verified((1,), 0)]
+    assert verify(logits, [greedy_row((0, 2))]) == [Verified((1,), ())]
 
 
 def test_a_masked_but_finite_model_is_healthy() -> None:
     logits = torch.tensor([[-INF, -INF, 1.0, -INF]])
     for form in SOME_WISHES[:5]:
         row = VerifyRow(array("q", PROMPT), (), make_sampling(**form))
-        assert verify(logits, [row]) == [Verified((2,), 0)]
+        assert verify(logits, [row]) == [Verified((2,), ())]
 
 
 def test_a_request_that_bans_every_token_fails_alone() -> None:
     banned = greedy_row((), allowed_token_ids=[0], bad_words_ids=((0,),))
     results = verify(one_hot(0, 0), [banned, greedy_row(())])
-    assert results == [Verified((), 0, error=ALL_BANNED), Verified((0,), 0)]
+    assert results == [Verified((), (), error=ALL_BANNED), Verified((0,), ())]
 
 
 def test_token_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
@@ -473,7 +474,7 @@ def test_token_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
     failed, served = verify(one_hot(1, 2, 1, 2), rows)
     assert failed.token_ids == ()
     assert failed.error == "logit_bias has token id 5, but the vocabulary has 5 tokens"
-    assert served == Verified((4,), 0)
+    assert served == Verified((4,), ())
 
 
 def test_the_logits_are_only_read() -> None:
@@ -582,3 +583,18 @@ def test_a_row_of_a_big_vocabulary_is_the_same_alone(num_threads: int) -> None:
             assert verify(logits[i : i + 1].clone(), [row]) == [together[i]]
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_best_of_a_place_begin_with_what_is_drawn_there() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(40, 30)
+    forms = [{"temperature": 0.0}, {}, {"temperature": 0.6, "top_k": 3}, {"logit_bias": {4: 9.0}}]
+    rows = [SampleRow(array("q", PROMPT), make_sampling(seed=i, **forms[i % 4])) for i in range(40)]
+    logits[8] = torch.nan
+    drawn = sample(logits, rows)
+    for row, choice, found in zip(rows, drawn, best(logits, rows, 4), strict=True):
+        assert found.error == choice.error
+        if choice.error is None:
+            assert found.token_ids[0] == choice.token_id
+            assert len(set(found.token_ids)) == (3 if row.sampling.params.top_k == 3 else 4)
+            assert list(found.scores) == sorted(found.scores, reverse=True)

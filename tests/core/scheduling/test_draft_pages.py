@@ -19,6 +19,7 @@ from foretoken.core.interface.speculator import (
 from foretoken.core.interface.step import Draft, PlanRow, RowOutput, StepOutput, StepPlan
 from foretoken.core.scheduling.draft_pages import allocate_draft_pages, draft_limits
 from foretoken.radix_cache import KVLease, PrefixCache
+from support.draft_trees import tree_of
 from support.fake_model import Driver, FakeRunner, make_request, make_scheduler, perfect, wrong
 from support.fixed_depth import FixedDepth
 
@@ -36,8 +37,8 @@ def draft(length: int) -> Draft:
 def test_a_draft_takes_pages_behind_the_tokens() -> None:
     cache = PrefixCache(8, 4)
     lease = lease_of(cache, 6)
-    plan, branches = allocate_draft_pages(cache, lease, 6, DraftPlan(draft(5)))
-    assert (plan.depth, branches) == (5, [])
+    plan, spare = allocate_draft_pages(cache, lease, 6, DraftPlan(draft(5)))
+    assert (plan.depth, len(spare)) == (5, 0)
     assert len(lease.page_ids) * 4 >= 11
 
 
@@ -50,24 +51,37 @@ def test_a_draft_is_cut_to_the_free_pages(plan: DraftPlan) -> None:
     assert len(fitted.draft.sources) == len(fitted.draft.token_ids)
 
 
-def test_a_branch_shares_all_pages_before_the_last_token() -> None:
-    cache = PrefixCache(12, 4)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DraftPlan(tree_of([[1, 2, 3], [1, 4, 5, 6], [7]])),
+        DraftPlan(max_draft=5, may_branch=True),
+    ],
+)
+def test_nodes_beside_the_trunk_have_pages_of_their_own(plan: DraftPlan) -> None:
+    cache = PrefixCache(12, 2)
     lease = lease_of(cache, 9)
-    plan = DraftPlan(draft(2), branches=(draft(4), draft(2)))
-    _, (first, second) = allocate_draft_pages(cache, lease, 9, plan)
-    own = lease.page_ids[2:4]
-    for branch, num_own in ((first, 2), (second, 1)):
-        assert branch.page_ids[:2] == lease.page_ids[:2]
-        assert len(branch.page_ids) == 2 + num_own
-    assert not set(first.page_ids[2:]) & {*own, *second.page_ids[2:]}
+    fitted, spare = allocate_draft_pages(cache, lease, 9, plan)
+    assert fitted == plan
+    assert len(spare) == 2, "for four nodes"
+    in_place = lease.page_ids[: -(-(9 + plan.depth) // 2)]
+    assert not set(spare) & set(in_place)
+    assert set(spare) < set(lease.page_ids), "shrinking the lease takes them back"
 
 
-def test_branches_are_dropped_when_no_page_is_free() -> None:
-    cache = PrefixCache(4, 4)
+def test_a_chain_takes_no_spare_page() -> None:
+    for plan in (DraftPlan(draft(4)), DraftPlan(max_draft=4), DraftPlan(tree_of([[1, 2]]))):
+        cache = PrefixCache(12, 2)
+        assert not allocate_draft_pages(cache, lease_of(cache, 9), 9, plan)[1]
+
+
+def test_spare_pages_are_fewer_where_few_are_free() -> None:
+    cache = PrefixCache(8, 2)
     lease = lease_of(cache, 9)
-    plan = DraftPlan(draft(2), branches=(draft(2), draft(2)))
-    fitted, branches = allocate_draft_pages(cache, lease, 9, plan)
-    assert (fitted.depth, len(branches)) == (2, 1)
+    plan = DraftPlan(tree_of([[1, 2, 3], [4, 5, 6], [7, 8, 9]]))
+    fitted, spare = allocate_draft_pages(cache, lease, 9, plan)
+    assert (fitted, len(spare)) == (plan, 2)
+    assert cache.num_free_pages == 0
 
 
 def test_what_is_cached_is_never_evicted_for_a_draft() -> None:
@@ -76,10 +90,10 @@ def test_what_is_cached_is_never_evicted_for_a_draft() -> None:
     cache.release(old, array("q", range(16)), 16)
     lease = cache.acquire(array("q", [99] * 4))
     assert cache.extend(lease, 4)
-    fitted, branches = allocate_draft_pages(
-        cache, lease, 4, DraftPlan(draft(9), branches=(draft(3),))
-    )
-    assert (fitted.depth, branches) == (4, [])
+    plan = DraftPlan(tree_of([list(range(9)), [50, 51]]))
+    fitted, spare = allocate_draft_pages(cache, lease, 4, plan)
+    assert (fitted.draft.token_ids.tolist(), fitted.draft.parents) == ([0, 1, 2, 3], ())  # type: ignore[attr-defined]
+    assert not spare
     assert cache.num_evictable_pages == 4
 
 
@@ -205,15 +219,15 @@ class Says(FixedDepth):
         [DraftPlan(draft(3))] * 2,
         [DraftPlan(draft(9))],
         [DraftPlan(max_draft=9)],
-        [DraftPlan(draft(5), branches=(draft(5),))],
-        [DraftPlan(draft(1), branches=(draft(9),))],
+        [DraftPlan(tree_of([[1], list(range(2, 11))]))],
+        [DraftPlan(tree_of([[n] for n in range(11)]))],
     ],
 )
 def test_a_plan_that_exceeds_what_was_offered_is_not_followed(plans: list[DraftPlan]) -> None:
     guarded = GuardedSpeculator(Says(*plans))
     request = make_request("a", [1, 2, 3])
     assert guarded.plan([request], [8], budget=10, num_prefill=0) == [NO_DRAFT_PLAN]
-    fitting = [DraftPlan(draft(4), branches=(draft(4),))]
+    fitting = [DraftPlan(tree_of([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]))]
     guarded = GuardedSpeculator(Says(*fitting))
     assert guarded.plan([request], [8], budget=10, num_prefill=0) == fitting
 

@@ -1,4 +1,4 @@
-"""What the controller adds to an allocation: when it may begin, trials, branches, the log."""
+"""What the controller adds to an allocation: when it may begin, trials, the log."""
 
 from __future__ import annotations
 
@@ -138,20 +138,6 @@ def test_without_measurements_the_first_steps_are_plain() -> None:
         with_prompts=False,
     )  # fmt: skip
     assert controller.allocate(given).num_free.tolist() == [3]
-
-
-# -- branches -----------------------------------------------------------------------------------
-
-
-def test_more_rows_are_taken_while_they_bring_more_than_they_cost() -> None:
-    curve = {1: 0.010, 5: 0.0104, 6: 0.0204, 64: 0.6}  # the sixth row and those behind it are dear
-    controller = Controller(CostModel(StepProfile(curve)))
-    controller.allocate(candidates([[0.9, 0.8]]))  # three rows in all
-    assert not controller.takes(0.005, 2)
-    assert controller.takes(0.5, 2)
-    assert not controller.takes(0.5, 2), "those taken before count: these would be the sixth"
-    controller.allocate(candidates([[0.9, 0.8]]))
-    assert controller.takes(0.5, 2), "the next step begins anew"
 
 
 # -- the log ------------------------------------------------------------------------------------

@@ -237,11 +237,11 @@ def test_the_draft_models_own_time_is_no_overhead_of_the_host() -> None:
     assert costs.draft_overhead(1) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_passes_of_the_draft_model_are_learnt_by_their_mean_rows() -> None:
+def test_passes_of_the_draft_model_are_learnt_by_their_rows() -> None:
     costs = CostModel(PROFILE)
     for _ in range(100):
-        costs.observe_draft(num_passes=4, num_rows=32, seconds=4 * 0.006)
-    costs.observe_draft(num_passes=0, num_rows=0, seconds=0.0)
+        costs.observe_draft([8] * 4, 4 * 0.006)
+    costs.observe_draft([], 0.0)
     assert costs.draft_pass(8) == pytest.approx(0.006, rel=0.05)
     assert costs.draft_pass(1) < 0.003
 

@@ -31,7 +31,9 @@ from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_drafters import JoinedHead, join_target
 from foretoken.draft.models.head_proposer import HeadProposer
+from foretoken.draft.models.tree_growth import NUM_BEST
 from foretoken.radix_cache import PrefixCache
+from support.draft_trees import TreeDepth
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.tiny_heads import block_config, join_random
@@ -77,32 +79,44 @@ def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -
     return torch.cat([parts[once.index(boundary)] for boundary in boundaries], dim=-1)
 
 
-@torch.inference_mode()
-def reference(head: BlockHead | EagleHead, target: Decoder, row: DraftRow) -> list[int]:
-    """The chain that a head drafts behind a row's tokens."""
-    tokens = list(row.tokens)
-    last = len(tokens) - 1
-    taps = taps_of(target, tokens, head.config.taps)
-    taps[last:] = 0.0  # not to be looked at
-    drafted: list[int] = []
-    most = row.max_draft
-    if isinstance(head, BlockHead):
-        most = min(most, head.config.num_drafted)
-        anchors = torch.tensor([[last]])
-        hidden = head(torch.tensor([tokens]), taps[None], anchors)[0, 0]
-    for depth in range(most):
+class Reference:
+    """What a head says behind a row's tokens, by its forward pass over the whole of them."""
+
+    @torch.inference_mode()
+    def __init__(self, head: BlockHead | EagleHead, target: Decoder, row: DraftRow) -> None:
+        self._head, self._target, self._row = head, target, row
+        self._tokens = list(row.tokens)
+        self._last = last = len(self._tokens) - 1
+        self._taps = taps_of(target, self._tokens, head.config.taps)
+        self._taps[last:] = 0.0  # not to be looked at
+        self._most = row.max_draft
         if isinstance(head, BlockHead):
-            before = torch.tensor([tokens[-1], *drafted])
-            logits = head.logits(hidden[: depth + 1], before)[depth]
+            self._most = min(row.max_draft, head.config.num_drafted)
+            anchors = torch.tensor([[last]])
+            self._hidden = head(torch.tensor([self._tokens]), self._taps[None], anchors)[0, 0]
+
+    @torch.inference_mode()
+    def best(self, drafted: Sequence[int]) -> Sequence[int]:
+        """The best few tokens behind some that were drafted."""
+        head, depth = self._head, len(drafted)
+        if isinstance(head, BlockHead):
+            before = torch.tensor([self._tokens[-1], *drafted])
+            logits = head.logits(self._hidden[: depth + 1], before)[depth]
         else:
-            ids = torch.tensor([tokens + drafted])
-            padded = torch.cat([taps, taps.new_zeros(depth, taps.shape[1])])
-            logits = head.logits(head(ids, padded[None], depth + 1)[depth][0, last - 1])
+            ids = torch.tensor([self._tokens + list(drafted)])
+            padded = torch.cat([self._taps, self._taps.new_zeros(depth, self._taps.shape[1])])
+            logits = head.logits(head(ids, padded[None], depth + 1)[depth][0, self._last - 1])
         wide = torch.full((1, VOCAB_SIZE), -torch.inf)
         wide[0, head.target_ids(torch.arange(len(logits)))] = logits
-        choice = target.sampler.sample(wide, [SampleRow(row.tokens, row.sampling, drafted)])[0]
-        drafted.append(choice.token_id)
-    return drafted
+        wanted = SampleRow(self._row.tokens, self._row.sampling, list(drafted))
+        return self._target.sampler.best(wide, [wanted], NUM_BEST)[0].token_ids
+
+    def chain(self) -> list[int]:
+        """Its whole draft, if that is a chain."""
+        drafted: list[int] = []
+        while len(drafted) < self._most:
+            drafted.append(self.best(drafted)[0])
+        return drafted
 
 
 class Compared:
@@ -112,7 +126,7 @@ class Compared:
         self.proposer, self._target, self._rests = proposer, target, rests
         self.observe, self.forget = proposer.observe, proposer.forget
         self.taps = proposer.taps
-        self.num_calls = self.num_right = self.num_compared = 0
+        self.num_calls = self.num_right = self.num_compared = self.num_trees = 0
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
         self.num_calls += 1
@@ -120,11 +134,25 @@ class Compared:
             return [Draft()] * len(rows)
         drafts = self.proposer.propose(rows)
         for row, draft in zip(rows, drafts, strict=True):
-            expected = reference(self.proposer.head, self._target, row)  # type: ignore[attr-defined]
+            self._compare(draft, Reference(self.proposer.head, self._target, row))  # type: ignore[attr-defined]
+        return drafts
+
+    def _compare(self, draft: Draft, reference: Reference) -> None:
+        if not draft.parents:
+            expected = reference.chain()
             self.num_compared += len(expected)
             pairs = zip(draft.token_ids, expected, strict=False)
             self.num_right += sum(ours == theirs for ours, theirs in pairs)
-        return drafts
+            return
+        self.num_trees += 1
+        siblings: dict[tuple[int, ...], list[int]] = {}
+        for node, token_id in enumerate(draft.token_ids):
+            path = tuple(draft.token_ids[each] for each in draft.path(node)[:-1])
+            siblings.setdefault(path, []).append(token_id)
+        for path, token_ids in siblings.items():
+            self.num_compared += len(token_ids)
+            pairs = zip(token_ids, reference.best(path), strict=False)
+            self.num_right += sum(ours == theirs for ours, theirs in pairs)
 
 
 class Unit:
@@ -137,6 +165,7 @@ class Unit:
         *,
         num_pages: int = NUM_PAGES,
         rests: bool = True,
+        speculator: FixedDepth | None = None,
     ) -> None:
         limits = SchedulerLimits(
             max_batch_tokens=CHUNK, max_running=4, max_queued=20, max_model_len=300,
@@ -147,7 +176,7 @@ class Unit:
             target, target.make_pool(num_pages, page_size=PAGE_SIZE), self.compared
         )
         cache = PrefixCache(num_pages, PAGE_SIZE)
-        self.scheduler = Scheduler(cache, limits, FixedDepth(4))
+        self.scheduler = Scheduler(cache, limits, speculator or FixedDepth(4))
         self.driver = Driver(self.scheduler, runner)  # type: ignore[arg-type]
 
     def add(self, request_id: str, prompt: list[int], num: int, temperature: float) -> Request:
@@ -188,6 +217,37 @@ def test_drafts_are_the_reference_over_chunks_hits_and_rejections(target, kind) 
     assert compared.num_compared > 200
     # near ties may fall otherwise: a pass over more rows rounds otherwise
     assert compared.num_right >= 0.98 * compared.num_compared
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_nodes_of_a_tree_are_the_references_best_behind_their_paths(target, kind) -> None:
+    """Also those beside the trunk: each sees its own ancestors, not those of its neighbours."""
+    proposer = make_proposer(make_head(kind, target), target)
+    unit = Unit(target, proposer, speculator=TreeDepth(8))
+    unit.run_all()
+    compared = unit.compared
+    assert compared.num_trees > 50
+    assert compared.num_right >= 0.99 * compared.num_compared
+
+
+@pytest.mark.parametrize("kind", ["rnn", "eagle"])
+def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
+    """The negative control: each node takes its neighbour's parent for its own."""
+    proposer = make_proposer(make_head(kind, target), target)
+    place = proposer._place
+
+    def beside(tree, request, node, before):
+        found = place(tree, request, node, before)
+        own = [at for (index, _), at in before.items() if index == request]
+        if not own:
+            return found
+        return found._replace(parent=own[own.index(found.parent) - 1])
+
+    monkeypatch.setattr(proposer, "_place", beside)
+    unit = Unit(target, proposer, speculator=TreeDepth(8))
+    unit.run_all()
+    assert unit.compared.num_trees > 50
+    assert unit.compared.num_right < 0.98 * unit.compared.num_compared
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])

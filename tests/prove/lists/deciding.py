@@ -166,14 +166,6 @@ MUTATIONS = (
         "each request takes the better of its two drafts",
     ),
     Mutation(
-        "controller-branches-at-any-price",
-        "Controller.takes",
-        "if gain_tokens <= self._rate * self._row_seconds(num_rows):",
-        "if gain_tokens <= 0.0:",
-        ("test_controller.py",),
-        "more rows are worth what they bring at the going rate",
-    ),
-    Mutation(
         "controller-probes-beyond-the-budget",
         "Controller._with_probe",
         "chosen.num_rows >= candidates.budget:",

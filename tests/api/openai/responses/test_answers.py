@@ -15,7 +15,7 @@ import pytest
 from foretoken.core.errors import EngineDead, PromptTooLong, QueueFull
 
 SPECULATION = {
-    "proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source",
+    "proposed_tokens", "accepted_tokens", "verify_steps", "tree_steps", "accepted_by_source",
     "proposed_by_source", "steps_by_accepted",
 }  # fmt: skip
 NAMED = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}

@@ -19,7 +19,15 @@ from foretoken.core.ops.native import Variant, native_library, variants
 from foretoken.core.ops.native.sampler import NativeSampler
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors, scaled, truncate
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import ALL_BANNED, NOT_FINITE, Choice, Verified, VerifyRow
+from foretoken.core.sampling.verifier import (
+    ALL_BANNED,
+    NOT_FINITE,
+    Best,
+    Choice,
+    Verified,
+    VerifyRow,
+)
+from support.draft_trees import tree_of
 from support.sampling_rows import (
     PROMPT_LEN,
     Countdown,
@@ -206,6 +214,37 @@ def test_a_row_draws_the_same_alone_and_in_any_company(sampler: NativeSampler, v
         assert sampler.sample(moved, [row]) == [together[i]]
 
 
+# ---- the best of a place -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_best", [1, 4, 8])
+@pytest.mark.parametrize("vocab", [5, 301, 4096])
+def test_the_best_are_those_of_torch_and_the_first_is_drawn(
+    sampler: NativeSampler, vocab: int, num_best: int
+) -> None:
+    rng = random.Random(vocab)
+    rows, logits = [random_row(rng, vocab) for _ in range(60)], logits_of(60, vocab)
+    found = sampler.best(logits, rows, num_best)
+    wanted = ORACLE.best(logits, rows, num_best)
+    drawn = sampler.sample(logits, rows)
+    for best, other, choice in zip(found, wanted, drawn, strict=True):
+        assert (best.token_ids, best.error) == (other.token_ids, other.error)
+        assert best.scores == pytest.approx(other.scores, abs=1e-4)
+        assert best.token_ids[:1] == ((choice.token_id,) if choice.error is None else ())
+        assert list(best.scores) == sorted(best.scores, reverse=True)
+    assert max(len(best.token_ids) for best in found) == min(num_best, vocab)
+
+
+def test_the_best_of_a_greedy_row_are_its_greatest_logits(sampler: NativeSampler) -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0, -1.0], [0.0, NAN, 0.0, 0.0, 0.0]])
+    row = SampleRow(array("q", [0]), sampling_of(temperature=0.0))
+    first, second = sampler.best(logits, [row, row], 3)
+    assert first == Best((1, 2, 3), (5.0, 5.0, 2.0))
+    assert second == Best((), (), NOT_FINITE)
+    with pytest.raises(ValueError, match="best of 1"):
+        sampler.best(logits, [row], 3)
+
+
 # ---- drafts ------------------------------------------------------------------------------------
 
 
@@ -230,12 +269,40 @@ def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> No
     assert max(each.num_accepted for each in found) >= 4
 
 
+def test_trees_are_followed_as_torch_follows_them(sampler: NativeSampler) -> None:
+    rng, vocab = random.Random(6), 61
+    logits = logits_of(1500, vocab, 4.0)
+    rows, at = list[VerifyRow](), 0
+    while at + 20 < 1500:
+        form = random_wishes(rng, vocab) | {"logprobs": rng.choice([None, None, 2])}
+        if rng.random() < 0.3:
+            form |= {"constraint": Countdown(vocab, rng.choice([3, 99])), "min_tokens": 2}
+        tokens = array("q", [rng.randrange(vocab) for _ in range(4)])
+        paths = [best_of(logits[at : at + rng.randrange(1, 5)], rng) for _ in range(4)]
+        sampling = sampling_of(rng.getrandbits(64), **form)
+        said = list[int]()  # a path that comes true, if no logits are spoilt
+        for _ in range(3):
+            (choice,) = ORACLE.sample(logits[at : at + 1], [SampleRow(tokens, sampling, said)])
+            said.append(max(0, choice.token_id))
+        draft = tree_of([*paths[:2], said, *paths[2:]])
+        row = VerifyRow(tokens, draft.token_ids, sampling, draft.parents)
+        logits[at + 1 : at + len(draft.token_ids) + 1] = logits[at]
+        rows.append(row)
+        at += len(draft.token_ids) + 1
+    logits = logits[:at]
+    logits[::37, 0] = NAN
+    found = sampler.verify(logits, rows)
+    assert found == ORACLE.verify(logits, rows)
+    assert max(each.num_accepted for each in found) >= 3
+    assert any(each.path and each.path[-1] >= len(each.path) for each in found)
+
+
 def test_a_constraint_is_asked_about_no_place_that_is_not_reached(sampler: NativeSampler) -> None:
     constraint, logits = Countdown(12), torch.zeros(5, 12)
     logits[range(5), [11, 3, 4, 5, 6]] = 3.0
     sampling = sampling_of(temperature=0.0, constraint=constraint)
     row = VerifyRow(array("q", (0, 0)), (0, 3, 9, 5), sampling)
-    assert sampler.verify(logits, [row]) == [Verified((0, 3, 4), 2)]
+    assert sampler.verify(logits, [row]) == [Verified((0, 3, 4), (0, 1))]
     assert constraint.asked == [0, 1, 2]
 
 
@@ -248,7 +315,7 @@ def test_what_a_constraint_fails_with_is_the_requests_own_fault(sampler: NativeS
     first, second = sampler.verify(torch.zeros(3, 12), rows)
     assert (first.token_ids, first.num_accepted, first.error) == ((0,), 1, "no way on")
     assert isinstance(first.error, Refusal)
-    assert second == Verified((0,), 0)
+    assert second == Verified((0,), ())
 
 
 @pytest.mark.parametrize(("num_allowed", "chosen"), [(1, 0), (2, 1)])

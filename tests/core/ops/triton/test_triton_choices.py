@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
-    Branch,
     Draft,
     PlanRow,
     RowOutput,
@@ -25,6 +24,7 @@ from foretoken.core.ops.batch import SamplingPlan, Segment, Wanted
 from foretoken.core.sampling.gumbel import vocabulary_hashes
 from foretoken.core.sampling.verifier import NOT_FINITE
 from foretoken.draft.models.draft_model import LmProposer
+from support.draft_trees import tree_of
 
 pytest.importorskip("triton")
 
@@ -145,7 +145,7 @@ def test_beside_an_edited_row_all_are_chosen_behind_the_graph(twins: Twins, name
     twins.step([row("cut"), row("greedy")], in_graph=True)
 
 
-def test_drafts_and_branches_are_followed_by_what_the_graph_chose(twins: Twins) -> None:
+def test_draft_trees_are_followed_by_what_the_graph_chose(twins: Twins) -> None:
     names, said = ("drawn", "cut"), [list[int](), list[int]()]
     for _ in range(3):
         rows = [row(name, more) for name, more in zip(names, said, strict=True)]
@@ -154,10 +154,10 @@ def test_drafts_and_branches_are_followed_by_what_the_graph_chose(twins: Twins) 
     drawn, cut = said
     assert min(len(set(drawn)), len(set(cut))) > 1, "each place draws with its own noise"
     wrong = [(token + 1) % VOCAB for token in cut]
-    branch = Branch(Draft.of(cut[:2], "b"), array("q", [40]))
+    tree = tree_of([wrong[:2], [wrong[0], cut[1]], cut[:2]])
     rows = [
         replace(row("drawn"), draft=Draft.of([*drawn[:1], (drawn[1] + 1) % VOCAB], "a")),
-        replace(row("cut"), draft=Draft.of(wrong[:2], "a"), branches=[branch]),
+        replace(row("cut"), draft=tree, spare_page_ids=array("q", [40])),
     ]
     refused, won = twins.step(rows, in_graph=True)
     assert (list(refused.token_ids), refused.num_accepted) == (drawn[:2], 1)

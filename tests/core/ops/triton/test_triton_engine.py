@@ -26,6 +26,7 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.checkpoints import make_reference, save
+from support.draft_trees import RandomTrees, TreeRows, tree_of
 from support.equality_harness import make_speculator
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
@@ -137,6 +138,23 @@ def test_a_draft_model_changes_no_token_and_is_often_right(decoders, alone) -> N
     asked = requests()
     assert serve(driver, asked) == alone
     assert sum(request.usage.accepted_tokens for request in asked) > 0
+
+
+def test_draft_trees_change_no_token(decoders, alone) -> None:
+    trees = RandomTrees(alone, depth=3, vocab_size=32)
+    driver = make_driver(decoders, speculator=trees, page_size=2)
+    asked = requests()
+    assert serve(driver, asked) == alone
+    beside = [r.usage.accepted_by_source.get(f"path {n}", 0) for r in asked for n in (1, 2, 3)]
+    assert sum(beside) > 0
+
+
+@pytest.mark.parametrize(("page_size", "length"), [(1, 9), (4, 14)])
+def test_rows_of_a_draft_tree_have_the_bits_of_plain_decoding(
+    decoders, page_size: int, length: int
+) -> None:
+    draft = tree_of([[3, 4, 5], [3, 6, 5], [3, 6, 7], [8, 4]])
+    TreeRows(decoders[0], page_size, length).check(draft)
 
 
 def test_neither_chunks_nor_preemption_change_a_token(decoders, alone) -> None:

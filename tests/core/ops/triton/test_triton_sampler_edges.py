@@ -183,7 +183,7 @@ def test_what_a_constraint_fails_with_is_the_requests_own_fault() -> None:
     first, second = SAMPLER.verify(torch.zeros(3, 12), rows)
     assert (first.token_ids, first.num_accepted, first.error) == ((0,), 1, "no way on")
     assert isinstance(first.error, Refusal)
-    assert second == Verified((0,), 0)
+    assert second == Verified((0,), ())
 
 
 @pytest.mark.parametrize(("num_allowed", "chosen"), [(1, 0), (2, 1)])
