@@ -127,14 +127,16 @@ def controlled() -> list[tuple[str, Speculator]]:
     return made
 
 
-def requests(kind: str, count: int, temperature: float, output_len: int) -> list[Request]:
-    """Prompts of a kind, the last part of each."""
+def requests(
+    kind: str, name: str, count: int, temperature: float, output_len: int
+) -> list[Request]:
+    """Prompts of a kind, the last part of each; under ids that no other setting has."""
     recorded = streams(kind, tokenize=builtin_tokenizer())
     prompts = [prompt[-PROMPT_LEN:] for prompt, _ in recorded][:count]
     params = TokenSamplingParams(temperature=temperature, max_tokens=output_len)
     return [
         Request(
-            request_id=str(index),
+            request_id=f"{kind} {name} {index}",
             tokens=array("q", prompt),
             sampling=SamplingMetadata(params=params, seed=index, prompt_len=len(prompt)),
             max_len=len(prompt) + output_len,
@@ -152,10 +154,11 @@ def measure(
         vocab_size=runner.decoder.config.vocab_size,
     )  # fmt: skip
     scheduler = Scheduler(PrefixCache(NUM_PAGES, PAGE_SIZE), limits, speculator)
-    for request in asked:
-        scheduler.add(request, 0.0)
+    waiting = list(asked)[::-1]
     seconds, units, num_steps, num_tokens = 0.0, 0.0, 0, 0
-    while scheduler.num_requests:
+    while scheduler.num_requests or waiting:
+        if not scheduler.num_requests:  # prompts that wait would keep a draft model from drafting
+            scheduler.add(waiting.pop(), 0.0)
         plan = scheduler.schedule(0.0)
         began = time.perf_counter()
         output = runner.step(plan)
@@ -197,15 +200,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     report: dict[str, object] = {"command": command(), "machine": machine()}
     for at, (kind, speculators) in enumerate(wanted):
         rows, told = [], []
+        label = f"{kind}, {'controlled' if at else 'given'}"
         for name, speculator in speculators:
-            asked = requests(kind, args.requests, args.temperature, args.output_len)
+            asked = requests(kind, name, args.requests, args.temperature, args.output_len)
             figures, tokens = measure(runner, name, speculator, asked)
             rows.append(figures)
             told.append(tokens)
             print(figures, flush=True)
         assert all(tokens == told[0] for tokens in told), "a draft changed a token"
-        print(kind, table(rows), sep="\n\n")
-        report[f"{kind}, {'controlled' if at else 'given'}"] = rows
+        print(label, table(rows), sep="\n\n")
+        report[label] = rows
     if args.out is not None:
         write_json(args.out, report)
 
