@@ -27,7 +27,8 @@ import torch
 from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
 from foretoken.api.text.tokenizer import Tokenizer
-from foretoken.core.execution.model_runner import ModelRunner, Work, num_logits
+from foretoken.core.execution.layout import num_logits
+from foretoken.core.execution.model_runner import ModelRunner, Work
 from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata
 from foretoken.core.sampling.verifier import Verified
 
@@ -142,25 +143,24 @@ class ScriptedRunner(ModelRunner):
         vars(steered).update(vars(runner), tokens=tokens, scripts={})
         return steered
 
-    def _verify(self, work: Work) -> list[list[Verified]]:
+    def _verify(self, work: Work) -> list[Verified]:
         at, logits = 0, work.output.logits
-        for row, drafts in zip(work.plan.rows, work.paths, strict=True):
-            for index, draft in enumerate(drafts):
-                num_draft = len(draft.token_ids)
-                at += num_draft + 1 if index else num_logits(row, draft)
-                if row.samples:
-                    self._steer(row, draft, logits[at - num_draft - 1 : at])
+        for row, draft in zip(work.plan.rows, work.drafts, strict=True):
+            num_draft = len(draft.token_ids)
+            at += num_logits(row, num_draft)
+            if row.samples:
+                self._steer(row, draft, logits[at - num_draft - 1 : at])
         return super()._verify(work)
 
     def _steer(self, row: PlanRow, draft: Draft, logits: torch.Tensor) -> None:
         """``logits`` [len(draft) + 1, vocab]: after the row's tokens and after each drafted one."""
         script = self._script(row)
         said = self.tokens.join(row.tokens[row.sampling.prompt_len :])
-        for values, drafted in zip(logits, [*draft.token_ids, None], strict=True):
-            for token_id, logit in script.next_logits(said).items():
+        for node, values in enumerate(logits, start=-1):
+            path = [] if node < 0 else draft.path(node)
+            after = said + self.tokens.join([draft.token_ids[each] for each in path])
+            for token_id, logit in script.next_logits(after).items():
                 values[token_id] = logit
-            if drafted is not None:
-                said += self.tokens.join([drafted])
 
     def _script(self, row: PlanRow) -> Script:
         if row.sampling not in self.scripts:

@@ -219,7 +219,7 @@ def test_a_chunk_without_logits_computes_hidden_states_and_keys(tmp_path: Path) 
 
 
 def test_layers_of_several_shapes_share_pages(tmp_path: Path) -> None:
-    """A page is one blob: copied, it holds every layer of every shape."""
+    """The slots of a page, copied, hold every layer of every shape."""
     decoder = load(save_tiny(tmp_path, "gemma4_text"))
     pool = decoder.make_pool(8, page_size=4)
     assert [part.head_dim for part in pool.parts] == [16, 32]
@@ -227,7 +227,8 @@ def test_layers_of_several_shapes_share_pages(tmp_path: Path) -> None:
     ids = random_ids(8, seed=1, vocab_size=VOCAB)
     step = [Segment(ids[:7], 0, [2, 3], 1)]
     decoder.forward(decoder.batch(step, page_size=4), pool)
-    pool.copy_pages([2, 3], [6, 1])
+    slots = [range(page * 4, page * 4 + 4) for page in (2, 3, 6, 1)]
+    pool.copy_slots([*slots[0], *slots[1]], [*slots[2], *slots[3]])
     pool.data[[2, 3]] = torch.nan
     last = decoder.batch([Segment(ids[7:], 7, [6, 1], 1)], page_size=4)
     fresh = decoder.make_pool(2, page_size=4)

@@ -227,7 +227,7 @@ def test_the_reading_that_guesses_more_is_taken_with_a_warning(
             if parameter.ndim == 2:
                 parameter.zero_()
         head.fc.weight[:, -head.config.hidden_size :] = torch.eye(head.config.hidden_size)
-        head.norm.weight.copy_(target.weights.final_norm)
+        head.norm.weight.copy_(target.weights.final_norm.weight)
     save_head(head, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["foretoken"]

@@ -26,6 +26,7 @@ from foretoken.core.interface.step_runner import StepRunner
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import NOT_FINITE, Choice
 from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.models.tree_growth import frontiers
 
 pytest.importorskip("triton")
 
@@ -336,8 +337,15 @@ class Drafter:
 
     def read_one_by_one(self, depths: dict[str, int], *, scale: float = 1.0) -> list[list[int]]:
         """The same, each token read before the next pass."""
+
+        def grow(proposer: LmProposer, first: Any) -> None:
+            trees = [tree for tree, _ in first.places]
+            first.read()
+            while any(found := frontiers(trees)):
+                proposer._advance(trees, found).read()
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LmProposer, "_extend_on_device", LmProposer._extend_on_host)
+            patch.setattr(LmProposer, "_grow_on_device", grow)
             return self.draft(depths, scale=scale)
 
 
