@@ -22,11 +22,11 @@ test: $(VENV)/.test $(CLIENTS)/.done $(JS)/node_modules/.done $(AGENTS)/node_mod
 
 # The loop while writing: what needs no server process, client, interpreter of kernels or second of decoding.
 FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/sampling tests/core/telemetry \
-	tests/core/engine tests/core/execution tests/draft/sources tests/draft/control tests/draft/test_speculator.py \
+	tests/core/engine tests/core/execution tests/draft/sources tests/draft/test_speculator.py tests/draft/control \
 	tests/api/types tests/api/structured tests/api/parsing tests/api/runtime tests/api/sdk tests/api/anthropic \
 	tests/project/test_layers.py tests/project/test_architecture_page.py tests/prove/test_mutations.py
 test-fast: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(FAST) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -198,6 +198,7 @@ class Crowd:
         self.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
 def test_a_crowd_of_requests_never_reads_a_foreign_page(page_size: int) -> None:
     seen: set[str] = set()

@@ -9,6 +9,7 @@ import math
 from array import array
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,6 +23,8 @@ from hypothesis.stateful import (
 
 from foretoken.radix_cache import PrefixCache
 from support.naive_cache import Borrower, NaiveCache, Prefix, nth, prefix_of
+
+pytestmark = pytest.mark.slow
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 NAMES = [None, "a", "b"]

@@ -456,6 +456,7 @@ def test_the_public_face_is_small_and_free_of_torch():
     assert foretoken.__version__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "loop.stop()"])
 def test_an_engine_that_is_left_open_at_exit_ends_quietly(ending, tmp_path):
     code = f"""

@@ -27,6 +27,8 @@ from foretoken.core.sampling.verifier import (
     verify,
 )
 
+pytestmark = pytest.mark.slow
+
 VOCAB, DEPTH = 8, 2  # tokens: in the vocabulary, per draft
 PROMPT = (4, 7)
 GENERATOR = torch.Generator().manual_seed(1)

@@ -256,6 +256,7 @@ def first_pairs(num_samples: int, **form: Any) -> torch.Tensor:
     return torch.tensor(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_samples", "form"),
     [
@@ -298,6 +299,7 @@ def test_the_distribution_test_notices_a_lossy_rule(monkeypatch: pytest.MonkeyPa
     assert joint_deviation(first_pairs(20_000)) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [{}, {"temperature": 0.6}, {"top_k": 5, "temperature": 1.3}], ids=str
 )

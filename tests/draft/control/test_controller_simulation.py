@@ -15,6 +15,8 @@ import pytest
 from foretoken.draft.control.cost_model import StepProfile
 from support.draft_simulator import Auto, Machine, Regime, best_constant, run
 
+pytestmark = pytest.mark.slow
+
 ROW_SHARES = (0.01, 0.03, 0.1, 0.3)  # what a row costs, in passes of a plain step
 LM_DEPTHS = (0, 1, 2, 4, 6)
 LEAST = 0.95  # of the tokens a second of the best constant depth
