@@ -1,10 +1,10 @@
-"""DraftSpeculator: which tokens each request guesses in a step, and how many.
+"""DraftSpeculator: decides which tokens each request drafts in a step, and how many.
 
-Free sources look the next tokens up in what was said before, or know what a grammar forces; a
-draft model, if there is one, is asked in the model thread. How far to trust each is measured
-(control/acceptance.py), what a step costs is measured (control/cost_model.py), and the controller
-drafts every token that is worth its row, which may be none. Look-ups come before a step; what was
-committed is indexed while the next step runs.
+Free sources look the next tokens up in earlier tokens, or know what a grammar forces. A draft
+model, if there is one, proposes in the model thread. The acceptance rate of each is measured
+(control/acceptance.py), the cost of a step is measured (control/cost_model.py), and the controller
+drafts every token that is worth its row, which may be none. Look-ups run before a step; committed
+tokens are indexed while the next step runs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from .control.cost_model import Mean
 from .control.request_state import NO_SURVIVAL, DraftState, padded
 from .sources.grammar import GrammarSource
 from .sources.indexer import SourceIndexer
+from .sources.merge import Survival
 from .sources.source import GuardedSource, Source
 
 FREE_LEN = 24  # longest path of a free source in "auto"
 LM_NODES = 16  # most nodes of the model's draft in "auto"
 FEW_TO_CATCH_UP = 6  # tokens of the model's KV that are caught up with while prompts wait
 LM_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # of the model's best node
-DECIDE_SHARE = 0.02  # of a step: where deciding takes more, look-ups that find nothing back off
+DECIDE_SHARE = 0.02  # of a step: if deciding takes longer, look-ups that find nothing back off
 
 
 class DraftSpeculator:
@@ -139,7 +140,7 @@ class DraftSpeculator:
         return self._states.setdefault(request.request_id, DraftState(request))
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """What a free source guesses, else the draft model, to that depth."""
+        """A free source's draft of at most ``depth`` tokens; without one, the draft model's."""
         if depth < 1:
             return NO_DRAFT_PLAN
         tree = self._generator.generate(state, depth)
@@ -160,19 +161,16 @@ class DraftSpeculator:
             is_requested = limit and not self._drafts_nothing(state.request, 0)
             most = min(limit, FREE_LEN)
             state.tree = self._generator.generate(state, most) if is_requested else None
-        is_busy = num_prefill > 0
-        num_nodes = [self._most_nodes(*each, is_busy) for each in zip(states, limits, strict=True)]
+        worth, shown = self._lm_odds(states, limits, is_busy=num_prefill > 0)
         levels, nodes = self._lm_shape
-        worth, shown = self._lm_worth.worth, self._lm_worth.shown
-        pairs = list(zip(states, num_nodes, strict=True))
         return StepCandidates(
             free=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
-            lm=padded([worth(n, sampled=s.is_sampled) for s, n in pairs]),
+            lm=worth,
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
-            lm_shown=padded([shown(n, sampled=s.is_sampled) for s, n in pairs]),
+            lm_shown=shown,
             lm_block=self._lm_block,
             passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
         )
@@ -181,20 +179,32 @@ class DraftSpeculator:
         """Tokens that the draft model must compute before it drafts."""
         return len(state.request.tokens) - state.lm_len if self._lm_catches_up else 0
 
-    def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
-        """Of the model's draft; 0 while prompts wait and much must be caught up with.
+    def _lm_odds(
+        self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
+    ) -> tuple[Survival, Survival]:
+        """Worth of the draft model's nodes, and how often there are so many; [num_requests, most].
 
-        The load may be growing then.
+        Empty without a model.
+        """
+        if not self._has_lm:
+            return (none := np.zeros((len(states), 0))), none
+        pairs = zip(states, limits, strict=True)
+        nodes = [(self._most_nodes(*each, is_busy), each[0].is_sampled) for each in pairs]
+        worth = padded([self._lm_worth.worth(most, sampled=sampled) for most, sampled in nodes])
+        return worth, padded([self._lm_worth.shown(most, sampled=s) for most, s in nodes])
+
+    def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
+        """Most nodes of the model's draft; 0 while prompts wait and much KV is missing.
+
+        Then the load may be growing, and catching up would delay the prompts.
         """
         has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
-        if not self._has_lm or has_backlog:
-            return 0
-        return min(limit, LM_NODES)
+        return 0 if has_backlog else min(limit, LM_NODES)
 
     def _allocate(
         self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates
     ) -> Sequence[DraftPlan]:
-        """The controller's choice; whose look-ups find nothing may be silent for a while."""
+        """Ask the controller for the drafts; requests whose look-ups find nothing may back off."""
         allocation = self.controller.allocate(candidates)
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
         num_free, depths = allocation.num_free.tolist(), allocation.lm_depth.tolist()
@@ -234,7 +244,7 @@ class DraftSpeculator:
         step_s = self.controller.costs.step_seconds(num_decodes)
         return self._decide_s.value > DECIDE_SHARE * step_s
 
-    # -- what came of it ------------------------------------------------------------------------
+    # -- outcomes -------------------------------------------------------------------------------
 
     def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
         """Score every guess of the step, verified or not, against what was committed."""
@@ -250,7 +260,7 @@ class DraftSpeculator:
             state.judge_lm(self._lm_worth, row, output, num_served, is_trial=is_trial)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """What the step cost, ``seconds`` in all."""
+        """Learn the cost of a step that took ``seconds``."""
         decodes = [
             out
             for row, out in zip(plan.rows, output.rows, strict=True)
@@ -277,16 +287,16 @@ class DraftSpeculator:
     # -- requests -------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
-        """A prefix hit brings the draft model's KV along, if that was in use."""
+        """Register a request; a prefix hit brings the draft model's KV along, if that is in use."""
         if self._depth(request) == 0:
             return
         self._state_of(request).lm_len = request.num_computed if self._uses_lm else 0
         self._indexer.join(request)
-        for state in self._states.values():  # the load is another one
+        for state in self._states.values():  # the load has changed
             state.paused_until = 0
 
     def leave(self, request: Request) -> None:
-        """Its tokens are kept later, while a step runs."""
+        """Forget a request; the sources keep its tokens later, while a step runs."""
         if self._states.pop(request.request_id, None) is not None:
             self._indexer.leave(request)
             self.odds.forget(request.request_id)
@@ -296,29 +306,29 @@ class DraftSpeculator:
         return self._indexer.has_work
 
     def work(self) -> None:
-        """Index what was said."""
+        """Index new tokens."""
         self._indexer.work()
 
     def flush(self, *namespaces: str | None) -> None:
-        """Forget what was said in these namespaces, in all when none is named."""
+        """Forget the tokens of these namespaces, of all when none is named."""
         self._indexer.keep()
         for source in self._sources:
             source.flush(*namespaces)
 
     def describe(self) -> Mapping[str, object]:
-        """What it did since the last call and why, for the log."""
+        """Describe the decisions since the last call, for the log."""
         return self.controller.describe()
 
 
 class _DraftModelUse:
-    """What the draft model did in one step."""
+    """The draft model's work in one step."""
 
     def __init__(self) -> None:
         self.num_drafted = self.num_hits = self.most_nodes = self.most_levels = 0
         self.passes: list[int] = []  # rows of each
 
     def add(self, num_uncached_draft_tokens: int, output: RowOutput, lm_block: int) -> None:
-        """Count a request: tokens caught up with, its draft, and what came true of it."""
+        """Count a request: tokens caught up with, drafted and accepted, and passes."""
         num_passes = max(1, -(-output.num_levels // lm_block))
         # A head that drafts blocks computes a row a pass, others the nodes that they expand.
         others = max(1, round((output.num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0

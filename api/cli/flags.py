@@ -14,6 +14,7 @@ from ..serving.limits import Limits
 from ..types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from ..server.tracing import Telemetry  # needs the extra otel
     from ..serving.serving_context import Settings
 
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from urllib.parse import urlsplit
 
 from ...draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
 from ..server.observability import Observing, make_telemetry
-from ..server.tracing import Telemetry
 from ..types.request_context import caller_of
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -114,7 +114,6 @@ def _recorder(parsed: argparse.Namespace) -> TrafficRecorder | None:
 
 
 def _telemetry(parsed: argparse.Namespace) -> Telemetry | None:
-
     if parsed.otlp_endpoint is None and not parsed.tracing:
         if parsed.trace_steps:
             parsed.parser.error("--trace-steps needs --tracing or --otlp-endpoint")

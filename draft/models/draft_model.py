@@ -93,7 +93,7 @@ class LmProposer:
 
     @property
     def weighs(self) -> bool:
-        """Whether drafts are to be trees, or end by prices.
+        """Whether drafts may be trees, and end where a node is not worth its row.
 
         Not where the device chooses tokens without the host: the best few would be read pass by
         pass.
@@ -110,7 +110,7 @@ class LmProposer:
         )
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Requests that left take their cursor along; pages that change hands lose their mark."""
+        """Forget the tracks of these requests and the ready marks of these pages."""
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
         for page_id in newly_allocated_pages:
@@ -141,7 +141,7 @@ class LmProposer:
         output: ForwardOutput,  # noqa: ARG002
         verified: Sequence[VerifiedRow],
     ) -> None:
-        """Judge the trees; the KV of what came true goes to the slots of its positions."""
+        """Learn from verified trees; move accepted KV to the slots of its positions."""
         moves: list[tuple[int, int]] = []
         for each in verified:
             tree = self._trees.pop(each.row.request_id, None) if each.row.max_draft else None
@@ -157,7 +157,7 @@ class LmProposer:
     # -- cursor ---------------------------------------------------------------------------------
 
     def _follow(self, row: DraftRow) -> _Track:
-        """Bring a request's track up to what others computed since."""
+        """Bring a request's track up to the pages that are ready since."""
         track = self._tracks.setdefault(row.request_id, _Track())
         self._tuner.settle(row)
         self._skip_ready(row, track)
@@ -203,7 +203,7 @@ class LmProposer:
         return self._choose(whole, rows, output)
 
     def _stops(self, tracks: Sequence[_Track], trees: Sequence[TreeGrowth]) -> dict[int, int]:
-        """How far each row gets within the window, those that lack least first."""
+        """Where each row's catch-up stops, within the window; rows that lack least come first."""
         room, stops = self._window + len(trees), {}
         owed = [
             len(t.row.tokens) - track.num_computed for t, track in zip(trees, tracks, strict=True)
@@ -317,7 +317,7 @@ class _Opened(NamedTuple):
     found: PendingTokens | Sequence[Best]  # [len(places)]
 
     def read(self) -> None:
-        """Tell the trees; waits for the device if need be."""
+        """Give the tokens to the trees; waits for the device if they are there still."""
         found = self.found if isinstance(self.found, Sequence) else unraced(self.found.choices())
         for (tree, node), best in zip(self.places, found, strict=True):
             tree.expand(node, best)

@@ -38,7 +38,7 @@ class Path:
 
 
 class GuessTree:
-    """Draft tokens as a tree, and what each of them is worth."""
+    """The merged guesses as a tree of draft tokens, each with its chance of being accepted."""
 
     def __init__(self, trunk: Path) -> None:
         self.trunk = trunk
@@ -46,7 +46,7 @@ class GuessTree:
 
     @property
     def odds(self) -> Survival:
-        """Of all tokens, the best first, [num_tokens]: its first few are those of a tree."""
+        """Chances of all tokens, falling, [num_tokens]; the first n belong to a tree of n nodes."""
         if len(self._paths) == 1:
             return self.trunk.odds
         odds = np.concatenate([path.odds for path in self._paths])
@@ -71,7 +71,7 @@ class GuessTree:
         return Draft(token_ids, sources, odds=self.trunk.odds[:count].tolist())
 
     def add(self, guess: Guess, survival: Survival) -> None:
-        """One more guess, less promising than the trunk."""
+        """Add a guess that is less promising than the trunk."""
         path, at = self.trunk, 0
         while True:
             here = at - path.start
@@ -93,7 +93,7 @@ class GuessTree:
     def _leave(
         self, path: Path, at: int, siblings: Sequence[Path], guess: Guess, survival: Survival
     ) -> None:
-        """A branch lives on what the other tokens at its level leave."""
+        """Add a branch; its chance is what the other tokens at its level leave."""
         before, own_before = 1.0, 1.0
         if at:
             before, own_before = float(path.odds[at - 1 - path.start]), float(survival[at - 1])
@@ -107,7 +107,7 @@ class GuessTree:
 
 
 def merge(guesses: Sequence[Guess], survivals: Sequence[Survival]) -> GuessTree:
-    """The most promising guess is the trunk, the others branch off it.
+    """Make a tree of guesses: the most promising is the trunk, the others branch off it.
 
     ``survivals[i]`` belongs to ``guesses[i]``, of which there is at least one.
     """

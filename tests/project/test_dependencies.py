@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -31,13 +32,17 @@ def declared(requirements: list[str]) -> set[str]:
 
 def imported(package: str) -> set[str]:
     """Modules of others that the files of a package import, wherever they do."""
+    return set().union(*(imported_by(path) for path in (ROOT / package).rglob("*.py")))
+
+
+def imported_by(path: Path) -> set[str]:
+    """Modules of others that a file imports."""
     found = set()
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Import):
-                found |= {each.name.partition(".")[0] for each in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                found.add(node.module.partition(".")[0])
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.partition(".")[0])
     return found - set(sys.stdlib_module_names) - {"foretoken"}
 
 
@@ -50,6 +55,34 @@ def test_every_import_is_declared(package: str) -> None:
             assert any(each.startswith(module) for each in extras[OPTIONAL[module]]), module
         else:
             assert DISTRIBUTIONS.get(module, module).lower() in names, module
+
+
+BARE = """
+import importlib, sys
+
+def import_all(names, extras):
+    for extra in extras:
+        sys.modules[extra] = None  # importing it fails, as where it is not installed
+    for name in names:
+        importlib.import_module(name)
+    assert importlib.import_module("foretoken.api.cli").main
+"""
+
+
+def test_all_that_names_no_extra_is_imported_without_the_extras() -> None:
+    """A plain installation has the dependencies alone, and `make serve` needs no more."""
+    extras = {*OPTIONAL, "httpx", "openai", "jsonschema", "pytest", "hypothesis", "schemathesis"}
+    names = []
+    for package in ("radix_cache", "core", "draft", "api"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            module = path.relative_to(ROOT).with_suffix("")
+            needs_extra = "triton" in module.parts or imported_by(path) & extras
+            if not needs_extra and module.name != "__main__":
+                names.append(".".join(("foretoken", *module.parts)).removesuffix(".__init__"))
+    assert "foretoken.api.cli.flags" in names
+    code = f"{BARE}\nimport_all({names!r}, {sorted(extras)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_uvicorn_is_pinned_to_the_minor_whose_private_class_is_extended() -> None:
