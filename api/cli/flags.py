@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
 from ...core.config import EngineConfig, parse_size
 from ...core.errors import InvalidRequest
+from ...draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
 from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
+from ..server.observability import Observing, make_telemetry
 from ..serving.limits import Limits
+from ..types.request_context import caller_of
 from ..types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from ..server.tracing import Telemetry  # needs the extra otel
     from ..serving.serving_context import Settings
-
-from collections.abc import Sequence
-from pathlib import Path
-from urllib.parse import urlsplit
-
-from ...draft.training.traffic import DEFAULT_BYTES, TrafficRecorder
-from ..server.observability import Observing, make_telemetry
-from ..types.request_context import caller_of
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 MAX_PORT = 65535

@@ -1,4 +1,4 @@
-"""A bounded memory of recent prompts, to tell why a later one missed the cache."""
+"""A bounded memory of recent prompts, to explain why a later one missed the cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def conversation_parts(
     num_system: int = 0,
     format: object = None,
 ) -> list[Part]:
-    """The parts of a conversation; objects are told as JSON.
+    """The parts of a conversation; objects are written as JSON.
 
     The first ``num_system`` messages are those that the body has as its ``system`` or
     ``instructions``, and not among its messages.
@@ -113,7 +113,7 @@ class Remembered:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes to remember it."""
+        """Approximate bytes that the entry occupies."""
         names = sys.getsizeof(self.response_id) + sys.getsizeof(self.namespace)
         return OVERHEAD + len(self.tokens) + self.note.num_bytes + names
 
@@ -175,7 +175,7 @@ class PromptLog:
     def record(self, response_id: str, request: Request, note: PromptNote, now: float) -> None:
         """Remember a prompt that is submitted. O(prompt).
 
-        One that is not to be written is told to who names its response, and to nobody else.
+        A prompt that is not to be written is explained only to a caller that names its response.
         """
         self._forget(response_id)
         self._num_recorded += 1
@@ -200,7 +200,7 @@ class PromptLog:
             self._forget(excess)
 
     def find(self, response_id: str) -> Remembered | None:
-        """The prompt of a response, unless it is forgotten. Whoever tells of it asks its owner."""
+        """The prompt of a response, unless it is forgotten. The caller checks who owns it."""
         return self._prompts.get(response_id)
 
     def most_similar(self, prompt: Remembered, at_least: int) -> Remembered | None:

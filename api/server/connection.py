@@ -21,9 +21,9 @@ from .request_log import BROKEN_OFF, refusal_of
 
 logger = logging.getLogger(__name__)
 NUM_OTHER_FILES = 128  # of the process, beside one for each connection
-NUM_SPARE = 64  # connections beyond the limit that are told so; the others are dropped
-SPARE_SECONDS = 1.0  # for one of those to say what it wants
-DRAIN_BYTES = 64 * 2**20  # of a body that nobody reads
+NUM_SPARE = 64  # connections beyond the limit that get a 503; the others are dropped
+SPARE_SECONDS = 1.0  # for one of those to send its request
+DRAIN_BYTES = 64 * 2**20  # of a body that no route reads
 LINGER_SECONDS = 2.0  # for a client that was refused to read so: to close would take it from it
 # What is no HTTP is the client's trouble: a line for each would let anybody flood the log.
 _http_logger = logging.getLogger("uvicorn.error.connection")
@@ -31,7 +31,7 @@ _http_logger.setLevel(logging.ERROR)
 
 
 class Connection(H11Protocol):
-    """Ends when a header does not come, when nobody reads what is sent, when too many are open.
+    """Closes when a header does not come, when the client does not read, when too many are open.
 
     ``close`` would wait for the client to read the buffer. An abort is a disconnect to whatever
     works for this client, so that its requests are aborted too.
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # Else up to 64 KiB that nobody reads would pass for written, and keep a closing socket.
+        # Else up to 64 KiB that the client does not read would pass for written.
         transport.set_write_buffer_limits(0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:
@@ -68,7 +68,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One answer: the gate's that the server is full, except to who asks whether it lives."""
+        """One answer: a 503 by the gate that the server is full, except to health checks."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
     # -- what the client sends ------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """A body that nobody reads any more is heard out, but not for ever."""
+        """Receive and drop the rest of a body that no route reads, for a bounded time."""
         if self._body_timer is not None:
             self._num_drained += len(data)
             if self._num_drained > DRAIN_BYTES:
@@ -85,7 +85,7 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Whatever the state, somebody's time runs or we work for this client."""
+        """Set the timer for what the client owes now; there is none while the server works."""
         super().handle_events()
         if not self._is_answered_early:
             self._forget_body()
@@ -132,7 +132,7 @@ class Connection(H11Protocol):
         return is_sending and self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
-        """What is no HTTP is told so in JSON, and nothing behind it is read."""
+        """Answer invalid HTTP with a JSON body; nothing behind it is read."""
         error = sys.exception()  # uvicorn calls this while it handles it
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             told = ApiError(431, f"the header is longer than {self._max_header()}")
@@ -165,7 +165,7 @@ class Connection(H11Protocol):
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, told: ApiError) -> Response:
-        """The answer to a request whose body is no HTTP; its context is told in passing."""
+        """The answer to a request whose body is invalid HTTP; notes it in the request's context."""
         scope = cast("Scope", self.scope)
         scope["state"][BROKEN_OFF] = told
         # Outside of any context: the one at hand may be that of the request before.
@@ -181,7 +181,7 @@ class Connection(H11Protocol):
         self._header_timer = self.loop.call_later(seconds, self._end_header)
 
     def _end_header(self) -> None:
-        """Who has begun one is told; who is silent is not."""
+        """Answer 408 if a request was begun; close a silent connection without an answer."""
         self._header_timer = None
         if not self.conn.trailing_data[0]:
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""Keeper: ends a server when it is told to, when its engine is dead, and when it stands still."""
+"""Keeper: ends a server on request, when its engine is dead, or when its event loop hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_SECONDS = 5.0  # for what a process does last: its exit, or its dump where 
 class Keeper:
     """Drains on the first signal and leaves on the second; a server with a dead engine ends.
 
-    A thread watches the event loop itself: while that is stuck nobody else can do anything.
+    A thread watches the event loop itself: while that is stuck no other code runs.
     """
 
     def __init__(self, llm: Host, *, drain_seconds: float) -> None:
@@ -41,7 +41,7 @@ class Keeper:
 
     @property
     def exit_code(self) -> int:
-        """Of the process: 0 where it was told to end."""
+        """Exit code of the process: 0 if it was asked to end."""
         engine = self._llm.engine
         if engine.hung:
             return STUCK
@@ -67,7 +67,7 @@ class Keeper:
     async def end(self) -> None:
         """Stop watching the engine; a drain that runs is finished.
 
-        From now on nobody says any more that the loop lives: an exit must not hang either.
+        From now on no heartbeat is expected of the loop, but an exit must not hang either.
         """
         watch, *drains = self._tasks
         watch.cancel()
@@ -89,14 +89,14 @@ class Keeper:
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
-        """Keep listening meanwhile, so that /ready says 503 and new requests are told so."""
+        """Keep listening meanwhile, so that /ready and new requests get a 503."""
         try:
             await self._llm.close(drain_seconds=self._drain_seconds)
         finally:
             self._stop()
 
     async def _watch(self) -> None:
-        """A server whose engine is dead must not linger: somebody will start it anew."""
+        """End a server whose engine is dead, so that its supervisor restarts it."""
         while True:
             if not (self._llm.engine.alive or self._llm.draining or self._died):
                 logger.critical("the engine is dead: leaving")

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from ..serving.errors import ApiError
 
-CLIENT_CLOSED = 499  # as proxies log it: nobody was left to be answered
+CLIENT_CLOSED = 499  # as proxies log it: the client closed before it was answered
 SERVER_ERROR = 500
-BROKEN_OFF = "broken_off"  # in a scope's state: what the connection itself told the client
+BROKEN_OFF = "broken_off"  # in a scope's state: the answer that the connection itself sent
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class Counts(Protocol):
-    """Who counts requests."""
+    """What counts requests."""
 
     def began(self) -> None:
         """One more is under way."""
@@ -39,7 +39,7 @@ class Counts(Protocol):
         """The header of its answer goes out."""
 
     def ended(self, context: RequestContext, seconds: float) -> None:
-        """All is sent, or nobody listens any more."""
+        """The answer is sent whole, or the client has left."""
 
 
 def no_span(_context: RequestContext) -> AbstractContextManager[None]:
@@ -104,7 +104,7 @@ class RequestLog:
 
 
 def refusal_of(scope: Scope, error: ApiError) -> Response:
-    """What a client is told of a request that no layer may have seen yet."""
+    """The answer to a request that no layer may have seen yet."""
     identify(scope)
     answer = error_response(scope, error)
     _name(answer.headers, scope)

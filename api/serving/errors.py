@@ -40,7 +40,7 @@ class JsonResponse(Response):
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing went wrong
-    """The client closed its connection before it had its answer."""
+    """Raised when the client closed its connection before the answer."""
 
 
 class ApiError(Exception):
@@ -84,7 +84,7 @@ def clipped(message: str) -> str:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What a client is told of any exception; nothing of the unexpected ones."""
+    """The error body for an exception; an unexpected one shows nothing of its text."""
     match error:
         case ApiError():
             return error
@@ -154,7 +154,7 @@ def _from_starlette(error: HTTPException) -> ApiError:
 
 
 def told(request: Request, error: Exception) -> ApiError:
-    """What the client of this request is told; the operator is told of what nobody expected."""
+    """The error for the client of this request; an unexpected one is logged for the operator."""
     answer = to_api_error(error)
     if answer.status == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)

@@ -1,4 +1,4 @@
-"""The HTTP request that is being served: its caller, its times, what became of it."""
+"""The HTTP request that is being served: its caller, its times, its outcome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOO_LATE = "the deadline passed before the request could run"
 
 
 def seconds_left(since: float, *limits: float | None) -> float | None:
-    """What is left of the shortest of these times, which count from ``since``; None without any.
+    """Seconds left of the shortest of these times, which count from ``since``; None without any.
 
     Raises `DeadlineExceeded` where nothing is left.
     """
@@ -67,16 +67,16 @@ class EngineAnswer(Protocol):
 
     @property
     def usage(self) -> Usage:
-        """What it cost so far."""
+        """The usage so far."""
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """Of each generation; None: it has not ended."""
+        """Why each generation ended; None: it has not."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """What is known of one HTTP request so far. Holds no text of anybody's."""
+    """What is known of one HTTP request so far. Holds no text of a prompt or an answer."""
 
     scope: Scope
     caller: bytes = NOBODY  # a hash of its key; the gate sets it
@@ -92,7 +92,7 @@ class RequestContext:
 
     @property
     def method(self) -> str:
-        """One of a few: it becomes a label."""
+        """The HTTP method, one of a few values: it becomes a metrics label."""
         method: str = self.scope["method"]
         return method if method in METHODS else "other"
 
@@ -104,7 +104,7 @@ class RequestContext:
 
     @property
     def is_probe(self) -> bool:
-        """Whether a machine asks, again and again; without a key it may be anybody, who guesses."""
+        """Whether this is a health check or a scrape; one refused for its key is not."""
         return self.scope["path"] in PROBES and self.status not in NO_KEY
 
 
@@ -137,20 +137,20 @@ def caller() -> bytes:
 
 
 def origin() -> Origin:
-    """Whose work is done, and how long the body that it is about."""
+    """The tenant whose work is done, and the size of its body."""
     context = CONTEXT.get()
     return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
 
 
 def note_error(error: KnownError) -> None:
-    """What the client is told instead of an answer."""
+    """Note the error that answers the request."""
     context = CONTEXT.get()
     if context is not None:
         context.error = error
 
 
 def note_answer(answer: EngineAnswer) -> None:
-    """What the engine was asked."""
+    """Note a generation that the engine was given."""
     context = CONTEXT.get()
     if context is not None:
         context.answers.append(answer)
@@ -168,19 +168,19 @@ def caller_of(key: str | bytes) -> bytes:
 
 
 def owner_of(cache_salt: str | None) -> Owner:
-    """Whose responses and prompts the caller may read: those of its key and of this salt."""
+    """The owner of responses and prompts that the caller may read: its key and this salt."""
     return hashlib.sha256(msgspec.json.encode((caller().hex(), cache_salt))).digest()
 
 
 def tenant_of(cache_salt: str | None) -> str | None:
-    """Whom the scheduler charges: the salt, else the caller's key by a short hash, else nobody."""
+    """The tenant that the scheduler charges: the salt, else a short hash of the key, else none."""
     if cache_salt is not None:
         return cache_salt
     return f"key-{caller().hex()[:16]}" if caller() else None
 
 
 class Shares(Generic[K]):
-    """Who takes how much of a bounded memory, and whose entry must make room.
+    """Shares of a bounded memory by owner, and the entry that must make room.
 
     The oldest goes of the owner that has most, if that is more than a quarter; else the oldest of
     all. So nobody can drive out those who keep to their quarter, and one who is alone has all.
@@ -201,7 +201,7 @@ class Shares(Generic[K]):
         self._count(owner, num_bytes)
 
     def remove(self, key: K) -> None:
-        """An entry that is gone; it must be there."""
+        """Remove an entry that is there."""
         owner, num_bytes = self._entries.pop(key)
         del self._by_owner[owner][key]
         self._count(owner, -num_bytes)
@@ -228,13 +228,13 @@ class Shares(Generic[K]):
         mark(owner)
 
     def _part(self, owner: Owner) -> float:
-        """How much of the memory it has, by bytes or by entries, whichever is more."""
+        """An owner's share of the memory, by bytes or by entries, whichever is more."""
         in_entries = len(self._by_owner[owner]) / self._max_entries
         return max(self._bytes[owner] / self._max_bytes, in_entries)
 
 
 class Origin(NamedTuple):
-    """Whose a job is, and how long the body that it is about."""
+    """The tenant of a job, and the size of its body."""
 
     caller: bytes = NOBODY
     num_bytes: int = 0

@@ -20,7 +20,7 @@ Body = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool that the model wants made."""
+    """A tool call by the model."""
 
     id: str
     name: str
@@ -34,7 +34,7 @@ class ToolCall:
             raise ForetokenError(f"the arguments of {self.name} are no object: {error}") from None
 
     def reply(self, content: str) -> dict[str, Any]:
-        """The message that tells the model what came of it."""
+        """The message that returns the tool's result to the model."""
         return {"role": "tool", "tool_call_id": self.id, "content": content}
 
 
@@ -91,7 +91,7 @@ class TextDelta:
 class Choice:
     """One of the n answers to a prompt.
 
-    The answer to a conversation is told apart: ``text`` are its words, ``reasoning`` is what the
+    The answer to a conversation is split: ``text`` is its content, ``reasoning`` is what the
     model thought before, ``tool_calls`` what it wants called.
     """
 
@@ -141,12 +141,12 @@ class Completion:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought before it spoke; of a conversation alone."""
+        """The model's reasoning before its answer; of a conversation alone."""
         return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """What the model wants called; of a conversation alone."""
+        """The tool calls; of a conversation alone."""
         return self.choices[0].tool_calls
 
     @property
