@@ -365,6 +365,11 @@ class TransformersDecoder(Decoder):
         """The packed experts of a module."""
         return self._packed_experts[module]
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a router chooses which weights a row is multiplied by."""
+        return bool(self._packed_experts)
+
     def pack_experts(self, ops: Ops) -> None:
         """Pack the experts of every layer, which drops transformers' own weights of them."""
         for module in self.model.modules():

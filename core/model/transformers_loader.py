@@ -456,7 +456,9 @@ def startup_test(decoder: TransformersDecoder) -> bool:
     expected = _by_transformers(decoder, ids)
     spread = float(expected.std())
     for found in (whole, pieces):
-        off = float((found - expected).abs().max()) / max(spread, 1e-9)
+        errors = (found - expected).abs().amax(dim=1) / max(spread, 1e-9)
+        # Rounding may route a row to another expert, which changes that row's logits wholly.
+        off = float(errors.median() if decoder.has_experts else errors.max())
         if not off <= _TOLERANCE[decoder.dtype]:
             raise ModelLoadError(
                 f"by pages its logits are off by {off:.1g} of their deviation, so it keeps more "

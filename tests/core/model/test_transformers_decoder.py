@@ -126,6 +126,30 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_at_startup(
         startup_test(decoder)
 
 
+def test_rounding_that_routes_a_row_to_another_expert_is_no_reason_to_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from foretoken.core.model import transformers_loader
+
+    by_transformers = transformers_loader._by_transformers
+    wrong_rows = [4]
+
+    def routed_otherwise(decoder: TransformersDecoder, ids: list[int]) -> torch.Tensor:
+        logits = by_transformers(decoder, ids).clone()
+        logits[wrong_rows] += 2 * logits.std()
+        return logits
+
+    monkeypatch.setattr(transformers_loader, "_by_transformers", routed_otherwise)
+    decoder = load(save_tiny(tmp_path / "experts", "gpt_oss"))
+    assert decoder.exact
+    wrong_rows.extend(range(5, 12))  # most rows: the model keeps something that pages do not have
+    with pytest.raises(ModelLoadError, match="keeps more than keys and values"):
+        transformers_loader.startup_test(decoder)
+    wrong_rows[:] = [4]
+    with pytest.raises(ModelLoadError, match="keeps more than keys and values"):
+        load(save_tiny(tmp_path / "dense", "qwen3"))
+
+
 # -- which path -----------------------------------------------------------------------------------
 
 
