@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..core.execution.model_runner import ModelRunner, Work
+from ..core.execution.model_runner import LaunchedStep, ModelRunner
 from ..core.sampling.verifier import Verified
 
 WINNING = 1e4  # a logit above all others
@@ -25,13 +25,13 @@ class ReplayRunner(ModelRunner):
         """The same model, pool and proposer."""
         return cls(runner.decoder, runner.pool, runner.proposer)
 
-    def _verify(self, work: Work) -> list[Verified]:
+    def _verify(self, work: LaunchedStep) -> list[Verified]:
         if not self.recorded:
             return super()._verify(work)
         at = 0
         indices: list[int] = []
         token_ids: list[int] = []
-        for row, draft in zip(work.plan.rows, work.drafts, strict=True):
+        for row, draft in zip(work.plan.requests, work.drafts, strict=True):
             if not row.samples:
                 continue
             answer = self.recorded[row.request_id]

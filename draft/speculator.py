@@ -1,6 +1,6 @@
 """DraftSpeculator: decides which tokens each request drafts in a step, and how many.
 
-Free sources look the next tokens up in earlier tokens, or know what a grammar forces. A draft
+Sources look the next tokens up in earlier tokens, or know what a grammar forces. A draft
 model, if there is one, proposes in the model thread. The acceptance rate of each is measured
 (control/acceptance.py), the cost of a step is measured (control/cost_model.py), and the controller
 drafts every token that is worth its row, which may be none. Look-ups run before a step; committed
@@ -18,7 +18,14 @@ import numpy as np
 
 from ..core.interface.request import Request
 from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ..core.interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from ..core.interface.step import (
+    NO_DRAFT,
+    Draft,
+    RequestOutput,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from .control.acceptance import AcceptanceModel, NodeWorth
 from .control.allocation import Allocation, StepCandidates
 from .control.candidates import CandidateGenerator
@@ -30,7 +37,7 @@ from .sources.indexer import SourceIndexer
 from .sources.merge import Survival
 from .sources.source import GuardedSource, Source
 
-FREE_LEN = 24  # longest path of a free source in "auto"
+LOOKUP_LEN = 24  # longest path of a look-up in "auto"
 LM_NODES = 16  # most nodes of the model's draft in "auto"
 FEW_TO_CATCH_UP = 6  # tokens of the model's KV that are caught up with while prompts wait
 LM_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # of the model's best node
@@ -140,7 +147,7 @@ class DraftSpeculator:
         return self._states.setdefault(request.request_id, DraftState(request))
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """A free source's draft of at most ``depth`` tokens; without one, the draft model's."""
+        """A source's draft of at most ``depth`` tokens; without one, the draft model's."""
         if depth < 1:
             return NO_DRAFT_PLAN
         tree = self._generator.generate(state, depth)
@@ -159,12 +166,12 @@ class DraftSpeculator:
     ) -> StepCandidates:
         for state, limit in zip(states, limits, strict=True):
             is_requested = limit and not self._drafts_nothing(state.request, 0)
-            most = min(limit, FREE_LEN)
+            most = min(limit, LOOKUP_LEN)
             state.tree = self._generator.generate(state, most) if is_requested else None
         worth, shown = self._lm_odds(states, limits, is_busy=num_prefill > 0)
         levels, nodes = self._lm_shape
         return StepCandidates(
-            free=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
+            lookup=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
             lm=worth,
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
@@ -207,19 +214,19 @@ class DraftSpeculator:
         """Ask the controller for the drafts; requests whose look-ups find nothing may back off."""
         allocation = self.controller.allocate(candidates)
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
-        num_free, depths = allocation.num_free.tolist(), allocation.lm_depth.tolist()
+        num_lookup, depths = allocation.num_lookup.tolist(), allocation.lm_depth.tolist()
         self._uses_lm = any(depths)
         # The model weighs its own tokens: its drafts may have what is left of the rows.
         room = candidates.budget - allocation.num_rows
         spare = room // max(1, int(np.count_nonzero(allocation.lm_depth)))
         plans = []
-        for state, limit, free, depth in zip(states, limits, num_free, depths, strict=True):
+        for state, limit, num_nodes, depth in zip(states, limits, num_lookup, depths, strict=True):
             if depth and not (allocation.row_price and self._lm_weighs):
                 plans.append(DraftPlan(max_draft=depth))
             elif depth:
                 plans.append(self._merged(state, min(limit, LM_NODES, depth + spare), allocation))
-            elif free and state.tree is not None:
-                plans.append(DraftPlan(state.tree.draft(free)))
+            elif num_nodes and state.tree is not None:
+                plans.append(DraftPlan(state.tree.draft(num_nodes)))
             else:
                 plans.append(NO_DRAFT_PLAN)
             if not state.drafts_nothing(0):
@@ -246,25 +253,27 @@ class DraftSpeculator:
 
     # -- outcomes -------------------------------------------------------------------------------
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+    def observe(
+        self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
         """Score every guess of the step, verified or not, against what was committed."""
         state = self._states.get(request.request_id)
         if state is None:
             return
         if state.guesses:
             state.score(self.odds, request.tokens[-num_served:])
-        if row.max_draft:
-            uncached = row.stop - state.lm_len if self._lm_catches_up else 0
+        if scheduled.max_draft:
+            uncached = scheduled.stop - state.lm_len if self._lm_catches_up else 0
             self._lm.add(uncached, output, self._lm_block)
             is_trial = self.controller.is_trying
-            state.judge_lm(self._lm_worth, row, output, num_served, is_trial=is_trial)
+            state.judge_lm(self._lm_worth, scheduled, output, num_served, is_trial=is_trial)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn the cost of a step that took ``seconds``."""
         decodes = [
             out
-            for row, out in zip(plan.rows, output.rows, strict=True)
-            if row.stop - row.start == 1
+            for scheduled, out in zip(plan.requests, output.requests, strict=True)
+            if scheduled.stop - scheduled.start == 1
         ]
         lm, draft_s = self._lm, output.times.get("draft", 0.0)
         self.controller.costs.observe(
@@ -274,7 +283,7 @@ class DraftSpeculator:
             forward_s=output.times.get("forward", 0.0),
             draft_s=draft_s,
             seconds=seconds,
-            with_prompts=len(decodes) < len(plan.rows),
+            with_prompts=len(decodes) < len(plan.requests),
         )
         self.controller.costs.observe_draft(lm.passes, draft_s)
         self.controller.observe(seconds, num_lm_drafted=lm.num_drafted, num_lm_hits=lm.num_hits)
@@ -327,7 +336,7 @@ class _DraftModelUse:
         self.num_drafted = self.num_hits = self.most_nodes = self.most_levels = 0
         self.passes: list[int] = []  # rows of each
 
-    def add(self, num_uncached_draft_tokens: int, output: RowOutput, lm_block: int) -> None:
+    def add(self, num_uncached_draft_tokens: int, output: RequestOutput, lm_block: int) -> None:
         """Count a request: tokens caught up with, drafted and accepted, and passes."""
         num_passes = max(1, -(-output.num_levels // lm_block))
         # A head that drafts blocks computes a row a pass, others the nodes that they expand.

@@ -85,7 +85,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     elif draft is not None:
         measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
-    overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.launches)
+    overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
         config, spec, target.config.vocab_size, overlaps=overlaps, proposer=proposer
     )

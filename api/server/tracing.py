@@ -29,7 +29,7 @@ from ..._version import __version__
 from ...core.engine.engine import Engine
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import PlanRow, StepOutput, StepPlan
+from ...core.interface.step import ScheduledRequest, StepOutput, StepPlan
 from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams
 
@@ -170,15 +170,17 @@ class _Live:
         """The time of day in nanoseconds."""
         return self.offset + int(seconds * NANO)
 
-    def take_part(self, row: PlanRow, output: StepOutput, began: float, ended: float) -> None:
+    def take_part(
+        self, scheduled: ScheduledRequest, output: StepOutput, began: float, ended: float
+    ) -> None:
         """Its share of a step."""
-        if row.stop - row.start == 1:
+        if scheduled.stop - scheduled.start == 1:
             for part, seconds in output.times.items():
                 self.seconds[part] = self.seconds.get(part, 0.0) + seconds
         elif len(self.chunks) < MAX_CHUNKS:
-            self.chunks.append(_Chunk(row.start, row.stop, began, ended))
+            self.chunks.append(_Chunk(scheduled.start, scheduled.stop, began, ended))
         else:
-            self.chunks[-1].stop, self.chunks[-1].ended = row.stop, ended
+            self.chunks[-1].stop, self.chunks[-1].ended = scheduled.stop, ended
 
 
 class Telemetry:
@@ -269,10 +271,10 @@ class Telemetry:
     ) -> None:
         """Note whose step it was, and trace it if it is drawn."""
         if self._live:
-            for row in plan.rows:
-                live = self._live.get(row.request_id)
+            for scheduled in plan.requests:
+                live = self._live.get(scheduled.request_id)
                 if live is not None and live.arrival <= began:  # else it is whose id that was
-                    live.take_part(row, output, began, ended)
+                    live.take_part(scheduled, output, began, ended)
         self._steps_due += self._step_rate
         if self._steps_due >= 1:
             self._steps_due -= 1
@@ -285,9 +287,9 @@ class Telemetry:
         span = self._tracer.start_span("step", Context(), start_time=at)
         span.set_attributes(
             {
-                "foretoken.step.num_requests": len(plan.rows),
+                "foretoken.step.num_requests": len(plan.requests),
                 "foretoken.step.num_tokens": plan.num_tokens,
-                "foretoken.step.num_draft_tokens": sum(row.num_proposed for row in output.rows),
+                "foretoken.step.num_draft_tokens": sum(out.num_proposed for out in output.requests),
             }
         )
         context = trace.set_span_in_context(span)

@@ -25,7 +25,13 @@ from ...core.config import EngineConfig
 from ...core.engine.engine import Engine
 from ...core.interface.request import Request
 from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from ...core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from ...core.interface.step_runner import (
     Finished,
     OnKernelsStarted,
@@ -77,7 +83,7 @@ class Walk:
 class FormulaRunner:
     """A `StepRunner` whose next token depends on the position alone, and so repeats."""
 
-    launches = False
+    is_async = False
 
     def launch(
         self,
@@ -89,17 +95,17 @@ class FormulaRunner:
         if after is not None:
             return launch_behind(self.launch, plan, after.finish())
         on_kernels_started()
-        rows = [self._row(row) for row in plan.rows]
-        return Finished(StepOutput(rows=rows, times={"forward": 1e-3}, num_rows=len(rows)))
+        rows = [self._row(row) for row in plan.requests]
+        return Finished(StepOutput(requests=rows, times={"forward": 1e-3}, num_rows=len(rows)))
 
-    def _row(self, row: PlanRow) -> RowOutput:
+    def _row(self, row: ScheduledRequest) -> RequestOutput:
         if not row.samples:
-            return RowOutput(request_id=row.request_id)
+            return RequestOutput(request_id=row.request_id)
         draft = row.draft.token_ids
         right = [1 + (len(row.tokens) + i) % CYCLE for i in range(len(draft) + 1)]
         pairs = zip(draft, right, strict=False)
         num_accepted = next((i for i, (ours, true) in enumerate(pairs) if ours != true), len(draft))
-        return RowOutput(
+        return RequestOutput(
             request_id=row.request_id,
             token_ids=right[: num_accepted + 1],
             num_proposed=len(draft),

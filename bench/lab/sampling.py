@@ -25,7 +25,7 @@ from ...core.ops.native import NativeLibrary, native_library
 from ...core.ops.native.limits import read_bandwidth
 from ...core.ops.native.sampler import NativeSampler
 from ...core.sampling.sampler import Sampler, TorchSampler
-from ...core.sampling.verifier import VerifyRow
+from ...core.sampling.verifier import VerifyRequest
 from ..report import RESULTS, command, machine, table, write_json
 
 VOCAB_SIZES = (4_096, 151_936)
@@ -115,19 +115,19 @@ def make_logits(shape: str, num_rows: int, vocab_size: int) -> Tensor:
     return noise.mul_(0.5).sub_(1.5 * (ranks + 1).log())
 
 
-def make_rows(params: SamplingParams, num_rows: int, vocab_size: int) -> list[VerifyRow]:
+def make_rows(params: SamplingParams, num_rows: int, vocab_size: int) -> list[VerifyRequest]:
     """Requests in the middle of their answers, without drafts."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for seed in range(num_rows):
         history = torch.randint(vocab_size, (HISTORY_LEN,), generator=generator)
         sampling = SamplingMetadata(params=params, seed=seed, prompt_len=PROMPT_LEN)
-        rows.append(VerifyRow(array("q", history.tolist()), (), sampling))
+        rows.append(VerifyRequest(array("q", history.tolist()), (), sampling))
     return rows
 
 
 def _pair(
-    samplers: tuple[Sampler, Sampler], logits: Tensor, rows: Sequence[VerifyRow]
+    samplers: tuple[Sampler, Sampler], logits: Tensor, rows: Sequence[VerifyRequest]
 ) -> tuple[float, float]:
     """Median seconds per row of either, measured in turn."""
     times: tuple[list[float], list[float]] = ([], [])

@@ -27,7 +27,13 @@ from ...api.types.sampling_params import SamplingParams
 from ...core.config import EngineConfig
 from ...core.interface.request import Request
 from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ...core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from ...core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
@@ -96,7 +102,7 @@ class Speculation:
 
     def learn(self, request: Request, num_accepted: int, num_new: int) -> None:
         size = len(request.tokens)
-        row = PlanRow(
+        row = ScheduledRequest(
             request_id=request.request_id,
             tokens=request.tokens,
             start=size - num_new - 1,
@@ -104,7 +110,7 @@ class Speculation:
             page_ids=array("q"),
             sampling=request.sampling,
         )
-        output = RowOutput(
+        output = RequestOutput(
             request_id=request.request_id,
             token_ids=request.tokens[size - num_new :],
             num_accepted=num_accepted,
@@ -112,8 +118,8 @@ class Speculation:
         self.speculator.observe(request, row, output, num_new)
         num_rows = 1 + self.plan.num_rows
         spent = {"forward": 1.0 + self.row_cost * num_rows}
-        plan = StepPlan(rows=[row], newly_allocated_pages=array("q"))
-        outcome = StepOutput(rows=[output], times=spent, num_rows=num_rows)
+        plan = StepPlan(requests=[row], newly_allocated_pages=array("q"))
+        outcome = StepOutput(requests=[output], times=spent, num_rows=num_rows)
         self.speculator.observe_step(plan, outcome, spent["forward"])
         self.speculator.work()
 

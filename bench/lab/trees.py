@@ -162,7 +162,7 @@ def measure(
         plan = scheduler.schedule(0.0)
         began = time.perf_counter()
         output = runner.step(plan)
-        (row,) = output.rows
+        (row,) = output.requests
         if plan.num_tokens == 1:
             seconds += time.perf_counter() - began
             units += 1.0 + ROW * row.num_proposed + PASS * row.num_levels

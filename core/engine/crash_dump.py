@@ -59,7 +59,9 @@ class StepLog:
         if began is not None:
             kind = None if failure is None else type(failure).__name__
             seconds = now - began
-            self.records.append(StepRecord(began, seconds, len(plan.rows), plan.num_tokens, kind))
+            self.records.append(
+                StepRecord(began, seconds, len(plan.requests), plan.num_tokens, kind)
+            )
 
     def seconds_under_way(self, now: float) -> float:
         """Seconds since the present run began; 0 between two runs."""

@@ -38,7 +38,7 @@ CLOSED, STEPS_FAILED = "the engine was closed", "steps failed; the engine stoppe
 class Engine:
     """Serves requests until closed.
 
-    If a step raises, its rows are run again in parts: the requests whose rows fail alone end, the
+    If a step raises, it is run again in parts: the requests that fail alone end, the
     others are not affected. After three steps in a row without a successful part, or one that does
     not return, the engine ends: every stream gets an error, and a crash dump is written.
     """
@@ -280,7 +280,7 @@ class Engine:
         self._inbox.drain(self._clock())
         self._auditor.answer_requests()
         plan = self._step_executor.planned_ahead or self.scheduler.schedule(self._clock())
-        if not plan.rows:
+        if not plan.requests:
             self._deliver()
             await self._wait_for_work()
             return

@@ -1,8 +1,8 @@
-"""StepBisection: runs a failed step again in parts until the failing rows are known.
+"""StepBisection: runs a failed step again in parts until the failing requests are known.
 
-The rows of a plan may be computed again: their KV goes to the same positions of the same pages, and
-the noise of a token is a function of its position. The parts have no drafts: drafts may be what
-failed, and no answer depends on them.
+The requests of a plan may be computed again: their KV goes to the same positions of the same
+pages, and the noise of a token is a function of its position. The parts have no drafts: drafts
+may be what failed, and no answer depends on them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..interface.step import (
     LEAST_CHUNK,
     NO_DRAFT,
     NO_PAGES,
-    PlanRow,
     SamplingMetadata,
+    ScheduledRequest,
     StepPlan,
     num_chunk_tokens,
 )
@@ -50,21 +50,21 @@ def forget_frames(failure: BaseException | None) -> None:
 
 
 class StepBisection:
-    """Decides which part of a failed plan is run next: halves of halves, down to single rows.
+    """Decides which part of a failed plan is run next: halves of halves, down to single requests.
 
-    One failing row among n is found in 2 log2 n runs. Each part that succeeds earns one more run;
-    when all are used up, the remaining parts are run once and fail as a whole. If memory ran out
-    over prompt chunks, half of their tokens are run; the others wait for a later step.
+    One failing request among n is found in 2 log2 n runs. Each part that succeeds earns one more
+    run; when all are used up, the remaining parts are run once and fail as a whole. If memory ran
+    out over prompt chunks, half of their tokens are run; the others wait for a later step.
     """
 
     def __init__(self, plan: StepPlan, failure: Exception) -> None:
-        rows = [_without_drafts(row) for row in plan.rows]
+        requests = [_without_drafts(scheduled) for scheduled in plan.requests]
         self.failure = failure  # the last one
         self.num_passed = 0  # parts that succeeded
-        self.failing_rows: list[PlanRow] = []
+        self.failing_requests: list[ScheduledRequest] = []
         self._plan = plan
-        self._parts = _smaller(rows, failure) or [rows]  # a stack: the next one is the last
-        self._failures_left = 1 + 2 * (len(rows) - 1).bit_length()
+        self._parts = _smaller(requests, failure) or [requests]  # a stack: the next one is the last
+        self._failures_left = 1 + 2 * (len(requests) - 1).bit_length()
 
     def next(self) -> StepPlan | None:
         """The part to run now; None at the end. Call `passed` or `failed` after it.
@@ -72,7 +72,7 @@ class StepBisection:
         Each part repeats the new pages and released requests: the failed run may not have read
         them.
         """
-        return replace(self._plan, rows=self._parts.pop()) if self._parts else None
+        return replace(self._plan, requests=self._parts.pop()) if self._parts else None
 
     def passed(self) -> None:
         """The part succeeded: searching on is worth another run."""
@@ -80,23 +80,23 @@ class StepBisection:
         self._failures_left += 1
 
     def failed(self, part: StepPlan, failure: Exception) -> None:
-        """The part raised: run smaller parts next, or its rows are the failing ones."""
+        """The part raised: run smaller parts next, or its requests are the failing ones."""
         self.failure = failure
         self._failures_left -= not is_out_of_memory(failure)  # lack of memory has a rule of its own
-        parts = _smaller(part.rows, failure)
+        parts = _smaller(part.requests, failure)
         if self._failures_left > 0 and parts:
             self._parts += parts
             return
-        self.failing_rows += part.rows
+        self.failing_requests += part.requests
 
     def health_check(self, page_size: int) -> StepPlan:
         """A one-token dummy step, to check that the model works at all.
 
-        It writes into the last page of a failing row, which is not published.
+        It writes into the last page of a failing request, which is not published.
         """
-        last = self.failing_rows[-1]
+        last = self.failing_requests[-1]
         page = last.page_ids[(last.stop - 1) // page_size]
-        row = PlanRow(
+        scheduled = ScheduledRequest(
             request_id="",
             tokens=array("q", [0]),
             start=0,
@@ -104,43 +104,45 @@ class StepBisection:
             page_ids=array("q", [page]),
             sampling=SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1),
         )
-        return replace(self._plan, rows=[row], is_plain=True)
+        return replace(self._plan, requests=[scheduled], is_plain=True)
 
     def failing_plan(self) -> StepPlan:
-        """The plan with the failing rows alone."""
-        return replace(self._plan, rows=self.failing_rows)
+        """The plan with the failing requests alone."""
+        return replace(self._plan, requests=self.failing_requests)
 
 
-def _smaller(rows: Sequence[PlanRow], failure: Exception) -> list[list[PlanRow]]:
-    """The parts to run instead, the last one first; none if the rows cannot be split further."""
-    num_tokens = num_chunk_tokens(rows)
+def _smaller(
+    requests: Sequence[ScheduledRequest], failure: Exception
+) -> list[list[ScheduledRequest]]:
+    """The parts to run instead, the last one first; none if nothing can be split further."""
+    num_tokens = num_chunk_tokens(requests)
     if is_out_of_memory(failure) and num_tokens > LEAST_CHUNK:
-        chunks = _cut(rows, max(LEAST_CHUNK, num_tokens // 2))
-        decodes = [row for row in rows if row.stop - row.start == 1]
+        chunks = _cut(requests, max(LEAST_CHUNK, num_tokens // 2))
+        decodes = [scheduled for scheduled in requests if scheduled.stop - scheduled.start == 1]
         return [chunks, decodes] if decodes else [chunks]
-    if len(rows) < 2:
+    if len(requests) < 2:
         return []
-    half = len(rows) // 2
-    return [list(rows[half:]), list(rows[:half])]
+    half = len(requests) // 2
+    return [list(requests[half:]), list(requests[:half])]
 
 
-def _cut(rows: Sequence[PlanRow], num_tokens: int) -> list[PlanRow]:
-    """Cut chunks to ``num_tokens`` in all; a row that gets none waits for a later step."""
+def _cut(requests: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
+    """Cut chunks to ``num_tokens`` in all; a request that gets none waits for a later step."""
     kept = []
-    for row in rows:
-        if row.stop - row.start > 1 and num_tokens > 0:
-            stop = min(row.stop, row.start + num_tokens)
-            num_tokens -= stop - row.start
-            kept.append(replace(row, stop=stop))
+    for scheduled in requests:
+        if scheduled.stop - scheduled.start > 1 and num_tokens > 0:
+            stop = min(scheduled.stop, scheduled.start + num_tokens)
+            num_tokens -= stop - scheduled.start
+            kept.append(replace(scheduled, stop=stop))
     return kept
 
 
-def drafts(row: PlanRow) -> bool:
-    """Whether this row has drafts."""
-    return bool(row.max_draft or row.draft.token_ids)
+def drafts(scheduled: ScheduledRequest) -> bool:
+    """Whether this request has drafts."""
+    return bool(scheduled.max_draft or scheduled.draft.token_ids)
 
 
-def _without_drafts(row: PlanRow) -> PlanRow:
-    if not drafts(row):
-        return row
-    return replace(row, draft=NO_DRAFT, max_draft=0, spare_page_ids=NO_PAGES)
+def _without_drafts(scheduled: ScheduledRequest) -> ScheduledRequest:
+    if not drafts(scheduled):
+        return scheduled
+    return replace(scheduled, draft=NO_DRAFT, max_draft=0, spare_page_ids=NO_PAGES)

@@ -86,7 +86,7 @@ class OverlapWork:
 class InFlightStep:
     """A step in the model thread, which may begin before the output of the last one is read.
 
-    A plan made ahead lacks the last token of each row: the step before it, ``after``, chooses
+    A plan made ahead lacks the last token of each request: the step before it, ``after``, chooses
     them. A runner that launches gets both steps before the first one's output is waited for;
     others compute one step after the other. ``splits``: the thread launches the step in one call
     and waits for it in another, so that the next launch may come between.
@@ -176,7 +176,7 @@ class StepExecutor:
 
     ``on_events`` takes the events of what was committed; ``overlap_work`` works while the thread
     computes. ``overlap``: whether a step may be given to the thread before the one ahead of it is
-    committed. The rows of a step that raises are run again in parts: requests whose rows fail alone
+    committed. A step that raises is run again in parts: requests that fail alone
     end, the others are not affected.
     """
 
@@ -228,7 +228,7 @@ class StepExecutor:
         if isinstance(output, Exception):
             await self._abandon_next()
             plan = replan(self._scheduler, in_flight.plan) if in_flight.is_ahead else plan
-            if plan.rows:
+            if plan.requests:
                 await self._recover(plan, runner, output)
             else:  # the runner may not have read its ids and pages
                 self._scheduler.discard_plan(plan)
@@ -239,7 +239,7 @@ class StepExecutor:
     def _start(
         self, plan: StepPlan, runner: StepRunner, after: InFlightStep | None = None
     ) -> InFlightStep:
-        splits = self._overlap and runner.launches
+        splits = self._overlap and runner.is_async
         on_kernels_started = self._overlap_work.kernels_started
         in_flight = InFlightStep(
             plan, runner, self._clock(), on_kernels_started, after=after, splits=splits
@@ -335,9 +335,9 @@ class StepExecutor:
         lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed
         if lost or self._breaker.is_open:
             await self._check_health(bisection, runner)
-        if any(map(drafts, plan.rows)) and not bisection.failing_rows:
+        if any(map(drafts, plan.requests)) and not bisection.failing_requests:
             self._scheduler.speculator.broke_step()
-        self._fail_rows(bisection)
+        self._fail_requests(bisection)
 
     async def _check_health(self, bisection: StepBisection, runner: StepRunner) -> None:
         """Raise the failure, unless a dummy step succeeds.
@@ -351,10 +351,10 @@ class StepExecutor:
             raise bisection.failure
         self._breaker.record_success()
 
-    def _fail_rows(self, bisection: StepBisection) -> None:
-        failing_rows = [row.request_id for row in bisection.failing_rows]
+    def _fail_requests(self, bisection: StepBisection) -> None:
+        request_ids = [scheduled.request_id for scheduled in bisection.failing_requests]
         logger.error(
-            "of a failed step %d parts came through; %s end", bisection.num_passed, failing_rows
+            "of a failed step %d parts came through; %s end", bisection.num_passed, request_ids
         )
         failed = ForetokenError("the model failed at a step of this request")
         self._on_events(self._scheduler.fail(bisection.failing_plan(), self._clock(), failed))

@@ -1,4 +1,4 @@
-"""Where the rows of a step lie: its segments, the slots of draft trees, and what the logits decide.
+"""Where the tokens of a step lie: segments, slots of draft trees, and what the logits decide.
 
 A draft tree is verified without an ancestor mask. Each run of its nodes, every one the child of
 the node before it, is a segment. The trunk, the first run, follows the pending tokens in the slots
@@ -15,50 +15,63 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..interface.step import Draft, PlanRow, TokenLogprob
+from ..interface.step import Draft, ScheduledRequest, TokenLogprob
 from ..ops.batch import SamplingPlan, Segment
 from ..sampling.logits_processors import SampleRow
 from ..sampling.logprobs import token_logprobs
 from ..sampling.rejection import SampledDraft
-from ..sampling.verifier import VerifyRow
+from ..sampling.verifier import VerifyRequest
 
 # -- slots and segments ----------------------------------------------------------------------------
 
 
-def fitting(draft: Draft, row: PlanRow, page_size: int) -> Draft:
+def fitting(draft: Draft, scheduled: ScheduledRequest, page_size: int) -> Draft:
     """The draft without the last nodes for which no slot of the spare pages is left."""
     if not draft.parents:
         return draft
-    room = len(row.spare_page_ids) * page_size
+    room = len(scheduled.spare_page_ids) * page_size
     count = draft.trunk_len
     return draft.first(count + room) if room else draft.trunk()
 
 
-def spare_slots(row: PlanRow, page_size: int) -> list[int]:
+def spare_slots(scheduled: ScheduledRequest, page_size: int) -> list[int]:
     """The slots for nodes beside the trunk."""
     return [
-        page_id * page_size + place for page_id in row.spare_page_ids for place in range(page_size)
+        page_id * page_size + place
+        for page_id in scheduled.spare_page_ids
+        for place in range(page_size)
     ]
 
 
-def natural_slots(row: PlanRow, first: int, count: int, page_size: int) -> list[int]:
+def natural_slots(scheduled: ScheduledRequest, first: int, count: int, page_size: int) -> list[int]:
     """Where the page table has ``count`` positions from ``first`` on."""
     return [
-        row.page_ids[position // page_size] * page_size + position % page_size
+        scheduled.page_ids[position // page_size] * page_size + position % page_size
         for position in range(first, first + count)
     ]
 
 
-def row_segments(row: PlanRow, tokens: array[int], draft: Draft, page_size: int) -> list[Segment]:
-    """A row's pending ``tokens`` and its trunk, then the other runs of its draft."""
+def request_segments(
+    scheduled: ScheduledRequest, tokens: array[int], draft: Draft, page_size: int
+) -> list[Segment]:
+    """A request's pending ``tokens`` and its trunk, then the other runs of its draft."""
     runs = draft.runs()
     if len(runs) < 2:
         tokens.extend(draft.token_ids)
-        return [Segment(tokens, row.start, row.page_ids, num_logits(row, len(draft.token_ids)))]
+        return [
+            Segment(
+                tokens,
+                scheduled.start,
+                scheduled.page_ids,
+                num_logits(scheduled, len(draft.token_ids)),
+            )
+        ]
     trunk_len = runs[0][1]
     tokens.extend(draft.token_ids[:trunk_len])
-    segments = [Segment(tokens, row.start, row.page_ids, num_logits(row, trunk_len))]
-    spare = spare_slots(row, page_size)
+    segments = [
+        Segment(tokens, scheduled.start, scheduled.page_ids, num_logits(scheduled, trunk_len))
+    ]
+    spare = spare_slots(scheduled, page_size)
     for first, stop in runs[1:]:
         path = draft.path(first)
         own = spare[first - trunk_len : stop - trunk_len]
@@ -66,8 +79,8 @@ def row_segments(row: PlanRow, tokens: array[int], draft: Draft, page_size: int)
         segments.append(
             Segment(
                 token_ids=draft.token_ids[first:stop],
-                start=row.stop + len(path) - 1,
-                page_ids=row.page_ids,
+                start=scheduled.stop + len(path) - 1,
+                page_ids=scheduled.page_ids,
                 num_logits=stop - first,
                 tail=array("q", ancestors + own),
             )
@@ -75,15 +88,17 @@ def row_segments(row: PlanRow, tokens: array[int], draft: Draft, page_size: int)
     return segments
 
 
-def moves(row: PlanRow, draft: Draft, path: Sequence[int], page_size: int) -> list[tuple[int, int]]:
+def moves(
+    scheduled: ScheduledRequest, draft: Draft, path: Sequence[int], page_size: int
+) -> list[tuple[int, int]]:
     """(from, to) of the slots of accepted nodes that are not where their positions want them.
 
     ``path``: the accepted nodes, the first level first.
     """
     if not draft.parents or not path or path[-1] == len(path) - 1:
         return []
-    trunk_len, spare = draft.trunk_len, spare_slots(row, page_size)
-    targets = natural_slots(row, row.stop, len(path), page_size)
+    trunk_len, spare = draft.trunk_len, spare_slots(scheduled, page_size)
+    targets = natural_slots(scheduled, scheduled.stop, len(path), page_size)
     pairs = zip(path, targets, strict=True)
     return [(spare[node - trunk_len], slot) for node, slot in pairs if node >= trunk_len]
 
@@ -91,36 +106,38 @@ def moves(row: PlanRow, draft: Draft, path: Sequence[int], page_size: int) -> li
 # -- logits ----------------------------------------------------------------------------------------
 
 
-def num_logits(row: PlanRow, draft_len: int) -> int:
+def num_logits(scheduled: ScheduledRequest, draft_len: int) -> int:
     """Last rows of the first segment whose logits matter, ``draft_len`` of them of the draft."""
-    wants_prompt = row.sampling.params.prompt_logprobs is not None
-    if wants_prompt and row.start + 1 < row.sampling.prompt_len:
-        return row.stop - row.start + draft_len
-    return draft_len + 1 if row.samples else 0
+    wants_prompt = scheduled.sampling.params.prompt_logprobs is not None
+    if wants_prompt and scheduled.start + 1 < scheduled.sampling.prompt_len:
+        return scheduled.stop - scheduled.start + draft_len
+    return draft_len + 1 if scheduled.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsLayout:
-    """What logits decide: the drafts of the rows that sample, one after another."""
+    """What logits decide: the drafts of the requests that sample, one after another."""
 
-    rows: list[VerifyRow]
+    requests: list[VerifyRequest]
     drafts: list[Draft]
-    num_ahead: list[int]  # of each row: tokens that the device alone knows
+    num_ahead: list[int]  # of each request: tokens that the device alone knows
     places: list[int]  # the rows of logits that decide, among all that were wanted
 
     @classmethod
-    def of(cls, rows: Sequence[PlanRow], drafts: Sequence[Draft]) -> LogitsLayout:
+    def of(cls, requests: Sequence[ScheduledRequest], drafts: Sequence[Draft]) -> LogitsLayout:
         """That of a step, whose logits lie as its segments do."""
         layout = cls([], [], [], [])
         at = 0
-        for row, draft in zip(rows, drafts, strict=True):
-            at += num_logits(row, len(draft.token_ids))
-            if row.samples:
-                layout.rows.append(
-                    VerifyRow(row.tokens, draft.token_ids, row.sampling, draft.parents)
+        for scheduled, draft in zip(requests, drafts, strict=True):
+            at += num_logits(scheduled, len(draft.token_ids))
+            if scheduled.samples:
+                layout.requests.append(
+                    VerifyRequest(
+                        scheduled.tokens, draft.token_ids, scheduled.sampling, draft.parents
+                    )
                 )
                 layout.drafts.append(draft)
-                layout.num_ahead.append(int(row.is_ahead))
+                layout.num_ahead.append(int(scheduled.is_ahead))
                 layout.places.extend(range(at - len(draft.token_ids) - 1, at))
         return layout
 
@@ -141,39 +158,41 @@ class LogitsLayout:
         if len(self.places) != num_logits:
             return None
         rows, counts = [], []
-        for row, draft, ahead in zip(self.rows, self.drafts, self.num_ahead, strict=True):
+        for request, draft, ahead in zip(self.requests, self.drafts, self.num_ahead, strict=True):
             runs = draft.runs()
-            rows.append(SampleRow(row.tokens, row.sampling, num_ahead=ahead))
+            rows.append(SampleRow(request.tokens, request.sampling, num_ahead=ahead))
             counts.append(1 + (runs[0][1] if runs else 0))
             for first, stop in runs[1:]:
-                rows.append(SampleRow(row.tokens, row.sampling, row.tail(first), ahead))
+                rows.append(SampleRow(request.tokens, request.sampling, request.tail(first), ahead))
                 counts.append(stop - first)
         return SamplingPlan(rows, counts)
 
     def sample_rows(self) -> list[SampleRow]:
         """What each of the decisive rows decides."""
         return [
-            SampleRow(row.tokens, row.sampling, row.tail(node), ahead)
-            for row, ahead in zip(self.rows, self.num_ahead, strict=True)
-            for node in range(-1, len(row.draft))
+            SampleRow(request.tokens, request.sampling, request.tail(node), ahead)
+            for request, ahead in zip(self.requests, self.num_ahead, strict=True)
+            for node in range(-1, len(request.draft))
         ]
 
 
 def prompt_logprobs(
-    rows: Sequence[PlanRow], drafts: Sequence[Draft], logits: Tensor
+    requests: Sequence[ScheduledRequest], drafts: Sequence[Draft], logits: Tensor
 ) -> list[Sequence[TokenLogprob]]:
-    """Log-probabilities of the prompt tokens behind the chunk's, for rows that request them."""
-    if all(row.sampling.params.prompt_logprobs is None for row in rows):
-        return [()] * len(rows)
+    """Log-probabilities of the prompt tokens behind the chunk's, for requests that want them."""
+    if all(scheduled.sampling.params.prompt_logprobs is None for scheduled in requests):
+        return [()] * len(requests)
     found: list[Sequence[TokenLogprob]] = []
     at = 0
-    for row, draft in zip(rows, drafts, strict=True):
-        num_top = row.sampling.params.prompt_logprobs
-        following = row.tokens[row.start + 1 : min(row.stop + 1, row.sampling.prompt_len)]
+    for scheduled, draft in zip(requests, drafts, strict=True):
+        num_top = scheduled.sampling.params.prompt_logprobs
+        following = scheduled.tokens[
+            scheduled.start + 1 : min(scheduled.stop + 1, scheduled.sampling.prompt_len)
+        ]
         if num_top is None or not following:
             found.append(())
         else:
             chunk = logits[at : at + len(following)]
             found.append(token_logprobs(chunk, following, num_top))
-        at += num_logits(row, len(draft.token_ids))
+        at += num_logits(scheduled, len(draft.token_ids))
     return found

@@ -15,7 +15,15 @@ import torch
 from msgspec.structs import replace
 
 from ..interface.circuit_breaker import CircuitBreaker
-from ..interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan, TokenLogprob
+from ..interface.step import (
+    NO_DRAFT,
+    Draft,
+    RequestOutput,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+    TokenLogprob,
+)
 from ..interface.step_runner import OnKernelsStarted, Pending, ignore_kernels, launch_behind
 from ..model.decoder import Decoder
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Segment, Wanted
@@ -26,20 +34,20 @@ from ..sampling.sampler import DeviceSampler, PendingTokens
 from ..sampling.verifier import (
     NOT_FINITE,
     NOTHING_VERIFIED,
-    Choice,
     LogitsRow,
+    SampledToken,
     Verified,
     walk_drafts,
 )
-from .layout import LogitsLayout, fitting, moves, prompt_logprobs, row_segments
-from .proposer import Proposer, VerifiedRow
+from .layout import LogitsLayout, fitting, moves, prompt_logprobs, request_segments
+from .proposer import Proposer, VerifiedRequest
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 20  # of one method of the proposer, in a row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class LaunchedStep:
     """A step between its launch and its end.
 
     What the host may still write or read while the device works is its own: the tokens on their
@@ -47,7 +55,7 @@ class Work:
     """
 
     plan: StepPlan
-    drafts: Sequence[Draft]  # of each row
+    drafts: Sequence[Draft]  # of each request
     layout: LogitsLayout
     batch: RaggedBatch
     output: ForwardOutput
@@ -60,10 +68,10 @@ class Work:
 class PendingStep:
     """`Pending` of a `ModelRunner`."""
 
-    def __init__(self, work: Work, finish: Callable[[Work], StepOutput]) -> None:
+    def __init__(self, work: LaunchedStep, finish: Callable[[LaunchedStep], StepOutput]) -> None:
         self.plan, self.tokens = work.plan, work.tokens
         self._finish: Callable[[], StepOutput] | None = partial(finish, work)
-        self._output = StepOutput(rows=())
+        self._output = StepOutput(requests=())
 
     def finish(self) -> StepOutput:
         """Wait for its tokens, not for later launches. Raises the device's errors."""
@@ -79,18 +87,18 @@ class PendingStep:
         goes to. Raises ValueError where more than the next tokens of these requests is decided.
         """
         if self.tokens is None or not self.plan.is_decode_only:
-            raise ValueError("the step before decides more than a token for each row")
+            raise ValueError("the step before decides more than a token for each request")
         sources = np.full(num_rows, -1, np.int32)
-        for index, row in enumerate(self.plan.rows):
-            if row.request_id in batch_rows:
-                sources[batch_rows[row.request_id]] = index
+        for index, scheduled in enumerate(self.plan.requests):
+            if scheduled.request_id in batch_rows:
+                sources[batch_rows[scheduled.request_id]] = index
         return DeviceTokens(self.tokens.words, sources, vocab_size)
 
 
 class ModelRunner:
     """Propose, one ragged forward pass, verify.
 
-    Holds no request: a plan row lends all that a step needs of one.
+    Holds no request: a `ScheduledRequest` lends all that a step needs.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class ModelRunner:
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
     @property
-    def launches(self) -> bool:
+    def is_async(self) -> bool:
         """Whether the device computes behind the host's back, tokens included."""
         return self._on_device and not self.rejection
 
@@ -125,7 +133,7 @@ class ModelRunner:
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         """Launch drafts and a forward pass; see `StepRunner.launch`."""
-        if after is not None and not self.launches:
+        if after is not None and not self.is_async:
             return launch_behind(
                 partial(self.launch, on_kernels_started=on_kernels_started), plan, after.finish()
             )
@@ -135,30 +143,30 @@ class ModelRunner:
         drafts = self._drafts(plan, on_kernels_started)
         drafting.stop()
         computing.start()
-        layout = LogitsLayout.of(plan.rows, drafts)
-        batch = self._batch(plan.rows, drafts, after)
+        layout = LogitsLayout.of(plan.requests, drafts)
+        batch = self._batch(plan.requests, drafts, after)
         output = self._forward(batch, layout, on_kernels_started)
         computing.stop()
         tokens = self._begin(output, layout)
         seconds = time.perf_counter() - began
-        work = Work(plan, drafts, layout, batch, output, tokens, clocks, seconds)
+        work = LaunchedStep(plan, drafts, layout, batch, output, tokens, clocks, seconds)
         return PendingStep(work, self._finish)
 
     @torch.inference_mode()
-    def _finish(self, work: Work) -> StepOutput:
-        """What the rows yield."""
-        began, rows = time.perf_counter(), work.plan.rows
+    def _finish(self, work: LaunchedStep) -> StepOutput:
+        """What the requests yield."""
+        began, requests = time.perf_counter(), work.plan.requests
         verified = self._verify(work)
         self._move_accepted(work, verified)
-        prompts = prompt_logprobs(rows, work.drafts, work.output.logits)
+        prompts = prompt_logprobs(requests, work.drafts, work.output.logits)
         outputs = [
-            _output(*each) for each in zip(rows, work.drafts, verified, prompts, strict=True)
+            _output(*each) for each in zip(requests, work.drafts, verified, prompts, strict=True)
         ]
         for index in _unsound_chunks(work):
-            outputs[index] = RowOutput(request_id=rows[index].request_id, error=NOT_FINITE)
+            outputs[index] = RequestOutput(request_id=requests[index].request_id, error=NOT_FINITE)
         self._observe(work, verified, outputs)
         times = _times(work.clocks, work.seconds + time.perf_counter() - began)
-        return StepOutput(rows=outputs, times=times, num_rows=int(work.batch.lens.sum()))
+        return StepOutput(requests=outputs, times=times, num_rows=int(work.batch.lens.sum()))
 
     def _clocks(self) -> tuple[Stopwatch, Stopwatch]:
         return make_stopwatch(self.decoder.device), make_stopwatch(self.decoder.device)
@@ -166,17 +174,18 @@ class ModelRunner:
     # -- drafts ---------------------------------------------------------------------------------
 
     def _drafts(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> Sequence[Draft]:
-        """The draft of each row that is to be verified."""
+        """The draft of each request that is to be verified."""
         proposed = self._propose(plan, on_kernels_started)
         if plan.is_plain:
-            return [NO_DRAFT] * len(plan.rows)
+            return [NO_DRAFT] * len(plan.requests)
         return [
-            proposed.get(index) or self._sound(row.draft, row, len(row.draft.token_ids))
-            for index, row in enumerate(plan.rows)
+            proposed.get(index)
+            or self._sound(scheduled.draft, scheduled, len(scheduled.draft.token_ids))
+            for index, scheduled in enumerate(plan.requests)
         ]
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
-        """The proposer's drafts by row. One that fails costs its drafts, never the step."""
+        """The proposer's drafts by index of the request; none if it fails."""
         if self.proposer is None:
             return {}
         try:
@@ -184,13 +193,15 @@ class ModelRunner:
                 self.proposer.forget(plan.released_request_ids, plan.newly_allocated_pages)
             if plan.is_plain:
                 return {}
-            wanted = [index for index, row in enumerate(plan.rows) if row.max_draft > 0]
+            wanted = [
+                index for index, scheduled in enumerate(plan.requests) if scheduled.max_draft > 0
+            ]
             if not wanted:
                 return {}
             on_kernels_started()  # delivery must not wait for all passes of the draft model
-            proposed = self.proposer.propose([plan.rows[index] for index in wanted])
+            proposed = self.proposer.propose([plan.requests[index] for index in wanted])
             drafts = {
-                index: self._sound(draft, plan.rows[index], plan.rows[index].max_draft)
+                index: self._sound(draft, plan.requests[index], plan.requests[index].max_draft)
                 for index, draft in zip(wanted, proposed, strict=True)
             }
         except Exception:
@@ -200,14 +211,14 @@ class ModelRunner:
         return drafts
 
     def _observe(
-        self, work: Work, verified: Sequence[Verified], outputs: Sequence[RowOutput]
+        self, work: LaunchedStep, verified: Sequence[Verified], outputs: Sequence[RequestOutput]
     ) -> None:
         """Report the step to the proposer. One that fails costs its drafts, never the step."""
         if self.proposer is None:
             return
         try:
-            rows = _verified_rows(work, verified, outputs)
-            self.proposer.observe(work.batch, work.output, rows)
+            requests = _verified_requests(work, verified, outputs)
+            self.proposer.observe(work.batch, work.output, requests)
         except Exception:
             self._failed("observe")
         else:
@@ -221,7 +232,7 @@ class ModelRunner:
             logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
             self.proposer = None
 
-    def _sound(self, draft: Draft, row: PlanRow, max_draft: int) -> Draft:
+    def _sound(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
         """What of a draft is verified: its nodes up to the first token that the model lacks.
 
         A chain for rejection sampling, and where the nodes' parents make no tree.
@@ -234,15 +245,17 @@ class ModelRunner:
         sound = takewhile(lambda token_id: 0 <= token_id < vocab_size, draft.token_ids[:max_draft])
         token_ids = array("q", sound)
         draft = replace(draft.first(len(token_ids)), token_ids=token_ids)
-        return fitting(draft, row, self.pool.page_size)
+        return fitting(draft, scheduled, self.pool.page_size)
 
-    def _move_accepted(self, work: Work, verified: Sequence[Verified]) -> None:
+    def _move_accepted(self, work: LaunchedStep, verified: Sequence[Verified]) -> None:
         """Copy the KV of accepted nodes to the slots that their positions have."""
         pairs = [
             pair
-            for row, draft, outcome in zip(work.plan.rows, work.drafts, verified, strict=True)
+            for scheduled, draft, outcome in zip(
+                work.plan.requests, work.drafts, verified, strict=True
+            )
             if draft.parents
-            for pair in moves(row, draft, outcome.path, self.pool.page_size)
+            for pair in moves(scheduled, draft, outcome.path, self.pool.page_size)
         ]
         if pairs:
             self.pool.copy_slots(*zip(*pairs, strict=True))
@@ -250,19 +263,19 @@ class ModelRunner:
     # -- forward and verify ---------------------------------------------------------------------
 
     def _batch(
-        self, rows: Sequence[PlanRow], drafts: Sequence[Draft], after: Pending | None
+        self, requests: Sequence[ScheduledRequest], drafts: Sequence[Draft], after: Pending | None
     ) -> RaggedBatch:
-        """Each row's pending tokens and its draft, one row after another."""
+        """Each request's pending tokens and its draft, one request after another."""
         segments: list[Segment] = []
         num_rows, unknown = 0, dict[str, int]()  # by request, the row of the batch
-        for row, draft in zip(rows, drafts, strict=True):
-            tokens = row.tokens[row.start : row.stop - row.is_ahead]
-            if row.is_ahead:
-                unknown[row.request_id] = num_rows
+        for scheduled, draft in zip(requests, drafts, strict=True):
+            tokens = scheduled.tokens[scheduled.start : scheduled.stop - scheduled.is_ahead]
+            if scheduled.is_ahead:
+                unknown[scheduled.request_id] = num_rows
                 tokens.append(0)
             num_rows += len(tokens) + len(draft.token_ids)
-            segments += row_segments(row, tokens, draft, self.pool.page_size)
-        ahead = self._device_tokens(rows, unknown, num_rows, after) if unknown else None
+            segments += request_segments(scheduled, tokens, draft, self.pool.page_size)
+        ahead = self._device_tokens(requests, unknown, num_rows, after) if unknown else None
         return self.decoder.batch(segments, page_size=self.pool.page_size, device_tokens=ahead)
 
     def _forward(
@@ -278,53 +291,56 @@ class ModelRunner:
     @property
     def _chooses(self) -> bool:
         """Whether the device chooses the tokens before the host waits for the pass."""
-        return self._on_device and self.launches
+        return self._on_device and self.is_async
 
     def _device_tokens(
         self,
-        rows: Sequence[PlanRow],
+        requests: Sequence[ScheduledRequest],
         unknown: Mapping[str, int],
         num_rows: int,
         after: Pending | None,
     ) -> DeviceTokens:
-        """Tokens that the device takes from the step ``after``, for the rows that are ahead."""
+        """Tokens that the device takes from the step ``after``, for the requests that are ahead."""
         if not isinstance(after, PendingStep):
-            raise ValueError("the step that chooses these rows' tokens is not under way")
-        if any(row.is_ahead and row.sampling.reads_text for row in rows):
-            raise ValueError("a row that reads the text cannot be ahead of it")
+            raise ValueError("the step that chooses these requests' tokens is not under way")
+        if any(scheduled.is_ahead and scheduled.sampling.reads_text for scheduled in requests):
+            raise ValueError("a request that reads the text cannot be ahead of it")
         return after.lend(unknown, num_rows, self.decoder.config.vocab_size)
 
     def _begin(self, output: ForwardOutput, layout: LogitsLayout) -> PendingTokens | None:
         """What the device chooses: along with the pass, or behind it."""
-        if output.tokens is not None or not (layout.rows and self._chooses):
+        if output.tokens is not None or not (layout.requests and self._chooses):
             return output.tokens
         sampler = self.decoder.sampler
         assert isinstance(sampler, DeviceSampler)
         return sampler.begin(layout.decisive(output.logits), layout.sample_rows())
 
-    def _verify(self, work: Work) -> list[Verified]:
-        """Each row's outcome, nothing where it does not sample."""
+    def _verify(self, work: LaunchedStep) -> list[Verified]:
+        """Each request's outcome, nothing where it does not sample."""
         found = iter(self._verified(work.layout.decisive(work.output.logits), work))
-        return [next(found) if row.samples else NOTHING_VERIFIED for row in work.plan.rows]
+        return [
+            next(found) if scheduled.samples else NOTHING_VERIFIED
+            for scheduled in work.plan.requests
+        ]
 
-    def _verified(self, logits: torch.Tensor, work: Work) -> Sequence[Verified]:
-        """The outcome of rows that sample, by the device's tokens or by ``logits``."""
-        rows, tokens = work.layout.rows, work.tokens
+    def _verified(self, logits: torch.Tensor, work: LaunchedStep) -> Sequence[Verified]:
+        """The outcome of requests that sample, by the device's tokens or by ``logits``."""
+        requests, tokens = work.layout.requests, work.tokens
         if self.rejection:
-            return verify_by_rejection(logits, rows, work.layout.probs)
+            return verify_by_rejection(logits, requests, work.layout.probs)
         if tokens is None:
-            return self.decoder.sampler.verify(logits, rows)
-        return walk_drafts(logits, rows, lambda places: _chosen(tokens, places))
+            return self.decoder.sampler.verify(logits, requests)
+        return walk_drafts(logits, requests, lambda places: _chosen(tokens, places))
 
 
 def _output(
-    row: PlanRow, draft: Draft, outcome: Verified, prompt: Sequence[TokenLogprob]
-) -> RowOutput:
-    """What the row yields."""
-    if not row.samples:
-        return RowOutput(request_id=row.request_id, prompt_logprobs=prompt)
-    return RowOutput(
-        request_id=row.request_id,
+    scheduled: ScheduledRequest, draft: Draft, outcome: Verified, prompt: Sequence[TokenLogprob]
+) -> RequestOutput:
+    """What the request yields."""
+    if not scheduled.samples:
+        return RequestOutput(request_id=scheduled.request_id, prompt_logprobs=prompt)
+    return RequestOutput(
+        request_id=scheduled.request_id,
         token_ids=outcome.token_ids,
         num_proposed=len(draft.token_ids),
         num_accepted=outcome.num_accepted,
@@ -371,45 +387,49 @@ def _times(clocks: tuple[Stopwatch, Stopwatch], whole: float) -> dict[str, float
     return {"draft": draft, "forward": forward, "verify": max(0.0, whole - draft - forward)}
 
 
-def _chosen(pending_tokens: PendingTokens, places: Sequence[LogitsRow]) -> list[Choice]:
+def _chosen(pending_tokens: PendingTokens, places: Sequence[LogitsRow]) -> list[SampledToken]:
     """The choices of a pass at some places. Waits for the device: call it as late as possible."""
     choices = pending_tokens.choices()
     return [choices[at] for at, _ in places]
 
 
-def _firsts(work: Work) -> list[int]:
-    """The first row of each plan row in the batch."""
-    pairs = zip(work.plan.rows, work.drafts, strict=True)
-    counts = [row.stop - row.start + len(draft.token_ids) for row, draft in pairs]
+def _firsts(work: LaunchedStep) -> list[int]:
+    """The first row of each request in the batch."""
+    pairs = zip(work.plan.requests, work.drafts, strict=True)
+    counts = [scheduled.stop - scheduled.start + len(draft.token_ids) for scheduled, draft in pairs]
     return list(accumulate(counts[:-1], initial=0))
 
 
-def _unsound_chunks(work: Work) -> list[int]:
+def _unsound_chunks(work: LaunchedStep) -> list[int]:
     """Prefill chunks with a hidden state that is not finite.
 
     The last row of a prompt alone decides a token and is checked by the verifier, but the KV of
     all of them is about to be published, and must not be.
     """
-    rows = work.plan.rows
-    chunks = [i for i, row in enumerate(rows) if row.stop - row.start > 1 or not row.samples]
+    requests = work.plan.requests
+    chunks = [
+        i
+        for i, scheduled in enumerate(requests)
+        if scheduled.stop - scheduled.start > 1 or not scheduled.samples
+    ]
     if not chunks:
         return []
     finite = torch.isfinite(work.output.hidden).all(dim=-1).cpu().numpy()  # one read for all
     firsts = _firsts(work)
-    spans = [(firsts[i], rows[i].stop - rows[i].start) for i in chunks]
+    spans = [(firsts[i], requests[i].stop - requests[i].start) for i in chunks]
     sound = [bool(finite[first : first + count].all()) for first, count in spans]
     return [index for index, is_sound in zip(chunks, sound, strict=True) if not is_sound]
 
 
-def _verified_rows(
-    work: Work, verified: Sequence[Verified], outputs: Sequence[RowOutput]
-) -> list[VerifiedRow]:
+def _verified_requests(
+    work: LaunchedStep, verified: Sequence[Verified], outputs: Sequence[RequestOutput]
+) -> list[VerifiedRequest]:
     """Which rows of the batch hold what was committed."""
     found = []
-    for row, first, outcome, output in zip(
-        work.plan.rows, _firsts(work), verified, outputs, strict=True
+    for scheduled, first, outcome, output in zip(
+        work.plan.requests, _firsts(work), verified, outputs, strict=True
     ):
-        behind = first + row.stop - row.start  # the first row of the draft
+        behind = first + scheduled.stop - scheduled.start  # the first row of the draft
         kept = [*range(first, behind), *(behind + node for node in outcome.path)]
-        found.append(VerifiedRow(row, [] if output.error else kept, output))
+        found.append(VerifiedRequest(scheduled, [] if output.error else kept, output))
     return found

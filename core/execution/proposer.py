@@ -15,26 +15,20 @@ from typing import Protocol
 
 import msgspec
 
-from ..interface.step import Draft, PlanRow, RowOutput
+from ..interface.step import Draft, RequestOutput, ScheduledRequest
 from ..ops.batch import ForwardOutput, RaggedBatch, Taps
 
-DraftRow = PlanRow
-"""A row as a proposer sees it: it may propose at most ``max_draft`` nodes behind ``tokens``.
 
-Those of ``draft``, which were looked up, may be among them; the proposal stands for both.
-"""
+class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
+    """The outcome of one scheduled request.
 
-
-class VerifiedRow(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of one plan row.
-
-    ``batch_rows[i]`` is the row of the batch that holds position ``row.start + i``: the pending
-    tokens, then the accepted draft tokens. There is none where the row failed.
+    ``batch_rows[i]`` is the row of the batch that holds position ``scheduled.start + i``: the
+    pending tokens, then the accepted draft tokens. There is none where the request failed.
     """
 
-    row: PlanRow
+    scheduled: ScheduledRequest
     batch_rows: Sequence[int]
-    output: RowOutput
+    output: RequestOutput
 
 
 class Proposer(Protocol):
@@ -44,20 +38,20 @@ class Proposer(Protocol):
     def taps(self) -> Taps:
         """Boundaries of the target's residual stream that `observe` is to find; fixed."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft]:
-        """One draft for each row, in order, each of at most ``row.max_draft`` nodes.
+    def propose(self, requests: Sequence[ScheduledRequest]) -> Sequence[Draft]:
+        """One draft for each request, in order, each of at most ``max_draft`` nodes.
 
-        Of a tree no more nodes beside the trunk are verified than ``row.spare_page_ids`` have slots
+        Of a tree no more nodes beside the trunk are verified than ``spare_page_ids`` have slots
         for. A proposer that keeps KV of its nodes has the same slots in its own pool; accepted ones
         are its own to move (`observe`).
         """
 
     def observe(
-        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
+        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRequest]
     ) -> None:
         """Observe a step, plain and prefill steps included, after its verification.
 
-        ``verified`` [num_rows of the plan]. All arguments are lent for the call. If another step
+        ``verified`` [requests of the plan]. All arguments are lent for the call. If another step
         was launched behind this one, ``output.hidden`` and ``output.logits`` are void.
         """
 

@@ -14,7 +14,7 @@ from typing import ParamSpec, Protocol
 
 from .circuit_breaker import CircuitBreaker
 from .request import Request
-from .step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from .step import NO_DRAFT, Draft, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -33,7 +33,7 @@ class DraftPlan:
     draft: Draft = NO_DRAFT
     max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
     may_branch: bool = False  # whether what the proposer guesses may be a tree
-    row_price: float = 0.0  # as of the plan row
+    row_price: float = 0.0  # as in `ScheduledRequest`
     pass_price: float = 0.0
 
     @property
@@ -76,10 +76,12 @@ class Speculator(Protocol):
         prompt tokens that share the step (about; at most what is left of the token budget).
         """
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
-        """Learn from a committed row: the last ``num_served`` of ``request.tokens`` are new.
+    def observe(
+        self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
+        """Learn from a committed output: the last ``num_served`` of ``request.tokens`` are new.
 
-        Called for rows that yield tokens, also of requests that have just ended.
+        Called for outputs with tokens, also of requests that have just ended.
         """
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
@@ -127,7 +129,9 @@ class NoSpeculation:
         """Nothing for every request."""
         return [NO_DRAFT_PLAN] * len(requests)
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+    def observe(
+        self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
         """Nothing is learnt."""
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
@@ -189,9 +193,11 @@ class GuardedSpeculator:
         self._breaker.record_success()
         return plans
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+    def observe(
+        self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
         """Call the speculator."""
-        self._try(self.inner.observe, request, row, output, num_served)
+        self._try(self.inner.observe, request, scheduled, output, num_served)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Call the speculator."""

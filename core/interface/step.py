@@ -21,7 +21,7 @@ import msgspec
 from .constraint import Constraint
 from .sampling_params import TokenSamplingParams
 
-Form = TypeVar("Form")
+Made = TypeVar("Made")
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least: smaller chunks are not cut
 
 
@@ -44,7 +44,7 @@ class SamplingMetadata:
     constraint_param: str | None = None  # the field that it was made from, for errors
     has_processors: bool = field(init=False)
     reads_text: bool = field(init=False)
-    _forms: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
+    _cache: dict[Hashable, object] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """The only place that says which parameters edit logits before the temperature."""
@@ -77,15 +77,15 @@ class SamplingMetadata:
             "stop_token_ids": self.params.stop_token_ids,
         }
 
-    def form(self, make: Callable[..., Form], *args: Hashable) -> Form:
-        """Return ``make(self, *args)``, made once: a backend's form of this request.
+    def cached(self, make: Callable[..., Made], *args: Hashable) -> Made:
+        """Return ``make(self, *args)``, made once and kept as long as the request.
 
-        Kept as long as the request. Called in the model thread.
+        For what a backend derives from the parameters. Called in the model thread.
         """
         key = (make, *args)
-        if key not in self._forms:
-            self._forms[key] = make(self, *args)
-        return cast("Form", self._forms[key])
+        if key not in self._cache:
+            self._cache[key] = make(self, *args)
+        return cast("Made", self._cache[key])
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):
@@ -185,13 +185,13 @@ NO_DRAFT = Draft()
 NO_PAGES = array("q")
 
 
-class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: compute KV of ``tokens[start:stop]``, then maybe sample.
 
     ``page_ids[i]`` holds positions ``[i * page_size, (i + 1) * page_size)`` and reaches at least
     to ``stop`` and the longest path of its draft. Nodes of the draft beside its trunk have their KV
-    in the ``spare_page_ids`` until one of their paths is accepted. A row that ``is_ahead`` has one
-    pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds those
+    in the ``spare_page_ids`` until one of their paths is accepted. A request that ``is_ahead`` has
+    one pending token, at ``stop - 1``, which the step under way is choosing: ``tokens`` holds those
     before it, and may grow meanwhile.
     """
 
@@ -218,30 +218,36 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One ragged batch."""
 
-    rows: Sequence[PlanRow]
+    requests: Sequence[ScheduledRequest]
     # taken from the free list since the last plan: their content is void
     newly_allocated_pages: array[int]
-    is_plain: bool = False  # no row drafts: the speculator learns nothing from it
+    is_plain: bool = False  # no request drafts: the speculator learns nothing from it
     # requests that released their pages since the last plan: finished or preempted
     released_request_ids: Sequence[str] = ()
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute in this step, drafts not counted."""
-        return sum(row.stop - row.start for row in self.rows)
+        return sum(scheduled.stop - scheduled.start for scheduled in self.requests)
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every row decodes one token, without a draft, by its logits and position."""
+        """Whether every request decodes one token, without a draft, by its logits and position."""
         return self.is_plain and all(
-            row.stop - row.start == 1 and row.samples and not row.sampling.reads_text
-            for row in self.rows
+            scheduled.stop - scheduled.start == 1
+            and scheduled.samples
+            and not scheduled.sampling.reads_text
+            for scheduled in self.requests
         )
 
 
-def num_chunk_tokens(rows: Iterable[PlanRow]) -> int:
-    """Prompt tokens that these rows compute."""
-    return sum(row.stop - row.start for row in rows if row.stop - row.start > 1)
+def num_chunk_tokens(requests: Iterable[ScheduledRequest]) -> int:
+    """Prompt tokens computed for these requests."""
+    return sum(
+        scheduled.stop - scheduled.start
+        for scheduled in requests
+        if scheduled.stop - scheduled.start > 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +260,13 @@ class TokenLogprob:
 
 
 class Refusal(str):
-    """A row's error that the request's own parameters caused, for example its grammar."""
+    """An error that the request's own parameters caused, for example its grammar."""
 
     __slots__ = ()
 
 
-class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step yields for one plan row.
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a step yields for one scheduled request.
 
     ``token_ids`` is the accepted path followed by the recovered or bonus token; empty for a chunk
     that does not reach the end. ``sources`` begins with those of the ``num_accepted`` tokens.
@@ -279,7 +285,9 @@ class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_uncached_draft_tokens: int = 0
     logprobs: Sequence[TokenLogprob] = ()  # [len(token_ids)] if requested
     prompt_logprobs: Sequence[TokenLogprob] = ()  # of the prompt in tokens[start + 1 : stop + 1]
-    error: str | None = None  # this row failed alone (NaN logits); `Refusal`: by its own parameters
+    error: str | None = (
+        None  # this request failed alone (NaN logits); `Refusal`: by its own parameters
+    )
 
     @property
     def is_tree(self) -> bool:
@@ -288,8 +296,8 @@ class RowOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The outcome of a `StepPlan`, rows in its order. Times are in seconds."""
+    """The outcome of a `StepPlan`, requests in its order. Times are in seconds."""
 
-    rows: Sequence[RowOutput]
+    requests: Sequence[RequestOutput]
     times: Mapping[str, float] = msgspec.field(default_factory=dict)  # "draft", "forward", "verify"
     num_rows: int = 0  # that the target's forward pass computed

@@ -7,20 +7,20 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from .step import PlanRow, RowOutput, StepOutput, StepPlan
+from .step import RequestOutput, ScheduledRequest, StepOutput, StepPlan
 
 OnKernelsStarted = Callable[[], None]
 
 
 class StepCancelled(Exception):  # noqa: N818 - nothing went wrong with this step itself
-    """A step was not computed: it was withdrawn, or none of its rows got a token before."""
+    """A step was not computed: it was withdrawn, or the step before chose no token for it."""
 
 
 class Pending(Protocol):
     """A step that was launched."""
 
     def finish(self) -> StepOutput:
-        """Wait for the output; may be repeated. Raises what the step raised: no row is valid."""
+        """Wait for the output; may be repeated. Raises what the step raised: no output is valid."""
 
 
 def ignore_kernels() -> None:
@@ -31,7 +31,7 @@ class StepRunner(Protocol):
     """Computes steps in the model thread."""
 
     @property
-    def launches(self) -> bool:
+    def is_async(self) -> bool:
         """Whether `launch` returns before the step is computed, as on a GPU."""
 
     def launch(
@@ -42,11 +42,11 @@ class StepRunner(Protocol):
     ) -> Pending:
         """Begin one ragged batch.
 
-        Rows that are ``is_ahead`` take their last token from ``after``, the step launched before
-        this one, in which the same requests have a row. The output of a row without such a
+        Requests that are ``is_ahead`` take their last token from ``after``, the step launched
+        before this one, of which they are part too. The output of a request without such a
         token means nothing. ``on_kernels_started`` is called once or more, before kernels begin:
         Python's lock is free then, for a while. Raises ValueError for a plan that cannot follow
-        ``after``, `StepCancelled` where no row has a token, and what beginning it raises.
+        ``after``, `StepCancelled` where no request has a token, and what beginning it raises.
         """
 
 
@@ -66,35 +66,39 @@ def launch_behind(
 ) -> Pending:
     """Launch a plan made ahead where the step before it is over.
 
-    A row that got no token there yields nothing. Raises `StepCancelled` if no row got one: then the
-    plan's released ids and new pages would not reach the runner.
+    A request that got no token there yields nothing. Raises `StepCancelled` if none got one: then
+    the plan's released ids and new pages would not reach the runner.
     """
-    chosen = {out.request_id: out.token_ids for out in before.rows}
-    rows = [_known(row, tokens[-1]) for row in plan.rows if (tokens := chosen[row.request_id])]
-    if not rows:
+    chosen = {out.request_id: out.token_ids for out in before.requests}
+    requests = [
+        _with_token(scheduled, tokens[-1])
+        for scheduled in plan.requests
+        if (tokens := chosen[scheduled.request_id])
+    ]
+    if not requests:
         raise StepCancelled
-    pending = launch(replace(plan, rows=rows))
-    return pending if len(rows) == len(plan.rows) else _Part(pending, plan)
+    pending = launch(replace(plan, requests=requests))
+    return pending if len(requests) == len(plan.requests) else _PartOfPlan(pending, plan)
 
 
-def _known(row: PlanRow, token_id: int) -> PlanRow:
-    """The row with its last token, in a copy of the tokens: those of the request may grow."""
-    if not row.is_ahead:
-        return row
-    tokens = row.tokens[: row.stop - 1]
+def _with_token(scheduled: ScheduledRequest, token_id: int) -> ScheduledRequest:
+    """The request with its last token, in a copy of the tokens: those lent may grow."""
+    if not scheduled.is_ahead:
+        return scheduled
+    tokens = scheduled.tokens[: scheduled.stop - 1]
     tokens.append(token_id)
-    return replace(row, tokens=tokens, is_ahead=False)
+    return replace(scheduled, tokens=tokens, is_ahead=False)
 
 
-class _Part:
-    """`Pending` of a plan of which only some rows are computed."""
+class _PartOfPlan:
+    """`Pending` of a plan of which only some requests are computed."""
 
     def __init__(self, pending: Pending, plan: StepPlan) -> None:
         self._pending = pending
-        self._request_ids = [row.request_id for row in plan.rows]
+        self._request_ids = [scheduled.request_id for scheduled in plan.requests]
 
     def finish(self) -> StepOutput:
         output = self._pending.finish()
-        found = {out.request_id: out for out in output.rows}
-        rows = [found.get(name) or RowOutput(request_id=name) for name in self._request_ids]
-        return replace(output, rows=rows)
+        found = {out.request_id: out for out in output.requests}
+        requests = [found.get(name) or RequestOutput(request_id=name) for name in self._request_ids]
+        return replace(output, requests=requests)

@@ -81,7 +81,7 @@ def apply_processors(values: Tensor, rows: Sequence[SampleRow]) -> list[str | No
 
 
 def _edited(values: Tensor, row: SampleRow) -> str | None:
-    rules = row.sampling.form(_make_rules, values.shape[-1], values.device)
+    rules = row.sampling.cached(_make_rules, values.shape[-1], values.device)
     if rules.error is None:
         try:
             _edit(values, row, rules)

@@ -24,7 +24,15 @@ from ..interface.step import Draft
 from .gumbel import gumbel_rows, purpose_seed, uniform, vocabulary_hashes
 from .logits_processors import SampleRow, argmax, has_truncation, scaled, truncate
 from .top_k_top_p import masses
-from .verifier import Choice, LogitsRow, Verified, VerifyRow, processed, sample, walk_drafts
+from .verifier import (
+    LogitsRow,
+    SampledToken,
+    Verified,
+    VerifyRequest,
+    processed,
+    sample,
+    walk_drafts,
+)
 
 _ACCEPT, _DRAFT = 0, 1  # purposes; what is recovered has the request's own noise
 _BLOCK = 2**22  # probabilities handled at once
@@ -45,7 +53,7 @@ class _Guess(NamedTuple):
 
 @torch.inference_mode()
 def verify_by_rejection(
-    logits: Tensor, rows: Sequence[VerifyRow], draft_probs: Sequence[Tensor | None]
+    logits: Tensor, requests: Sequence[VerifyRequest], draft_probs: Sequence[Tensor | None]
 ) -> list[Verified]:
     """As `verify`, by rejection sampling.
 
@@ -53,12 +61,12 @@ def verify_by_rejection(
     from, float32, or None where the drafter left nothing to chance, as a look-up does. Raises
     ValueError for a shape that does not fit.
     """
-    guesses = _guesses(rows, draft_probs, logits.shape[-1])
-    return walk_drafts(logits, rows, lambda places: _choose(logits, places, guesses))
+    guesses = _guesses(requests, draft_probs, logits.shape[-1])
+    return walk_drafts(logits, requests, lambda places: _choose(logits, places, guesses))
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[Choice], Tensor]:
+def draw(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[SampledToken], Tensor]:
     """Draw one draft token per row of ``logits`` [num_rows, vocab], which are only read.
 
     For drafters: the target's processors, but noise that the verifier does not use. Also returns
@@ -69,7 +77,9 @@ def draw(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[Choice], Tenso
     seeds = [purpose_seed(row.sampling.seed, _DRAFT) for row in rows]
     ids = _gumbel_argmax(probs, [(s, row.position) for s, row in zip(seeds, rows, strict=True)])
     pairs = zip(ids, errors, strict=True)
-    return [Choice(i) if error is None else Choice(-1, error) for i, error in pairs], probs
+    return [
+        SampledToken(i) if error is None else SampledToken(-1, error) for i, error in pairs
+    ], probs
 
 
 def probabilities(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, list[str | None]]:
@@ -117,24 +127,24 @@ def _weigh_cut(values: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tenso
 
 
 def _guesses(
-    rows: Sequence[VerifyRow], draft_probs: Sequence[Tensor | None], vocab_size: int
+    requests: Sequence[VerifyRequest], draft_probs: Sequence[Tensor | None], vocab_size: int
 ) -> list[_Guess | None]:
     """What each row of logits has to judge; None behind a whole draft."""
     guesses: list[_Guess | None] = []
-    for row, probs in zip(rows, draft_probs, strict=True):
-        wanted = (len(row.draft), vocab_size)
+    for request, probs in zip(requests, draft_probs, strict=True):
+        wanted = (len(request.draft), vocab_size)
         if probs is not None and probs.shape != wanted:
             raise ValueError(f"draft probabilities of shape {tuple(probs.shape)}, not {wanted}")
-        each = [None] * len(row.draft) if probs is None else list(probs)
-        guesses += [_Guess(*pair) for pair in zip(row.draft, each, strict=True)]
+        each = [None] * len(request.draft) if probs is None else list(probs)
+        guesses += [_Guess(*pair) for pair in zip(request.draft, each, strict=True)]
         guesses.append(None)
     return guesses
 
 
 def _choose(
     logits: Tensor, places: Sequence[LogitsRow], guesses: Sequence[_Guess | None]
-) -> list[Choice]:
-    chosen: dict[int, Choice] = {}
+) -> list[SampledToken]:
+    chosen: dict[int, SampledToken] = {}
     free = [place for place in places if guesses[place[0]] is None]
     if free:
         bonus = sample(logits[[at for at, _ in free]], [row for _, row in free])
@@ -147,7 +157,7 @@ def _choose(
     return [chosen[at] for at, _ in places]
 
 
-def _judge(logits: Tensor, trials: Sequence[_Trial]) -> list[Choice]:
+def _judge(logits: Tensor, trials: Sequence[_Trial]) -> list[SampledToken]:
     """Accept each draft token, or recover the target's own."""
     rows, guesses = [row for _, row, _ in trials], [guess for *_, guess in trials]
     target, errors = probabilities(logits[[at for at, *_ in trials]], rows)
@@ -156,7 +166,9 @@ def _judge(logits: Tensor, trials: Sequence[_Trial]) -> list[Choice]:
     remains = _remains(target, drawn_from)
     recovered = _gumbel_argmax(remains, [(row.sampling.seed, row.position) for row in rows])
     return [
-        Choice(-1, error) if error is not None else Choice(guess.token_id if is_in else own)
+        SampledToken(-1, error)
+        if error is not None
+        else SampledToken(guess.token_id if is_in else own)
         for error, is_in, guess, own in zip(errors, accepted, guesses, recovered, strict=True)
     ]
 

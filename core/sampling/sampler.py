@@ -12,18 +12,18 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from .logits_processors import SampleRow
-from .verifier import Best, Choice, Verified, VerifyRow, best, sample, verify
+from .verifier import Best, SampledToken, Verified, VerifyRequest, best, sample, verify
 
 
 class Sampler(Protocol):
     """Chooses tokens as `core.sampling.verifier` does: by each row alone, bit for bit."""
 
-    def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
 
     def sample(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[Choice]:
+    ) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
 
     def best(
@@ -47,7 +47,7 @@ class PendingTokens(Protocol):
         They hold until the decoder's next pass, which may take its tokens from them.
         """
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SampledToken]:
         """Wait for these tokens, not for later launches. May be called after later passes."""
 
 
@@ -68,13 +68,13 @@ class DeviceSampler(Sampler, Protocol):
 class TorchSampler:
     """`Sampler` on any device."""
 
-    def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
         """Compare drafts with the target's own tokens."""
-        return verify(logits, rows)
+        return verify(logits, requests)
 
     def sample(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[Choice]:
+    ) -> list[SampledToken]:
         """Draw one token per row."""
         return sample(logits, rows, temperature_scale=temperature_scale)
 

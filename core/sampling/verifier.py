@@ -36,7 +36,7 @@ _CPU_BLOCK = 2**17  # logits handled at once: more would leave the core's cache
 _DEVICE_BLOCK = 2**25
 
 
-class VerifyRow(msgspec.Struct, frozen=True, gc=False):
+class VerifyRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's share: its prompt and output so far, and a draft of what follows.
 
     A draft with ``parents`` is a tree, as `core.interface.step.Draft` has it.
@@ -97,7 +97,7 @@ class Verified(msgspec.Struct, frozen=True, gc=False):
 NOTHING_VERIFIED = Verified((), ())
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     """The drawn token, or why there is none (``token_id`` is -1 then)."""
 
     token_id: int
@@ -118,25 +118,25 @@ class Best(NamedTuple):
 
 
 @torch.inference_mode()
-def verify(logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+def verify(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
     """Compare drafts with the target's own tokens.
 
-    ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each row, those
-    after its last token and after each node of its draft. They are only read. A token outside the
-    vocabulary is never accepted. Logits that decide and are not finite are an error of that
-    request alone.
+    ``logits`` [sum of (len(draft) + 1), vocab] are the target's, unprocessed: for each request,
+    those after its last token and after each node of its draft. They are only read. A token
+    outside the vocabulary is never accepted. Logits that decide and are not finite are an
+    error of that request alone.
     """
-    return walk_drafts(logits, rows, lambda places: _sample(logits, places, 1.0))
+    return walk_drafts(logits, requests, lambda places: _sample(logits, places, 1.0))
 
 
 def walk_drafts(
     logits: Tensor,
-    rows: Sequence[VerifyRow],
-    choose: Callable[[Sequence[LogitsRow]], Sequence[Choice]],
+    requests: Sequence[VerifyRequest],
+    choose: Callable[[Sequence[LogitsRow]], Sequence[SampledToken]],
 ) -> list[Verified]:
     """Follow each draft for as long as ``choose`` decides for its tokens; `verify`'s skeleton."""
-    starts = first_rows(logits, rows)
-    walks = [_Walk(row, start) for row, start in zip(rows, starts, strict=True)]
+    starts = first_rows(logits, requests)
+    walks = [_Walk(request, start) for request, start in zip(requests, starts, strict=True)]
     for wave in _waves(walks, logits.device):
         choices = choose([walk.place(node) for walk, node in wave])
         for (walk, node), choice in zip(wave, choices, strict=True):
@@ -144,20 +144,20 @@ def walk_drafts(
     return [walk.verified(logits) for walk in walks]
 
 
-def first_rows(logits: Tensor, rows: Sequence[VerifyRow]) -> list[int]:
-    """Where each row's logits begin. Raises ValueError where they are not as many as it takes."""
-    starts = list(accumulate((len(row.draft) + 1 for row in rows), initial=0))
+def first_rows(logits: Tensor, requests: Sequence[VerifyRequest]) -> list[int]:
+    """Where each request's logits begin. Raises ValueError for another number of them."""
+    starts = list(accumulate((len(request.draft) + 1 for request in requests), initial=0))
     if starts.pop() != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits for {len(rows)} drafts")
+        raise ValueError(f"{len(logits)} rows of logits for {len(requests)} drafts")
     return starts
 
 
 def verified(
-    logits: Tensor, row: VerifyRow, start: int, token_ids: Sequence[int], error: str | None
+    logits: Tensor, request: VerifyRequest, start: int, token_ids: Sequence[int], error: str | None
 ) -> Verified:
-    """What a walk along a row's draft has come to; its logits begin at ``start``."""
-    path = row.follow(token_ids if error is not None else token_ids[:-1])
-    num_top = row.sampling.params.logprobs
+    """What a walk along a request's draft has come to; its logits begin at ``start``."""
+    path = request.follow(token_ids if error is not None else token_ids[:-1])
+    num_top = request.sampling.params.logprobs
     logprobs: tuple[TokenLogprob, ...] = ()
     if num_top is not None:
         places = [start, *(start + 1 + node for node in path)][: len(token_ids)]
@@ -168,7 +168,7 @@ def verified(
 @torch.inference_mode()
 def sample(
     logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-) -> list[Choice]:
+) -> list[SampledToken]:
     """Draw one token per row of ``logits`` [num_rows, vocab], which are only read.
 
     For drafters: the same processors and the same noise as the target's. ``temperature_scale``
@@ -207,8 +207,8 @@ def best(
 class _Walk:
     """One request's way down its own draft."""
 
-    def __init__(self, row: VerifyRow, start: int) -> None:
-        self._row = row
+    def __init__(self, request: VerifyRequest, start: int) -> None:
+        self._request = request
         self._start = start  # of its rows among the logits
         self._token_ids: list[int] = []
         self._error: str | None = None
@@ -216,24 +216,26 @@ class _Walk:
 
     @property
     def num_nodes(self) -> int:
-        return len(self._row.draft)
+        return len(self._request.draft)
 
     def place(self, node: int) -> LogitsRow:
-        row = self._row
-        return self._start + 1 + node, SampleRow(row.tokens, row.sampling, row.tail(node))
+        request = self._request
+        return self._start + 1 + node, SampleRow(
+            request.tokens, request.sampling, request.tail(node)
+        )
 
-    def take(self, node: int, choice: Choice) -> None:
+    def take(self, node: int, choice: SampledToken) -> None:
         """The target's token behind a node: the walk goes to the child that has it, or ends."""
         if node != self.node:
             return
         if choice.error is None:
             self._token_ids.append(choice.token_id)
-            self.node = self._row.child(node, choice.token_id)
+            self.node = self._request.child(node, choice.token_id)
         else:
             self._error, self.node = choice.error, None
 
     def verified(self, logits: Tensor) -> Verified:
-        return verified(logits, self._row, self._start, self._token_ids, self._error)
+        return verified(logits, self._request, self._start, self._token_ids, self._error)
 
 
 def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[_Walk, int]]]:
@@ -249,15 +251,17 @@ def _waves(walks: Sequence[_Walk], device: torch.device) -> Iterator[list[tuple[
         yield wave
 
 
-def _sample(logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float) -> list[Choice]:
-    choices = [Choice(-1)] * len(places)
+def _sample(
+    logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
+) -> list[SampledToken]:
+    choices = [SampledToken(-1)] * len(places)
     for indices, edited, score in _blocks(places, logits):
         block = [places[i][1] for i in indices]
         values = _take(logits, [places[i][0] for i in indices])
         values, errors = processed(values, block, edited)
         drawn = _draw_sound(score, values, block, errors, temperature_scale)
         for i, token_id, error in zip(indices, drawn, errors, strict=True):
-            choices[i] = Choice(token_id, error)
+            choices[i] = SampledToken(token_id, error)
     return choices
 
 

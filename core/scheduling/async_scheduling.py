@@ -13,8 +13,8 @@ from array import array
 from msgspec.structs import replace
 
 from ..interface.request import Request
-from ..interface.step import PlanRow, StepPlan
-from .draft_pages import make_row
+from ..interface.step import ScheduledRequest, StepPlan
+from .draft_pages import schedule_request
 from .scheduler import Scheduler
 
 
@@ -31,40 +31,50 @@ def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | No
         return None
     scheduler.cache.tick(now)
     scheduler.request_table.begin_round(now)
-    rows = []
-    for row, request in continuing:
-        if request.lease is None or not scheduler.cache.extend(request.lease, row.stop + 1):
+    planned = []
+    for scheduled, request in continuing:
+        if request.lease is None or not scheduler.cache.extend(request.lease, scheduled.stop + 1):
             return None
-        rows.append(_next_row(row, request, request.lease.page_ids[:]))
+        planned.append(_next_row(scheduled, request, request.lease.page_ids[:]))
     for _, request in continuing:
         scheduler.charge(request, 1)
-    return scheduler.make_plan(rows, is_plain=True)
+    return scheduler.make_plan(planned, is_plain=True)
 
 
-def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[PlanRow, Request]]:
+def _continuing(scheduler: Scheduler, plan: StepPlan) -> list[tuple[ScheduledRequest, Request]]:
     """Requests certain to decode again; empty if admission could change the batch."""
     running = scheduler.running
-    here = [(row, request) for row in plan.rows if (request := running.get(row.request_id))]
-    continuing = [(row, request) for row, request in here if row.stop + 1 < request.max_len]
+    here = [
+        (scheduled, request)
+        for scheduled in plan.requests
+        if (request := running.get(scheduled.request_id))
+    ]
+    continuing = [
+        (scheduled, request) for scheduled, request in here if scheduled.stop + 1 < request.max_len
+    ]
     has_places = len(continuing) < scheduler.limits.max_running
     if len(here) < len(running) or (len(scheduler.waiting) and has_places):
         return []
     return continuing
 
 
-def _next_row(row: PlanRow, request: Request, page_ids: array[int]) -> PlanRow:
-    return PlanRow(
-        request_id=row.request_id,
+def _next_row(
+    scheduled: ScheduledRequest, request: Request, page_ids: array[int]
+) -> ScheduledRequest:
+    return ScheduledRequest(
+        request_id=scheduled.request_id,
         tokens=request.tokens,
-        start=row.stop,
-        stop=row.stop + 1,
+        start=scheduled.stop,
+        stop=scheduled.stop + 1,
         page_ids=page_ids,
-        sampling=row.sampling,
+        sampling=scheduled.sampling,
         is_ahead=True,
     )
 
 
 def replan(scheduler: Scheduler, plan: StepPlan) -> StepPlan:
     """Plan the same step again, now that its tokens are known, for the requests that still run."""
-    here = [each for row in plan.rows if (each := scheduler.running.get(row.request_id))]
-    return replace(plan, rows=[make_row(each, len(each.tokens)) for each in here])
+    here = [
+        each for scheduled in plan.requests if (each := scheduler.running.get(scheduled.request_id))
+    ]
+    return replace(plan, requests=[schedule_request(each, len(each.tokens)) for each in here])

@@ -38,7 +38,7 @@ class ChunkBudget:
 
     def shrink_chunks(self, plan: StepPlan) -> None:
         """Halve the prompt tokens of later steps after memory ran out; they grow again slowly."""
-        num_tokens = num_chunk_tokens(plan.rows)
+        num_tokens = num_chunk_tokens(plan.requests)
         if num_tokens:
             self._room = max(LEAST_CHUNK, num_tokens / 2)
 
@@ -55,8 +55,12 @@ class ChunkBudget:
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
         """Learn from a step's times; a runner may report none."""
-        chunks = [row.stop - row.start for row in plan.rows if row.stop - row.start > 1]
-        num_decodes = len(plan.rows) - len(chunks)
+        chunks = [
+            scheduled.stop - scheduled.start
+            for scheduled in plan.requests
+            if scheduled.stop - scheduled.start > 1
+        ]
+        num_decodes = len(plan.requests) - len(chunks)
         if sum(chunks) + 1 > self._room:  # the step filled the room and fitted
             self._room *= 1 + REGROWTH
         size, seconds = num_decodes.bit_length(), sum(output.times.values())

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ...radix_cache import KVLease, PrefixCache
 from ..interface.request import Request
 from ..interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from ..interface.step import NO_PAGES, PlanRow
+from ..interface.step import NO_PAGES, ScheduledRequest
 
 
 def allocate_draft_pages(
@@ -40,14 +40,14 @@ def allocate_draft_pages(
     return plan, lease.page_ids[-count:]
 
 
-def make_row(
+def schedule_request(
     request: Request,
     stop: int,
     plan: DraftPlan = NO_DRAFT_PLAN,
     spare_page_ids: array[int] = NO_PAGES,
-) -> PlanRow:
-    """Make a request's plan row: its tokens up to ``stop`` and its drafts."""
-    return PlanRow(
+) -> ScheduledRequest:
+    """Make a request's share of a step: its tokens up to ``stop`` and its drafts."""
+    return ScheduledRequest(
         request_id=request.request_id,
         tokens=request.tokens,
         start=request.num_computed,

@@ -10,26 +10,34 @@ from collections.abc import Iterable
 
 from ..errors import DeadlineExceeded, ForetokenError, InvalidRequest
 from ..interface.request import Delta, FinishReason, Request, RequestStatus
-from ..interface.step import PlanRow, Refusal, RowOutput, SamplingMetadata, TokenLogprob
+from ..interface.step import (
+    Refusal,
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    TokenLogprob,
+)
 
 
-def take_output(request: Request, row: PlanRow, out: RowOutput, now: float) -> Delta:
-    """Append a row's tokens and return the delta for the reader.
+def take_output(
+    request: Request, scheduled: ScheduledRequest, out: RequestOutput, now: float
+) -> Delta:
+    """Append a step's tokens and return the delta for the reader.
 
     Raises what the request's ``on_token`` raises.
     """
     delta = Delta()
     if out.prompt_logprobs:
-        delta.prompt_logprobs = _new_prompt_logprobs(request, row, out)
+        delta.prompt_logprobs = _new_prompt_logprobs(request, scheduled, out)
     _append(request, out, delta)
-    request.num_computed = min(row.stop + out.num_accepted, len(request.tokens))
+    request.num_computed = min(scheduled.stop + out.num_accepted, len(request.tokens))
     if delta.token_ids:
         _count(request, out, delta, now)
     return delta
 
 
-def row_error(request: Request, out: RowOutput) -> ForetokenError:
-    """The error of a row that failed alone; a refusal names the parameter that caused it."""
+def request_error(request: Request, out: RequestOutput) -> ForetokenError:
+    """The error of a request that failed alone; a refusal names the parameter that caused it."""
     if not isinstance(out.error, Refusal):
         return ForetokenError(out.error)
     return InvalidRequest(str(out.error), param=_param_to_blame(request.sampling))
@@ -53,7 +61,7 @@ def late_end(request: Request) -> Delta:
     return Delta(finish_reason=FinishReason.ABORT, stop_reason="deadline")
 
 
-def _append(request: Request, out: RowOutput, delta: Delta) -> None:
+def _append(request: Request, out: RequestOutput, delta: Delta) -> None:
     for index, token_id in enumerate(out.token_ids):
         request.tokens.append(token_id)
         delta.token_ids.append(token_id)
@@ -78,7 +86,7 @@ def _end_at(request: Request, token_id: int, delta: Delta) -> None:
         delta.finish_reason = FinishReason.LENGTH
 
 
-def _count(request: Request, out: RowOutput, delta: Delta, now: float) -> None:
+def _count(request: Request, out: RequestOutput, delta: Delta, now: float) -> None:
     usage, served = request.usage, min(out.num_accepted, len(delta.token_ids))
     if usage.completion_tokens == 0:
         usage.time_to_first_token = now - request.arrival_time
@@ -102,8 +110,10 @@ def _add_counts(counts: dict[str, int], sources: Iterable[str]) -> None:
         counts[source] = counts.get(source, 0) + 1
 
 
-def _new_prompt_logprobs(request: Request, row: PlanRow, out: RowOutput) -> list[TokenLogprob]:
-    """Prompt log-probabilities not sent before: after a preemption rows are computed again."""
-    new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - row.start) :])
+def _new_prompt_logprobs(
+    request: Request, scheduled: ScheduledRequest, out: RequestOutput
+) -> list[TokenLogprob]:
+    """Prompt log-probabilities not sent before: after a preemption they are computed again."""
+    new = list(out.prompt_logprobs[max(0, request.num_prompt_logprobs - scheduled.start) :])
     request.num_prompt_logprobs += len(new)
     return new

@@ -23,12 +23,12 @@ from ..interface.speculator import (
     GuardedSpeculator,
     Speculator,
 )
-from ..interface.step import NO_PAGES, PlanRow, RowOutput, StepOutput, StepPlan
+from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from .admission import NO_ARRIVALS, PendingArrivals, SchedulerLimits
 from .chunk_budget import ChunkBudget
-from .draft_pages import allocate_draft_pages, draft_limits, draft_row_budget, make_row
+from .draft_pages import allocate_draft_pages, draft_limits, draft_row_budget, schedule_request
 from .kv_ops import acquire_kv, pin_prompt, publish, release_kv
-from .output_processor import late_end, row_error, take_output
+from .output_processor import late_end, request_error, take_output
 from .request_table import RequestTable
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, now: float, error: ForetokenError) -> list[Event]:
         """End the requests of a step that failed; the KV that it wrote is not published."""
-        requests = [self.running[row.request_id] for row in plan.rows]
+        requests = [self.running[scheduled.request_id] for scheduled in plan.requests]
         return [
             (each, self._finish(each, Delta(error=error), now, keep=False)) for each in requests
         ]
@@ -98,9 +98,9 @@ class Scheduler:
 
     def credit_unfinished(self, plan: StepPlan) -> None:
         """Credit the tokens that a step run in parts did not compute: they were charged already."""
-        for row in plan.rows:
-            if (request := self.running.get(row.request_id)) is not None:
-                request.num_prepaid += max(0, row.stop - request.num_computed)
+        for scheduled in plan.requests:
+            if (request := self.running.get(scheduled.request_id)) is not None:
+                request.num_prepaid += max(0, scheduled.stop - request.num_computed)
 
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline has passed; one that never ran has failed."""
@@ -127,16 +127,16 @@ class Scheduler:
         budget = min(max_chunk_tokens, budget - sum(plan.num_rows for plan in drafts or ()))
         chunks = self._plan_chunks(prefills, budget, {each.request_id for each in decodes}, now)
         # Drafts get the pages that are left: evicting cached pages for drafts would cost hits.
-        rows = list(map(self._draft_row, decodes, drafts or repeat(NO_DRAFT_PLAN)))
-        return self.make_plan(rows + chunks, is_plain=drafts is None)
+        scheduled = list(map(self._schedule_with_draft, decodes, drafts or repeat(NO_DRAFT_PLAN)))
+        return self.make_plan(scheduled + chunks, is_plain=drafts is None)
 
-    def make_plan(self, rows: list[PlanRow], *, is_plain: bool) -> StepPlan:
-        """Make a plan of these rows, with the ids and pages not reported to the runner yet."""
-        if not rows:  # an empty plan is not computed: they wait for the next one
-            return StepPlan(rows=(), newly_allocated_pages=array("q"))
+    def make_plan(self, scheduled: list[ScheduledRequest], *, is_plain: bool) -> StepPlan:
+        """Make a plan of these requests, with the ids and pages not reported to the runner yet."""
+        if not scheduled:  # an empty plan is not computed: they wait for the next one
+            return StepPlan(requests=(), newly_allocated_pages=array("q"))
         released_request_ids, self._released_request_ids = self._released_request_ids, []
         return StepPlan(
-            rows=rows,
+            requests=scheduled,
             newly_allocated_pages=self.cache.take_newly_allocated_pages(),
             is_plain=is_plain,
             released_request_ids=released_request_ids,
@@ -146,8 +146,8 @@ class Scheduler:
         """Take back a plan of decodes: its finished ids and new pages move to the next plan."""
         self._released_request_ids = [*plan.released_request_ids, *self._released_request_ids]
         self.cache.return_newly_allocated_pages(plan.newly_allocated_pages)
-        for row in plan.rows:
-            if (request := self.running.get(row.request_id)) is not None:
+        for scheduled in plan.requests:
+            if (request := self.running.get(scheduled.request_id)) is not None:
                 request.num_prepaid += 1
 
     def _plan_decodes(self, budget: int) -> list[Request]:
@@ -176,26 +176,26 @@ class Scheduler:
         budget = draft_row_budget(spare, others_wait=num_pending > 0)
         return self.speculator.plan(decodes, limits, budget=budget, num_prefill=num_pending)
 
-    def _draft_row(self, request: Request, plan: DraftPlan) -> PlanRow:
+    def _schedule_with_draft(self, request: Request, plan: DraftPlan) -> ScheduledRequest:
         stop = len(request.tokens)
         if request.lease is None or plan is NO_DRAFT_PLAN:
-            return self._row(request, stop)
+            return self._schedule(request, stop)
         plan, spare_page_ids = allocate_draft_pages(self.cache, request.lease, stop, plan)
-        return self._row(request, stop, plan, spare_page_ids)
+        return self._schedule(request, stop, plan, spare_page_ids)
 
-    def _row(
+    def _schedule(
         self,
         request: Request,
         stop: int,
         plan: DraftPlan = NO_DRAFT_PLAN,
         spare_page_ids: array[int] = NO_PAGES,
-    ) -> PlanRow:
-        """Make a row and charge its tenant at once: the next admission may depend on it.
+    ) -> ScheduledRequest:
+        """Schedule a request and charge its tenant at once: the next admission may depend on it.
 
         Drafts are charged when they are verified: only then is their number known.
         """
         self.charge(request, stop - request.num_computed)
-        return make_row(request, stop, plan, spare_page_ids)
+        return schedule_request(request, stop, plan, spare_page_ids)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Charge the tenant for planned tokens, less those that it was charged for before."""
@@ -205,22 +205,22 @@ class Scheduler:
 
     def _plan_chunks(
         self, prefills: list[Request], budget: int, planned: set[str], now: float
-    ) -> list[PlanRow]:
+    ) -> list[ScheduledRequest]:
         """Chunks of prompts, with pages, for what is left of the token budget.
 
         Of those that run already, in order, then of admitted ones: no request is admitted once the
         budget is gone.
         """
-        rows = []
+        chunks = []
         for request in chain(prefills, self._admitted(now)) if budget > 0 else ():
-            row = self._plan_chunk(request, budget, planned)
-            if row is not None:
-                rows.append(row)
-                planned.add(row.request_id)
-                budget -= row.stop - row.start
+            scheduled = self._plan_chunk(request, budget, planned)
+            if scheduled is not None:
+                chunks.append(scheduled)
+                planned.add(scheduled.request_id)
+                budget -= scheduled.stop - scheduled.start
             if budget <= 0:
                 break
-        return rows
+        return chunks
 
     def _admitted(self, now: float) -> Iterator[Request]:
         """Waiting requests; each is admitted when it is taken from the iterator."""
@@ -237,10 +237,12 @@ class Scheduler:
             request.usage.queue_time = now - request.arrival_time
         self.speculator.join(request)
 
-    def _plan_chunk(self, request: Request, budget: int, planned: set[str]) -> PlanRow | None:
+    def _plan_chunk(
+        self, request: Request, budget: int, planned: set[str]
+    ) -> ScheduledRequest | None:
         stop = request.num_computed + min(request.num_pending, budget)
         reserved = self._reserve(request, stop, planned, preempt_self=False)
-        return self._row(request, stop) if reserved else None
+        return self._schedule(request, stop) if reserved else None
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -312,34 +314,40 @@ class Scheduler:
         """
         self._chunk_budget.observe(plan, output)
         events = []
-        for row, out in zip(plan.rows, output.rows, strict=True):
-            request = self.running.get(row.request_id)
+        for scheduled, out in zip(plan.requests, output.requests, strict=True):
+            request = self.running.get(scheduled.request_id)
             if request is None:
                 continue
             if out.num_proposed:  # rows were computed for all of them
                 self.waiting.charge(request.tenant, out.num_proposed)
-            delta = self._commit_row(request, row, out, now, learns=not plan.is_plain)
+            delta = self._commit_request(request, scheduled, out, now, learns=not plan.is_plain)
             if delta.token_ids or delta.prompt_logprobs or delta.terminal:
                 events.append((request, delta))
         return events
 
-    def _commit_row(
-        self, request: Request, row: PlanRow, out: RowOutput, now: float, *, learns: bool
+    def _commit_request(
+        self,
+        request: Request,
+        scheduled: ScheduledRequest,
+        out: RequestOutput,
+        now: float,
+        *,
+        learns: bool,
     ) -> Delta:
         try:
-            delta = take_output(request, row, out, now)
+            delta = take_output(request, scheduled, out, now)
         except Exception:
             logger.exception("request %s failed while its tokens were read", request.request_id)
             failed = Delta(error=ForetokenError("the answer could not be decoded"))
             return self._finish(request, failed, now)
         if learns and delta.token_ids:
-            self.speculator.observe(request, row, out, len(delta.token_ids))
+            self.speculator.observe(request, scheduled, out, len(delta.token_ids))
         if out.error is not None and not delta.terminal:  # the tokens before the failure are valid
-            delta.error = row_error(request, out)
+            delta.error = request_error(request, out)
         if delta.terminal:
             self._finish(request, delta, now, keep=out.error is None)
         elif request.lease is not None:
-            if row.stop - row.start > 1 or row.start < request.prompt_len:
+            if scheduled.stop - scheduled.start > 1 or scheduled.start < request.prompt_len:
                 publish(self.cache, request)
             if learns:  # without drafts no extra page was taken
                 self.cache.shrink(request.lease, len(request.tokens))

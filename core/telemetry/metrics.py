@@ -131,20 +131,20 @@ class EngineMetrics:
         if is_ahead:
             self._ahead.inc()
         self._observe_batch(plan)
-        self.spec_stats.observe_rows(output.rows)
+        self.spec_stats.observe_requests(output.requests)
         for part, part_seconds in output.times.items():
             self._parts.of(part).observe(part_seconds)
         self.tracer.observe_step(plan, output, began=began, ended=ended)
 
     def _observe_batch(self, plan: StepPlan) -> None:
-        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        num_requests, num_tokens = len(plan.requests), plan.num_tokens
         num_prefill = 0
-        if num_tokens > num_rows:  # else every row is a single token
-            lens = [row.stop - row.start for row in plan.rows]
+        if num_tokens > num_requests:  # else every request has a single token
+            lens = [scheduled.stop - scheduled.start for scheduled in plan.requests]
             num_prefill = sum(each for each in lens if each > 1)
         self._tokens.num_prefill += num_prefill
         self._tokens.num_decode += num_tokens - num_prefill
-        self._batch.observe(num_rows)
+        self._batch.observe(num_requests)
         self._batch_tokens.observe(num_tokens)
 
     def part_seconds(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
 from ..interface.request import Delta
-from ..interface.step import RowOutput
+from ..interface.step import RequestOutput
 
 logger = logging.getLogger(__name__)
 SIMULATED = "oracle:"  # how the name of a source begins whose hits are drawn, not guessed
@@ -44,12 +44,12 @@ class SpecDecodeStats:
         num_tokens = sum(length * count for length, count in self.lengths.items())
         return num_tokens / max(1, self.num_drafts)
 
-    def observe_rows(self, rows: Iterable[RowOutput]) -> None:
+    def observe_requests(self, outputs: Iterable[RequestOutput]) -> None:
         """What a step verified."""
-        for row in rows:
-            if row.num_proposed:
-                self.path_lens[row.draft_len] += 1
-                self.num_trees += row.is_tree
+        for output in outputs:
+            if output.num_proposed:
+                self.path_lens[output.draft_len] += 1
+                self.num_trees += output.is_tree
 
     def observe_delta(self, delta: Delta) -> None:
         """What a step served to one request."""

@@ -28,7 +28,7 @@ FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, an
 class StepCandidates:
     """The drafts that a step could verify.
 
-    ``free`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
+    ``lookup`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
     each included, the best first; 0 beyond the last.
     ``lm`` [num_requests, D]: what the b-th best node of the draft model would bring, 0 where it may
     not draft; ``lm_shown``, alike: how often it would have one. ``passes_per_node``: of the model.
@@ -38,7 +38,7 @@ class StepCandidates:
     one pass of the draft model yields.
     """
 
-    free: FloatArray
+    lookup: FloatArray
     lm: FloatArray
     num_uncached_draft_tokens: IntArray
     budget: int
@@ -51,7 +51,7 @@ class StepCandidates:
     @property
     def num_decodes(self) -> int:
         """Requests that yield a token, at least."""
-        return len(self.free) + self.num_others
+        return len(self.lookup) + self.num_others
 
     @property
     def num_rows(self) -> int:
@@ -68,7 +68,7 @@ class Allocation:
     model must bring the step.
     """
 
-    num_free: IntArray  # [num_requests] best nodes of the known draft
+    num_lookup: IntArray  # [num_requests] best nodes of the known draft
     lm_depth: IntArray  # [num_requests] nodes that the draft model is expected to guess
     net: float = 0.0
     row_price: float = 0.0
@@ -77,7 +77,7 @@ class Allocation:
     @property
     def num_rows(self) -> int:
         """Rows that the drafts add."""
-        return int(self.num_free.sum() + self.lm_depth.sum())
+        return int(self.num_lookup.sum() + self.lm_depth.sum())
 
 
 def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
@@ -85,10 +85,10 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
 
     O(D * n log n) for n = num_requests * width tokens that could be drafted.
     """
-    none = np.zeros(len(candidates.free), dtype=np.int64)
+    none = np.zeros(len(candidates.lookup), dtype=np.int64)
     if candidates.budget <= 0:
         return Allocation(none, none)
-    best = _take(candidates.free, candidates, costs, rate)
+    best = _take(candidates.lookup, candidates, costs, rate)
     chosen = Allocation(best.counts, none, best.net)
     if candidates.lm.size and candidates.lm.any():
         with_lm = _best_with_lm(candidates, costs, rate)
@@ -101,7 +101,7 @@ def _row_price(
     candidates: StepCandidates, costs: CostModel, rate: float, num_drafted: int
 ) -> float:
     """Tokens that a request's next row must bring where each gets one more."""
-    count = len(candidates.free)
+    count = len(candidates.lookup)
     num_rows = candidates.num_rows + num_drafted
     return rate * float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
 
@@ -135,9 +135,9 @@ def _take(
 
 def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
     """The best of all depths of the draft model."""
-    free, lm, uncached = candidates.free, candidates.lm, candidates.num_uncached_draft_tokens
+    lookup, lm, uncached = candidates.lookup, candidates.lm, candidates.num_uncached_draft_tokens
     num_requests, num_depths = lm.shape
-    width = max(free.shape[1], num_depths)
+    width = max(lookup.shape[1], num_depths)
     row_price = _row_price(candidates, costs, rate, 0)
     # A node that is not worth its row at its place is not drafted: it costs nothing.
     lm = np.where(lm > 0.0, lm + (1.0 - candidates.lm_shown) * row_price, 0.0)
@@ -147,16 +147,16 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
     late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
     owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
     entry = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
-    free_worth = np.maximum(free - row_price, 0.0).sum(axis=1)
+    lookup_worth = np.maximum(lookup - row_price, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
     for depth in range(1, num_depths + 1):
         worth = np.maximum(lm[:, :depth] - row_price, 0.0).sum(axis=1) - entry
-        is_lm = (worth > free_worth) & (lm[:, 0] > 0.0)
+        is_lm = (worth > lookup_worth) & (lm[:, 0] > 0.0)
         if not is_lm.any():
             continue
         survival = np.zeros((num_requests, width))
-        survival[:, : free.shape[1]] = np.where(is_lm[:, None], 0.0, free)
+        survival[:, : lookup.shape[1]] = np.where(is_lm[:, None], 0.0, lookup)
         survival[is_lm, :depth] = lm[is_lm, :depth]
         taken = _take(survival, candidates, costs, rate)
         depths = np.where(is_lm, taken.counts, 0)

@@ -1,4 +1,4 @@
-"""CandidateGenerator: merges the guesses of all free sources for a request."""
+"""CandidateGenerator: merges the guesses of all look-up sources for a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .request_state import DraftState
 
 
 class CandidateGenerator:
-    """Collects guesses of the free sources and weighs them by their acceptance rates."""
+    """Collects guesses of the sources and weighs them by their acceptance rates."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class Controller:
         """Choose the drafts of the next step."""
         self._probe_s = 0.0
         if not self.costs.is_ready:
-            none = np.zeros(len(candidates.free), dtype=np.int64)
+            none = np.zeros(len(candidates.lookup), dtype=np.int64)
             return Allocation(none, none)
         self._num_decodes = candidates.num_decodes
         self._rate = self.costs.rate(self._num_decodes)
@@ -90,9 +90,9 @@ class Controller:
         if not self._probes.is_due(cost_s) or chosen.num_rows >= candidates.budget:
             return chosen
         self._probe_s = cost_s
-        num_free, depths = chosen.num_free.copy(), chosen.lm_depth.copy()
-        num_free[row], depths[row] = 0, 1
-        return Allocation(num_free, depths, chosen.net)
+        num_lookup, depths = chosen.num_lookup.copy(), chosen.lm_depth.copy()
+        num_lookup[row], depths[row] = 0, 1
+        return Allocation(num_lookup, depths, chosen.net)
 
     def observe(self, seconds: float, *, num_lm_drafted: int, num_lm_hits: int) -> None:
         """Learn a step's seconds; ``num_lm_drafted`` tokens came from the draft model."""
@@ -104,7 +104,7 @@ class Controller:
         self._probe_s = 0.0
 
     def _count(self, chosen: Allocation) -> None:
-        kind = "lm" if chosen.lm_depth.any() else "free" if chosen.num_free.any() else "plain"
+        kind = "lm" if chosen.lm_depth.any() else "lookup" if chosen.num_lookup.any() else "plain"
         self._num_steps["probe" if self._probe_s else kind] += 1
         self._num_drafted += chosen.num_rows
 
@@ -113,7 +113,7 @@ class Controller:
         steps = max(1, self._num_steps.total())
         lines = {
             f"share_{kind}": round(self._num_steps[kind] / steps, 4)
-            for kind in ("plain", "free", "lm", "probe")
+            for kind in ("plain", "lookup", "lm", "probe")
         }
         lines |= {
             "mean_drafted": round(self._num_drafted / steps, 2),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.interface.request import Request
-from ...core.interface.step import PlanRow, RowOutput
+from ...core.interface.step import RequestOutput, ScheduledRequest
 from ..sources.merge import GuessTree, Survival, common_len
 from ..sources.source import Guess
 from .acceptance import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
@@ -66,17 +66,17 @@ class DraftState:
     def judge_lm(
         self,
         worth: NodeWorth,
-        row: PlanRow,
-        output: RowOutput,
+        scheduled: ScheduledRequest,
+        output: RequestOutput,
         num_served: int,
         *,
         is_trial: bool,
     ) -> None:
         """Count what the draft model's nodes brought, and note how much KV it has now."""
-        self.lm_len = row.stop - output.num_uncached_draft_tokens + num_served - 1
+        self.lm_len = scheduled.stop - output.num_uncached_draft_tokens + num_served - 1
         if output.num_ranked or not output.num_uncached_draft_tokens:  # else it was catching up
             worth.observe(
-                row.max_draft,
+                scheduled.max_draft,
                 output.num_ranked,
                 output.accepted_ranks,
                 sampled=self.is_sampled,

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.execution.proposer import DraftRow, VerifiedRow
-from ...core.interface.step import Draft
+from ...core.execution.proposer import VerifiedRequest
+from ...core.interface.step import Draft, ScheduledRequest
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import (
     DeviceTokens,
@@ -117,7 +117,7 @@ class LmProposer:
             self._ready[page_id] = 0
         self._tuner.forget(request_ids)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         """Catch up within the window, then grow the drafts of rows that are whole."""
         self._trees = {}  # those of a step that failed are void
         tracks = [self._follow(row) for row in rows]
@@ -126,7 +126,7 @@ class LmProposer:
         self._trees = {tree.row.request_id: tree for tree in trees if tree.places}
         return [self._draft(*each) for each in zip(tracks, trees, strict=True)]
 
-    def _tree(self, row: DraftRow) -> TreeGrowth:
+    def _tree(self, row: ScheduledRequest) -> TreeGrowth:
         odds = self._odds[row.sampling.params.temperature > 0.0]
         return TreeGrowth(row, odds, SOURCE, self._pool.page_size)
 
@@ -139,13 +139,17 @@ class LmProposer:
         self,
         batch: RaggedBatch,  # noqa: ARG002
         output: ForwardOutput,  # noqa: ARG002
-        verified: Sequence[VerifiedRow],
+        verified: Sequence[VerifiedRequest],
     ) -> None:
         """Learn from verified trees; move accepted KV to the slots of its positions."""
         moves: list[tuple[int, int]] = []
         for each in verified:
-            tree = self._trees.pop(each.row.request_id, None) if each.row.max_draft else None
-            track = self._tracks.get(each.row.request_id)
+            tree = (
+                self._trees.pop(each.scheduled.request_id, None)
+                if each.scheduled.max_draft
+                else None
+            )
+            track = self._tracks.get(each.scheduled.request_id)
             if tree is None or track is None or each.output.error is not None:
                 continue
             computed = tree.judge(each.output.token_ids)
@@ -156,14 +160,14 @@ class LmProposer:
 
     # -- cursor ---------------------------------------------------------------------------------
 
-    def _follow(self, row: DraftRow) -> _Track:
+    def _follow(self, row: ScheduledRequest) -> _Track:
         """Bring a request's track up to the pages that are ready since."""
         track = self._tracks.setdefault(row.request_id, _Track())
         self._tuner.settle(row)
         self._skip_ready(row, track)
         return track
 
-    def _skip_ready(self, row: DraftRow, track: _Track) -> None:
+    def _skip_ready(self, row: ScheduledRequest, track: _Track) -> None:
         """Move over pages that are ready, but leave the last token: its logits are wanted."""
         page_size, last = self._pool.page_size, len(row.tokens) - 1
         page = track.num_computed // page_size
@@ -173,7 +177,7 @@ class LmProposer:
         track.num_computed = min(track.num_computed, last)
         self._mark_ready(row, track)
 
-    def _mark_ready(self, row: DraftRow, track: _Track) -> None:
+    def _mark_ready(self, row: ScheduledRequest, track: _Track) -> None:
         num_whole = track.num_computed // self._pool.page_size
         for page_id in row.page_ids[track.num_marked : num_whole]:
             self._ready[page_id] = 1
@@ -215,7 +219,7 @@ class LmProposer:
                 room -= count
         return stops
 
-    def _has_room(self, row: DraftRow) -> bool:
+    def _has_room(self, row: ScheduledRequest) -> bool:
         return len(row.tokens) + row.max_draft <= self._decoder.config.max_model_len
 
     def _grow(self, trees: Sequence[TreeGrowth], first: _Opened) -> None:

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...core.execution.proposer import DraftRow, VerifiedRow
+from ...core.execution.proposer import VerifiedRequest
 from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import Draft, PlanRow, SamplingMetadata
+from ...core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.sampler import DeviceSampler, Sampler
@@ -154,25 +154,29 @@ class HeadProposer(ABC):
 
     @torch.inference_mode()
     def observe(
-        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
+        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRequest]
     ) -> None:
         """Judge the trees; write the head KV of what was committed."""
         del batch
         for each in verified:
-            tree = self._trees.pop(each.row.request_id, None) if each.row.max_draft else None
+            tree = (
+                self._trees.pop(each.scheduled.request_id, None)
+                if each.scheduled.max_draft
+                else None
+            )
             if tree is not None and each.output.error is None:
                 tree.judge(each.output.token_ids)
         assert output.taps is not None
         rows = [each for each in verified if self._is_live(each)]
         if not rows:
             return
-        tracks = [self._reached(each.row) for each in rows]
+        tracks = [self._reached(each.scheduled) for each in rows]
         counts = np.array([len(each.batch_rows) for each in rows])
         firsts = np.cumsum(counts) - counts
         device = output.taps.device
         at = torch.tensor([i for each in rows for i in each.batch_rows], device=device)
         owners = np.repeat(np.arange(len(rows)), counts)
-        starts = np.array([each.row.start for each in rows])
+        starts = np.array([each.scheduled.start for each in rows])
         positions = np.arange(len(owners)) + (starts - firsts)[owners]
         written = Written(
             self._ordered(output.taps.index_select(0, at)),
@@ -184,19 +188,19 @@ class HeadProposer(ABC):
         columns, features = self.columns(written)
         page_size = self.pool.page_size
         at_pages = zip(owners.tolist(), (positions // page_size).tolist(), strict=True)
-        pages = np.array([rows[owner].row.page_ids[page] for owner, page in at_pages])
+        pages = np.array([rows[owner].scheduled.page_ids[page] for owner, page in at_pages])
         self._write(columns, pages, positions % page_size)
         for each, track, start, num in zip(rows, tracks, firsts, counts, strict=True):
             mine = None if features is None else features[start : start + num]
-            self._advance(each.row, track, int(num), mine)
+            self._advance(each.scheduled, track, int(num), mine)
 
-    def _is_live(self, verified: VerifiedRow) -> bool:
+    def _is_live(self, verified: VerifiedRequest) -> bool:
         """Whether a row was committed, to pages that are still the request's.
 
         A step launched ahead may end behind the one in which its request did: then its pages may
         have gone to others, and the request has been forgotten.
         """
-        row = verified.row
+        row = verified.scheduled
         is_known = len(row.tokens) >= row.stop
         return (
             bool(verified.batch_rows)
@@ -204,7 +208,7 @@ class HeadProposer(ABC):
             and not (row.is_ahead and row.request_id not in self._tracks)
         )
 
-    def _reached(self, row: DraftRow) -> _Track:
+    def _reached(self, row: ScheduledRequest) -> _Track:
         """The track of a request whose columns from ``row.start`` on are about to be written."""
         track = self._tracks.get(row.request_id)
         if track is None or track.stop != row.start:
@@ -212,7 +216,7 @@ class HeadProposer(ABC):
             self._tracks[row.request_id] = track
         return track
 
-    def _feature_before(self, row: DraftRow) -> Tensor | None:
+    def _feature_before(self, row: ScheduledRequest) -> Tensor | None:
         """The feature of the position before a row, if a ready page ends there."""
         page, rest = divmod(row.start, self.pool.page_size)
         if rest or not page or not self._ready[row.page_ids[page - 1]]:
@@ -227,7 +231,9 @@ class HeadProposer(ABC):
     def keep_page_feature(self, page_id: int, feature: Tensor) -> None:
         """Keep the feature of a page's last position."""
 
-    def _advance(self, row: DraftRow, track: _Track, count: int, features: Tensor | None) -> None:
+    def _advance(
+        self, row: ScheduledRequest, track: _Track, count: int, features: Tensor | None
+    ) -> None:
         """Columns of a request were written: mark the pages that became whole."""
         begin, page_size = track.stop, self.pool.page_size
         if features is not None and track.feature is None and track.start == begin:
@@ -259,7 +265,7 @@ class HeadProposer(ABC):
                 data[:, layer, kind][at, :, where] = values.to(data.dtype)
 
     def _read(
-        self, rows: Sequence[DraftRow], firsts: Sequence[int]
+        self, rows: Sequence[ScheduledRequest], firsts: Sequence[int]
     ) -> tuple[list[KeysValues], Tensor]:
         """The KV of each row's positions from ``firsts`` to its last token; and which are seen."""
         page_size, data = self.pool.page_size, self.pool.data
@@ -283,7 +289,7 @@ class HeadProposer(ABC):
             context.append((keys, values))
         return context, seen
 
-    def _first_seen(self, row: DraftRow, track: _Track) -> int:
+    def _first_seen(self, row: ScheduledRequest, track: _Track) -> int:
         """The lowest position from which on all head KV is there."""
         page_size = self.pool.page_size
         num_whole = (len(row.tokens) - 1) // page_size
@@ -300,7 +306,7 @@ class HeadProposer(ABC):
         sampling = SamplingMetadata(
             params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1
         )
-        row = PlanRow(
+        row = ScheduledRequest(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
             max_draft=self.tokens_a_pass,
         )  # fmt: skip
@@ -311,7 +317,7 @@ class HeadProposer(ABC):
     # -- drafts ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         """A tree for each row that has head KV, with the verifier's noise."""
         self._trees = {}  # those of a step that failed are void
         live = [row for row in rows if self._can_draft(row)]
@@ -322,13 +328,13 @@ class HeadProposer(ABC):
         found = [(row, self._trees.get(row.request_id)) for row in rows]
         return [row.draft if tree is None else tree.draft() for row, tree in found]
 
-    def _can_draft(self, row: DraftRow) -> bool:
+    def _can_draft(self, row: ScheduledRequest) -> bool:
         track = self._tracks.get(row.request_id)
         return track is not None and track.stop >= len(row.tokens) - 1
 
     @torch.inference_mode()
     def _grow(
-        self, rows: Sequence[DraftRow], tracks: Sequence[_Track], firsts: Sequence[int]
+        self, rows: Sequence[ScheduledRequest], tracks: Sequence[_Track], firsts: Sequence[int]
     ) -> list[TreeGrowth]:
         trees = [self._tree(row) for row in rows]
         context, seen = self._read(rows, firsts)
@@ -352,7 +358,7 @@ class HeadProposer(ABC):
             nodes = self._next_level(trees, level + 1)
         return trees
 
-    def _tree(self, row: DraftRow) -> TreeGrowth:
+    def _tree(self, row: ScheduledRequest) -> TreeGrowth:
         odds = self._odds[row.sampling.params.temperature > 0.0]
         return TreeGrowth(row, odds, self.source, most_levels=self.longest)
 
@@ -393,9 +399,9 @@ class HeadProposer(ABC):
         return None
 
 
-def _token_ids(verified: VerifiedRow) -> Sequence[int]:
+def _token_ids(verified: VerifiedRequest) -> Sequence[int]:
     """Of the committed rows: pending tokens, then accepted ones."""
-    row = verified.row
+    row = verified.scheduled
     pending = row.tokens[row.start : row.stop]
     num_accepted = len(verified.batch_rows) - len(pending)
     return [*pending, *verified.output.token_ids[:num_accepted]]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from ...core.execution.proposer import DraftRow
+from ...core.interface.step import ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import Sampler, TorchSampler
 
@@ -44,7 +44,7 @@ class TemperatureTuner:
         """The best so far, 1.0 at first."""
         return GRID[self._current]
 
-    def keep(self, row: DraftRow, logits: Tensor) -> None:
+    def keep(self, row: ScheduledRequest, logits: Tensor) -> None:
         """Keep the ``logits`` [vocab] of one draft in some, for the token after ``row.tokens``.
 
         Drafts of greedy requests are skipped: their best token is the same for every tau.
@@ -55,7 +55,7 @@ class TemperatureTuner:
         if self._num_drafts % (_EAGER if self._num_answers < _NUM_EAGER else _RARE) == 0:
             self._kept[row.request_id] = len(row.tokens), logits.clone()
 
-    def settle(self, row: DraftRow) -> None:
+    def settle(self, row: ScheduledRequest) -> None:
         """Judge the kept logits of this request, if the target's token is known by now."""
         at, logits = self._kept.pop(row.request_id, (len(row.tokens), None))
         if logits is None or at >= len(row.tokens):

@@ -25,12 +25,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from ...core.execution.layout import natural_slots, spare_slots
-from ...core.execution.proposer import DraftRow
-from ...core.interface.step import NO_DRAFT, Draft
+from ...core.interface.step import NO_DRAFT, Draft, ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
 from ...core.sampling.sampler import Sampler
-from ...core.sampling.verifier import Best, Choice
+from ...core.sampling.verifier import Best, SampledToken
 
 NUM_BEST = 4  # tokens behind a node that may become its children
 MOST_EXPANDED = 6  # nodes of one tree that a pass computes
@@ -112,7 +111,7 @@ class TreeGrowth:
     keeps none. ``most_levels``: tokens of a path at most.
     """
 
-    row: DraftRow
+    row: ScheduledRequest
     odds: GapOdds
     source: str
     page_size: int = 0
@@ -396,6 +395,6 @@ def choose(
     return unraced(sampler.sample(logits, rows, temperature_scale=temperature_scale))
 
 
-def unraced(choices: Sequence[Choice]) -> list[Best]:
+def unraced(choices: Sequence[SampledToken]) -> list[Best]:
     """Tokens that were drawn alone, without a race."""
     return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]

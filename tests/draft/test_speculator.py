@@ -11,7 +11,13 @@ import pytest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
-from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.allocation import Allocation, StepCandidates
 from foretoken.draft.control.controller import Controller
@@ -22,7 +28,7 @@ from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.radix import RadixSource
 from foretoken.draft.sources.source import MAX_FAILURES, Guess, Priors, Source
 from foretoken.draft.sources.suffix import SuffixSource
-from foretoken.draft.speculator import FREE_LEN, LM_NODES, DraftSpeculator
+from foretoken.draft.speculator import LM_NODES, LOOKUP_LEN, DraftSpeculator
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
 NEWS = range(10_000, 20_000)  # tokens that were never said
@@ -169,7 +175,7 @@ class Bench:
         most = min(plan.max_draft, lm_hits + 1 if plan.pass_price < 0.5 else 1)
         num_own = 0 if num_uncached_draft_tokens else most
         draft_len = max(len(plan.draft.token_ids), num_own)
-        output = RowOutput(
+        output = RequestOutput(
             request_id=request.request_id,
             token_ids=served,
             num_proposed=draft_len,
@@ -190,16 +196,16 @@ class Bench:
 
     def _commit(
         self,
-        rows: Sequence[PlanRow],
-        outputs: Sequence[RowOutput],
+        rows: Sequence[ScheduledRequest],
+        outputs: Sequence[RequestOutput],
         num_rows: int,
         forward_s: float,
         draft_s: float,
     ) -> None:
         times = {"forward": forward_s, "draft": draft_s}
         self.speculator.observe_step(
-            StepPlan(rows=rows, newly_allocated_pages=array("q")),
-            StepOutput(rows=outputs, times=times, num_rows=num_rows),
+            StepPlan(requests=rows, newly_allocated_pages=array("q")),
+            StepOutput(requests=outputs, times=times, num_rows=num_rows),
             forward_s + draft_s,
         )
         self.speculator.work()
@@ -213,8 +219,8 @@ class Bench:
         self.speculator.work()
 
 
-def _row(request: Request, plan: DraftPlan) -> PlanRow:
-    return PlanRow(
+def _row(request: Request, plan: DraftPlan) -> ScheduledRequest:
+    return ScheduledRequest(
         request_id=request.request_id,
         tokens=request.tokens,
         start=len(request.tokens) - 1,
@@ -360,7 +366,7 @@ def test_all_that_a_source_knows_is_drafted_where_it_comes_true() -> None:
     request = bench.request(text[:3])
     lengths = [bench.step(request, text[len(request.tokens) :], limit=99).depth for _ in range(40)]
     assert lengths[0] < 5
-    assert lengths[-1] == FREE_LEN
+    assert lengths[-1] == LOOKUP_LEN
     assert len(request.tokens) > 500
 
 
@@ -425,7 +431,7 @@ def test_requests_that_may_not_draft_count_in_what_a_step_takes() -> None:
     others = [bench.request(TEXT[::-1], depth=0) for _ in range(14)]
     bench.plan(*auto, *others, num_prefill=40)
     (candidates,) = bench.seen
-    assert len(candidates.free) == 2
+    assert len(candidates.lookup) == 2
     assert (candidates.num_decodes, candidates.num_rows) == (16, 56)
 
 
@@ -435,7 +441,7 @@ def test_prompts_in_a_step_are_no_part_of_what_decoding_yields() -> None:
     bench.step(request, [1])
     before = bench.costs.rate(1)
     decode, chunk = _row(request, NO_DRAFT_PLAN), _row(bench.request(TEXT), NO_DRAFT_PLAN)
-    chunk = PlanRow(
+    chunk = ScheduledRequest(
         request_id=chunk.request_id,
         tokens=chunk.tokens,
         start=0,
@@ -443,7 +449,7 @@ def test_prompts_in_a_step_are_no_part_of_what_decoding_yields() -> None:
         page_ids=array("q"),
         sampling=chunk.sampling,
     )
-    outputs = [RowOutput(request_id=row.request_id, token_ids=[1]) for row in (decode, chunk)]
+    outputs = [RequestOutput(request_id=row.request_id, token_ids=[1]) for row in (decode, chunk)]
     for _ in range(20):
         bench._commit([decode, chunk], outputs, 10, 2.0, 0.0)
     assert bench.costs.rate(1) == before
@@ -517,7 +523,7 @@ def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
         asked.append(plan.max_draft)
         row = _row(request, plan)
         request.tokens.append(token_id)
-        output = RowOutput(request_id=request.request_id, token_ids=[token_id])
+        output = RequestOutput(request_id=request.request_id, token_ids=[token_id])
         bench.speculator.observe(request, row, output, 1)
     assert asked[0] > 0
     assert sum(asked[35:]) == 0
@@ -708,7 +714,7 @@ def test_the_log_shows_what_was_drafted_and_why() -> None:
     bench.step(request, TEXT[4:])
     bench.step(request, NEWS)
     lines = bench.speculator.describe()
-    assert lines["share_free"] == lines["share_plain"] == 0.5
+    assert lines["share_lookup"] == lines["share_plain"] == 0.5
     assert lines["mean_drafted"] == (len(TEXT) - 4) / 2
     assert 0.0 < float(np.float64(lines["row_price"])) < 0.1  # type: ignore[arg-type]
-    assert bench.speculator.describe()["share_free"] == 0.0
+    assert bench.speculator.describe()["share_lookup"] == 0.0

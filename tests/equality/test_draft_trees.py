@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretoken.core.execution import layout
-from foretoken.core.interface.step import Draft, PlanRow
+from foretoken.core.interface.step import Draft, ScheduledRequest
 from foretoken.core.model import Decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
@@ -121,12 +121,12 @@ def swapped_siblings(draft: Draft) -> Draft:
 def test_siblings_swapped_behind_verification_are_noticed(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments = layout.row_segments
+    segments = layout.request_segments
 
-    def swapped(row: PlanRow, tokens, draft: Draft, page_size: int):  # type: ignore[no-untyped-def]
+    def swapped(row: ScheduledRequest, tokens, draft: Draft, page_size: int):  # type: ignore[no-untyped-def]
         return segments(row, tokens, swapped_siblings(draft) if draft.parents else draft, page_size)
 
-    monkeypatch.setattr("foretoken.core.execution.model_runner.row_segments", swapped)
+    monkeypatch.setattr("foretoken.core.execution.model_runner.request_segments", swapped)
     served = house.run(shuffled(1), None, speculator=RandomTrees(house.solo), max_batch_tokens=160)
     assert any(served[i] != house.solo[i] for i in served)
 
@@ -134,7 +134,7 @@ def test_siblings_swapped_behind_verification_are_noticed(
 def test_a_wrong_slot_in_a_tail_is_noticed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     spare = layout.spare_slots
 
-    def rotated(row: PlanRow, page_size: int) -> list[int]:
+    def rotated(row: ScheduledRequest, page_size: int) -> list[int]:
         slots = spare(row, page_size)
         return slots[1:] + slots[:1]
 

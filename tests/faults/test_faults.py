@@ -17,7 +17,7 @@ import pytest
 from foretoken.core.engine.engine import Engine
 from foretoken.core.errors import DeadlineExceeded, ForetokenError, InvalidRequest
 from foretoken.core.interface.request import Delta, FinishReason
-from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler, sometimes
 from support.fault_table import BAD, NAMES, NUM_TOKENS, PROMPTS, Act, Reader, live, no_act
 from support.fixed_depth import FixedDepth
@@ -46,12 +46,12 @@ class NotFinite(FakeRunner):
 
     def step(self, plan: StepPlan) -> StepOutput:
         rows = [
-            RowOutput(request_id=BAD, error="the model's logits are not finite")
+            RequestOutput(request_id=BAD, error="the model's logits are not finite")
             if out.request_id == BAD and len(row.tokens) > row.sampling.prompt_len
             else out
-            for row, out in zip(plan.rows, super().step(plan).rows, strict=True)
+            for row, out in zip(plan.requests, super().step(plan).requests, strict=True)
         ]
-        return StepOutput(rows=rows)
+        return StepOutput(requests=rows)
 
 
 def once(failure: BaseException) -> Callable[[StepPlan], BaseException | None]:
@@ -60,7 +60,7 @@ def once(failure: BaseException) -> Callable[[StepPlan], BaseException | None]:
 
 
 def with_bad(plan: StepPlan) -> BaseException | None:
-    names = {row.request_id for row in plan.rows}
+    names = {row.request_id for row in plan.requests}
     return RuntimeError("the forward pass failed") if BAD in names else None
 
 

@@ -45,7 +45,7 @@ class Poisoned(ModelRunner):
 
     def _verify(self, work):
         at = 0
-        for row, draft in zip(work.plan.rows, work.drafts, strict=True):
+        for row, draft in zip(work.plan.requests, work.drafts, strict=True):
             count = len(draft.token_ids) + 1 if row.samples else 0
             if row.request_id == BAD and len(row.tokens) > row.sampling.prompt_len:
                 work.output.logits[at : at + count] = self.value

@@ -27,8 +27,8 @@ from foretoken.api.types.request_context import CONTEXT, RequestContext
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Usage
-from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
-from foretoken.core.scheduling.draft_pages import make_row
+from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
+from foretoken.core.scheduling.draft_pages import schedule_request
 from support.fake_model import make_request
 from support.observed_app import KEY, MODEL, Observed
 
@@ -460,9 +460,9 @@ def test_a_step_that_began_before_a_request_came_is_not_its_own_though_the_id_is
     telemetry = Telemetry(TracerProvider())
     request = make_request("a", [1, 2])
     telemetry.begin(request, 5.0)
-    row = make_row(request, 2)
-    plan = StepPlan(rows=[row], newly_allocated_pages=array("q"))
-    output = StepOutput(rows=[RowOutput(request_id="a")])
+    row = schedule_request(request, 2)
+    plan = StepPlan(requests=[row], newly_allocated_pages=array("q"))
+    output = StepOutput(requests=[RequestOutput(request_id="a")])
     telemetry.observe_step(plan, output, began=4.0, ended=6.0)  # of who had that id before
     assert not telemetry._live["a"].chunks
     telemetry.observe_step(plan, output, began=6.0, ended=7.0)

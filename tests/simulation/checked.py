@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.core.interface.request import Request, RequestStatus
-from foretoken.core.interface.step import PlanRow, StepOutput, StepPlan
+from foretoken.core.interface.step import ScheduledRequest, StepOutput, StepPlan
 from foretoken.core.scheduling.scheduler import Scheduler
 
 
@@ -22,14 +22,14 @@ class CheckedScheduler(Scheduler):
         return plan
 
     def commit(self, plan: StepPlan, output: StepOutput, now: float) -> Any:
-        before = [each for row in plan.rows if (each := self._owner(row)) is not None]
+        before = [each for row in plan.requests if (each := self._owner(row)) is not None]
         events = super().commit(plan, output, now)
         self.audit()
         for request in before:
             _check_request(request)
         return events
 
-    def _owner(self, row: PlanRow) -> Request | None:
+    def _owner(self, row: ScheduledRequest) -> Request | None:
         """Whose row it is; only of a plan made ahead they may be gone."""
         request = self.running.get(row.request_id)
         assert request is not None or row.is_ahead, "a request ended while it was in a step"
@@ -37,17 +37,17 @@ class CheckedScheduler(Scheduler):
         return request
 
     def _check_plan(self, plan: StepPlan) -> None:
-        ids = [row.request_id for row in plan.rows]
+        ids = [row.request_id for row in plan.requests]
         assert len(set(ids)) == len(ids), "a request is in a plan twice"
-        assert plan.rows or not self.running, "a plan is empty while a request runs"
+        assert plan.requests or not self.running, "a plan is empty while a request runs"
         assert len(self.running) <= self.limits.max_running, "more run than may"
         num_rows = plan.num_tokens
-        for row in plan.rows:
+        for row in plan.requests:
             num_rows += max(row.max_draft, len(row.draft.token_ids))
             self._check_row(row)
         assert num_rows <= self.limits.max_batch_tokens, "a step is larger than its budget"
 
-    def _check_row(self, row: PlanRow) -> None:
+    def _check_row(self, row: ScheduledRequest) -> None:
         request = self.running[row.request_id]
         assert request.lease is not None
         assert row.start == request.num_computed < row.stop <= len(request.tokens)

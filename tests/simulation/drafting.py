@@ -7,10 +7,17 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from foretoken.core.execution.proposer import DraftRow, Proposer
+from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import NO_DRAFT_PLAN, NO_SPECULATION, DraftPlan, Speculator
-from foretoken.core.interface.step import NO_DRAFT, Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    NO_DRAFT,
+    Draft,
+    RequestOutput,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
@@ -47,7 +54,7 @@ class FakeProposer:
         self._chains = Chains()
         self._kv: dict[tuple[int, int], object] = {}  # by page and slot
 
-    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> Sequence[Draft]:
         if self._faults.happens("draft raises"):
             raise Fault("the proposer failed")
         drafts = [self._spoilt(self._draft(row)) for row in rows]
@@ -64,7 +71,7 @@ class FakeProposer:
             for slot in range(self._page_size):
                 self._kv.pop((page_id, slot), None)
 
-    def _draft(self, row: DraftRow) -> Draft:
+    def _draft(self, row: ScheduledRequest) -> Draft:
         chain = self._chains.of(row)
         self._catch_up(row, chain)
         state, guessed = chain[-1], array("q")
@@ -74,7 +81,7 @@ class FakeProposer:
             state = advance(state, guessed[-1])
         return Draft.of(guessed, "fake") if guessed else NO_DRAFT
 
-    def _catch_up(self, row: DraftRow, chain: Sequence[object]) -> None:
+    def _catch_up(self, row: ScheduledRequest, chain: Sequence[object]) -> None:
         """What is not void must be right: pages come with the draft's KV or as fresh ones."""
         for position, right in enumerate(chain):
             slot = row.page_ids[position // self._page_size], position % self._page_size
@@ -111,7 +118,9 @@ class FaultySpeculator:
             plans[-1] = DraftPlan(max_draft=limits[-1] + 1 + self._rng.randrange(50))
         return plans
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+    def observe(
+        self, request: Request, row: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
         self._fail("observe raises")
         self.inner.observe(request, row, output, num_served)
 

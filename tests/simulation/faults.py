@@ -75,16 +75,16 @@ class Faults:
 
     def before(self, plan: StepPlan, decoder: HashDecoder) -> None:
         """Raises where the forward pass is to fail; marks rows that come out broken."""
-        ids = {row.request_id for row in plan.rows}
+        ids = {row.request_id for row in plan.requests}
         self.is_dead = self.is_dead or self.happens("forward fails for good")
         if self.is_dead or self.happens("forward raises"):
             self.blamed |= ids
             raise Fault("the forward pass failed")
-        if failing_rows := ids & self.poison:
+        if failing_requests := ids & self.poison:
             self.happened["poison"] = self.happened.get("poison", 0) + 1
-            self.blamed |= failing_rows if len(failing_rows) == 1 else ids
+            self.blamed |= failing_requests if len(failing_requests) == 1 else ids
             raise Fault("the forward pass failed for one of its requests")
-        if any(row.stop - row.start > 1 for row in plan.rows) and self.happens("out of memory"):
+        if any(row.stop - row.start > 1 for row in plan.requests) and self.happens("out of memory"):
             self.blamed |= ids
             raise OutOfMemory
         decoder.broken = {self._rng.choice(sorted(ids))} if self.happens("not finite") else set()
@@ -93,5 +93,5 @@ class Faults:
     def after(self, plan: StepPlan) -> None:
         """Raises when the KV is written already."""
         if self.happens("forward raises late"):
-            self.blamed |= {row.request_id for row in plan.rows}
+            self.blamed |= {row.request_id for row in plan.requests}
             raise Fault("the forward pass failed at its end")

@@ -23,7 +23,13 @@ from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
-from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.core.interface.step_runner import (
     Finished,
     OnKernelsStarted,
@@ -33,7 +39,7 @@ from foretoken.core.interface.step_runner import (
     launch_behind,
 )
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
-from foretoken.core.sampling.verifier import NOT_FINITE, Verified, VerifyRow
+from foretoken.core.sampling.verifier import NOT_FINITE, Verified, VerifyRequest
 
 VOCAB_SIZE = 6
 State = tuple[int, int, int]  # KV of a position: hash of the prefix, the last two tokens
@@ -102,7 +108,7 @@ class Chains:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[SamplingMetadata, list[State]] = WeakKeyDictionary()
 
-    def of(self, row: PlanRow) -> list[State]:
+    def of(self, row: ScheduledRequest) -> list[State]:
         """One for each token before the last of a row, which may be a guess; tokens only grow."""
         chain = self._known.setdefault(row.sampling, [])
         for token in row.tokens[len(chain) : row.stop - 1]:
@@ -131,7 +137,7 @@ class HashDecoder:
         self.config = SimpleNamespace(vocab_size=VOCAB_SIZE)
         self.device = torch.device("cpu")
         self.sampler = self
-        self.rows: Sequence[PlanRow] = ()  # of the step under way
+        self.rows: Sequence[ScheduledRequest] = ()  # of the step under way
         self.broken: set[str] = set()  # requests whose rows come out as not a number
         self._chains = Chains()
         self._violation = violation
@@ -162,7 +168,7 @@ class HashDecoder:
         values = [math.nan if s == BROKEN else 0.0 for states in batch.states for s in states]
         return ForwardOutput(torch.tensor(values)[:, None], self._logits(batch))
 
-    def _check_context(self, row: PlanRow, segment: Segment, pool: Pages) -> None:
+    def _check_context(self, row: ScheduledRequest, segment: Segment, pool: Pages) -> None:
         """I7: what stands before the draft is the KV of exactly the request's tokens."""
         chain = self._chains.of(row)
         stop = min(segment.start, len(chain))
@@ -170,7 +176,9 @@ class HashDecoder:
         if held != chain[:stop]:
             self._violation(f"foreign KV on the path of {row.request_id}")
 
-    def _check_writes(self, row: PlanRow, segment: Segment, pool: Pages, written: set[int]) -> None:
+    def _check_writes(
+        self, row: ScheduledRequest, segment: Segment, pool: Pages, written: set[int]
+    ) -> None:
         """No slot is written by two, and drafts have slots for every token."""
         in_pages = segment.stop - len(segment.tail)
         if len(segment.page_ids) * pool.page_size < in_pages:
@@ -192,7 +200,7 @@ class HashDecoder:
         values[[state == BROKEN for state in wanted]] = math.nan
         return torch.from_numpy(values)
 
-    def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+    def verify(self, logits: torch.Tensor, rows: Sequence[VerifyRequest]) -> list[Verified]:
         """What `core.sampling.verifier` does at temperature 0."""
         finite = logits.isfinite().all(dim=-1).tolist()
         chosen = list(zip(logits.argmax(dim=-1).tolist(), finite, strict=True))
@@ -203,7 +211,7 @@ class HashDecoder:
         return found
 
 
-def _verified(row: VerifyRow, chosen: Sequence[tuple[int, bool]]) -> Verified:
+def _verified(row: VerifyRequest, chosen: Sequence[tuple[int, bool]]) -> Verified:
     token_ids, path = list[int](), list[int]()
     node: int | None = -1
     while node is not None:
@@ -252,7 +260,7 @@ class SimulatedRunner(ModelRunner):
         self.num_ahead = 0  # steps whose plan was made while the one before ran
 
     @property
-    def launches(self) -> bool:
+    def is_async(self) -> bool:
         """With ``fails_late``, as on a GPU: some failures are told when a step is waited for."""
         return self._fails_late is not None
 
@@ -273,8 +281,8 @@ class SimulatedRunner(ModelRunner):
         try:
             return SimulatedLaunch(self._behind(plan, after, on_kernels_started).finish())
         except StepCancelled:
-            rows = [RowOutput(request_id=row.request_id) for row in plan.rows]
-            return SimulatedLaunch(StepOutput(rows=rows))
+            rows = [RequestOutput(request_id=row.request_id) for row in plan.requests]
+            return SimulatedLaunch(StepOutput(requests=rows))
         except RuntimeError as failure:
             if self._fails_late.random() < 0.5:
                 raise
@@ -290,7 +298,7 @@ class SimulatedRunner(ModelRunner):
         return launch_behind(known, plan, after.finish())
 
     def _computed(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> StepOutput:
-        self.decoder.rows = plan.rows
+        self.decoder.rows = plan.requests
         self._before(plan)
         output = super().launch(plan, on_kernels_started=on_kernels_started).finish()
         self._after(plan)

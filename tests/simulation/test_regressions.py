@@ -26,7 +26,7 @@ def test_an_abort_that_came_too_late_does_not_end_the_next_request_of_that_id() 
         failures: list[StepPlan] = []
 
         def fails_once(plan: StepPlan, decoder: HashDecoder) -> None:
-            if len(plan.rows) == 2 and not failures:
+            if len(plan.requests) == 2 and not failures:
                 failures.append(plan)
                 world.engine.abort("a")
                 raise Fault
@@ -53,7 +53,7 @@ def test_a_chunk_of_one_token_that_is_not_a_number_reaches_no_other_request() ->
         world.scheduler.limits = replace(world.scheduler.limits, max_batch_tokens=1)
 
         def breaks(plan: StepPlan, decoder: HashDecoder) -> None:
-            (row,) = plan.rows
+            (row,) = plan.requests
             decoder.broken = {"a"} & {row.request_id} if row.start == 1 else set()
 
         world.faults.before = breaks

@@ -91,7 +91,7 @@ def _lent(work: Callable[[], Any]) -> list[Any]:
     return [
         (None if row.is_ahead else row.tokens[:], row.page_ids[:])
         for plan in _plans(work)
-        for row in plan.rows
+        for row in plan.requests
     ]
 
 

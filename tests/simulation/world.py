@@ -174,7 +174,9 @@ class World:
     def _before(self, plan: StepPlan) -> None:
         """In the model thread: whatever depends on the plan is part of the trace."""
         self.num_steps += 1
-        self._note(self.loop.time(), *((row.request_id, row.start, row.stop) for row in plan.rows))
+        self._note(
+            self.loop.time(), *((row.request_id, row.start, row.stop) for row in plan.requests)
+        )
         if self.num_steps > MAX_STEPS:
             self.violation("requests get on for ever and never end")
         self.faults.before(plan, self.decoder)

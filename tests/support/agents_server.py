@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
 from foretoken.core.engine.engine import Engine
-from foretoken.core.interface.step import PlanRow, RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from foretoken.core.interface.step_runner import (
     Finished,
     OnKernelsStarted,
@@ -53,7 +53,7 @@ def wanted_answer(prompt: str) -> str:
 class SayingRunner:
     """Says what it is told."""
 
-    launches = False
+    is_async = False
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -70,11 +70,11 @@ class SayingRunner:
             run = partial(self.launch, on_kernels_started=on_kernels_started)
             return launch_behind(run, plan, after.finish())
         on_kernels_started()
-        return Finished(StepOutput(rows=[self._row(row) for row in plan.rows]))
+        return Finished(StepOutput(requests=[self._row(row) for row in plan.requests]))
 
-    def _row(self, row: PlanRow) -> RowOutput:
+    def _row(self, row: ScheduledRequest) -> RequestOutput:
         if not row.samples:
-            return RowOutput(request_id=row.request_id)
+            return RequestOutput(request_id=row.request_id)
         prompt_len = row.sampling.prompt_len
         if row.request_id not in self._answers:
             prompt = self._tokens.text(row.tokens[:prompt_len])
@@ -82,7 +82,7 @@ class SayingRunner:
             self._answers[row.request_id] = [*ids, self._tokens.end_id]
         answer = self._answers[row.request_id]
         number = min(len(row.tokens) - prompt_len, len(answer) - 1)
-        return RowOutput(request_id=row.request_id, token_ids=[answer[number]])
+        return RequestOutput(request_id=row.request_id, token_ids=[answer[number]])
 
 
 class Log:

@@ -22,9 +22,9 @@ from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
 from foretoken.core.interface.step import (
     Draft,
-    PlanRow,
-    RowOutput,
+    RequestOutput,
     SamplingMetadata,
+    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
@@ -265,9 +265,9 @@ class Auto:
             for each, row, output in zip(served, rows, outputs, strict=True):
                 self.speculator.observe(each.request, row, output, len(output.token_ids))
         self.speculator.observe_step(
-            StepPlan(rows=rows, newly_allocated_pages=array("q")),
+            StepPlan(requests=rows, newly_allocated_pages=array("q")),
             StepOutput(
-                rows=outputs,
+                requests=outputs,
                 times={"forward": times.forward, "draft": times.draft},
                 num_rows=len(served) + sum(each.num_drafted for each in served),
             ),
@@ -433,10 +433,10 @@ def _guess(seat: Seat, length: int) -> array[int]:
     return array("q", [RIGHT] * hits + [WRONG] * (length - hits))
 
 
-def _row(each: Served) -> PlanRow:
+def _row(each: Served) -> ScheduledRequest:
     """As it was before the step's tokens came."""
     stop = len(each.request.tokens) - each.num_hits - 1
-    return PlanRow(
+    return ScheduledRequest(
         request_id=each.request.request_id,
         tokens=each.request.tokens,
         start=stop - 1,
@@ -448,8 +448,8 @@ def _row(each: Served) -> PlanRow:
     )
 
 
-def _output(each: Served) -> RowOutput:
-    return RowOutput(
+def _output(each: Served) -> RequestOutput:
+    return RequestOutput(
         request_id=each.request.request_id,
         token_ids=[RIGHT] * (each.num_hits + 1),
         num_proposed=each.num_drafted,

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core.execution.layout import row_segments
-from foretoken.core.execution.proposer import DraftRow
+from foretoken.core.execution.layout import request_segments
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import DraftPlan
-from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model import Decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype
@@ -104,10 +103,10 @@ class TreeProposer:
     def __init__(self, answers: dict[str, list[int]]) -> None:
         self._answers, self._rng = answers, random.Random(4)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         return [self._tree(row) for row in rows]
 
-    def _tree(self, row: DraftRow) -> Draft:
+    def _tree(self, row: ScheduledRequest) -> Draft:
         at = len(row.tokens) - row.sampling.prompt_len
         right = self._answers[row.request_id][at : at + row.max_draft]
         return tree_of(random_paths(self._rng, right, 4, 257)) if right else Draft()
@@ -136,9 +135,9 @@ class TreeRows:
         batch = self.decoder.batch(segments, page_size=self.page_size)
         return self.decoder.forward(batch, self.pool).logits.clone()
 
-    def row(self, draft: Draft) -> PlanRow:
+    def row(self, draft: Draft) -> ScheduledRequest:
         length, num_spare = len(self.tokens), -(-len(draft.token_ids) // self.page_size)
-        return PlanRow(
+        return ScheduledRequest(
             request_id="a",
             tokens=self.tokens,
             start=length - 1,
@@ -152,7 +151,7 @@ class TreeRows:
     def tree(self, draft: Draft) -> Tensor:
         """Logits of the pending token and of every node, in one pass."""
         row = self.row(draft)
-        return self.forward(*row_segments(row, self.tokens[-1:], draft, self.page_size))
+        return self.forward(*request_segments(row, self.tokens[-1:], draft, self.page_size))
 
     def plain(self, token_ids: Sequence[int]) -> Tensor:
         """Logits of the last of some tokens behind the pending one, one pass each."""

@@ -10,10 +10,10 @@ from typing import Literal
 
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.execution.proposer import DraftRow, Proposer
+from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import Speculator
-from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.ops.kv_pool import KvDtype
@@ -93,7 +93,7 @@ class RandomDrafts:
     def __init__(self, targets: dict[str, list[int]]) -> None:
         self._rng = random.Random(5)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         return [Draft.of(self._guess(row.max_draft), "random") for row in rows]
 
     def _guess(self, most: int) -> list[int]:
@@ -112,10 +112,10 @@ class Perfect:
     def __init__(self, targets: dict[str, list[int]]) -> None:
         self._targets = targets
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         return [Draft.of(self._rest(row)[: row.max_draft], "perfect") for row in rows]
 
-    def _rest(self, row: DraftRow) -> list[int]:
+    def _rest(self, row: ScheduledRequest) -> list[int]:
         return self._targets[row.request_id][len(row.tokens) - row.sampling.prompt_len :]
 
     taps = ()
@@ -128,7 +128,7 @@ class Perfect:
 class Wrong(Perfect):
     """Knows the answer and never says it."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         right = super().propose(rows)
         return [Draft.of([(t + 1) % 256 for t in draft.token_ids], "wrong") for draft in right]
 
@@ -136,7 +136,7 @@ class Wrong(Perfect):
 class Peeking(Perfect):
     """Looks at what it drafted before it decides how much of it to show."""
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         return [self._prune(draft) for draft in super().propose(rows)]
 
     @staticmethod
@@ -150,7 +150,7 @@ class Raising(Perfect):
 
     calls = 0
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         self.calls += 1
         if self.calls % 2:
             raise RuntimeError("the draft model is broken")

@@ -15,7 +15,13 @@ from functools import partial
 from foretoken.core.interface.request import OnToken, Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.speculator import Speculator
-from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.core.interface.step_runner import (
     Finished,
     OnKernelsStarted,
@@ -31,7 +37,7 @@ from support.fixed_depth import FixedDepth
 VOCAB_SIZE = 7
 EOS = 0
 
-Drafter = Callable[[PlanRow, random.Random], list[int]]
+Drafter = Callable[[ScheduledRequest, random.Random], list[int]]
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -47,19 +53,19 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def no_draft(row: PlanRow, rng: random.Random) -> list[int]:
+def no_draft(row: ScheduledRequest, rng: random.Random) -> list[int]:
     return []
 
 
-def perfect(row: PlanRow, rng: random.Random) -> list[int]:
+def perfect(row: ScheduledRequest, rng: random.Random) -> list[int]:
     return answer(row.tokens, row.max_draft)
 
 
-def wrong(row: PlanRow, rng: random.Random) -> list[int]:
+def wrong(row: ScheduledRequest, rng: random.Random) -> list[int]:
     return [EOS] * row.max_draft
 
 
-def sometimes(row: PlanRow, rng: random.Random) -> list[int]:
+def sometimes(row: ScheduledRequest, rng: random.Random) -> list[int]:
     """Right up to a random point."""
     right = answer(row.tokens, row.max_draft)
     cut = rng.randrange(row.max_draft + 1)
@@ -69,7 +75,7 @@ def sometimes(row: PlanRow, rng: random.Random) -> list[int]:
 class FakeRunner:
     """Runs plans, and fails loudly when a page does not hold what its path says."""
 
-    launches = False
+    is_async = False
 
     def __init__(self, page_size: int, drafter: Drafter = no_draft, seed: int = 0) -> None:
         self.page_size = page_size
@@ -94,9 +100,9 @@ class FakeRunner:
 
     def step(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)
-        return StepOutput(rows=[self._row(row) for row in plan.rows])
+        return StepOutput(requests=[self._row(row) for row in plan.requests])
 
-    def _row(self, row: PlanRow) -> RowOutput:
+    def _row(self, row: ScheduledRequest) -> RequestOutput:
         draft = self._drafter(row, self._rng) if row.samples and row.max_draft else []
         for position in range(row.start):
             held = self._kv[self._slot(row, position)]
@@ -106,12 +112,12 @@ class FakeRunner:
             self._kv[self._slot(row, position)] = hash(tuple(path[: position + 1]))
         self.num_computed += row.stop - row.start
         if not row.samples:
-            return RowOutput(request_id=row.request_id)
+            return RequestOutput(request_id=row.request_id)
         right = answer(row.tokens, len(draft) + 1)
         num_accepted = 0
         while num_accepted < len(draft) and draft[num_accepted] == right[num_accepted]:
             num_accepted += 1
-        return RowOutput(
+        return RequestOutput(
             request_id=row.request_id,
             token_ids=right[: num_accepted + 1],
             num_proposed=len(draft),
@@ -120,7 +126,7 @@ class FakeRunner:
             draft_len=len(draft),
         )
 
-    def _slot(self, row: PlanRow, position: int) -> tuple[int, int]:
+    def _slot(self, row: ScheduledRequest, position: int) -> tuple[int, int]:
         return row.page_ids[position // self.page_size], position % self.page_size
 
 
@@ -209,7 +215,7 @@ class Driver:
         self._note(self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.audit()
-        if plan.rows:
+        if plan.requests:
             self.scheduler.speculator.work()
             output = self.runner.step(plan)
             self._note(self.scheduler.commit(plan, output, self.now))
@@ -223,7 +229,7 @@ class Driver:
         for _ in range(max_steps):
             if not self.scheduler.num_requests:
                 return
-            idle = not self.step().rows
+            idle = not self.step().requests
             assert not (idle and self.scheduler.num_requests), "requests wait for ever"
         raise AssertionError("the requests never ended")
 

@@ -11,7 +11,13 @@ from typing import Any
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.engine.model_thread import Job
 from foretoken.core.engine.step_executor import InFlightStep
-from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.core.interface.step_runner import (
     Finished,
     OnKernelsStarted,
@@ -29,7 +35,7 @@ def plan_of(names: str, num_ahead: int = 0) -> StepPlan:
     """A step of so many tokens behind the prompt; all but that of the first are told later."""
     stop = len(PROMPT) + num_ahead
     rows = [
-        PlanRow(
+        ScheduledRequest(
             request_id=name,
             tokens=PROMPT + array("q", [0] * (num_ahead - 1)) if num_ahead else PROMPT,
             start=stop - 1,
@@ -40,18 +46,18 @@ def plan_of(names: str, num_ahead: int = 0) -> StepPlan:
         )
         for name in names
     ]
-    return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
+    return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 
 
 def yields(**tokens: int) -> StepOutput:
     """A token for each of these, an error for who has 0."""
     rows = [
-        RowOutput(request_id=name, token_ids=(token,))
+        RequestOutput(request_id=name, token_ids=(token,))
         if token
-        else RowOutput(request_id=name, error="not finite")
+        else RequestOutput(request_id=name, error="not finite")
         for name, token in tokens.items()
     ]
-    return StepOutput(rows=rows, num_rows=len(rows))
+    return StepOutput(requests=rows, num_rows=len(rows))
 
 
 class Recorder:
@@ -61,7 +67,7 @@ class Recorder:
         self._outcomes = deque(outcomes)
         self.seen: list[dict[str, int]] = []
 
-    launches = False
+    is_async = False
 
     def launch(
         self,
@@ -74,7 +80,7 @@ class Recorder:
         return Finished(self.step(plan))
 
     def step(self, plan: StepPlan) -> StepOutput:
-        self.seen.append({row.request_id: row.tokens[row.start] for row in plan.rows})
+        self.seen.append({row.request_id: row.tokens[row.start] for row in plan.requests})
         outcome = self._outcomes.popleft()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -95,7 +101,7 @@ class Launch:
 class Device:
     """Launches, and keeps the order of the calls. ``refuses``: what launch number n raises."""
 
-    launches = True
+    is_async = True
 
     def __init__(
         self, *outcomes: StepOutput | Exception, refuses: dict[int, BaseException] | None = None
@@ -152,7 +158,7 @@ def chain(runner: Any, *names: str, splits: bool = False) -> list[InFlightStep]:
 
 
 def tokens_of(output: StepOutput) -> dict[str, list[int]]:
-    return {row.request_id: list(row.token_ids) for row in output.rows}
+    return {row.request_id: list(row.token_ids) for row in output.requests}
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:

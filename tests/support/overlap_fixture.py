@@ -104,4 +104,4 @@ def stop_at(count: int, seen: list[int] | None = None) -> OnToken:
 
 
 def is_ahead(plan: StepPlan) -> bool:
-    return any(row.is_ahead for row in plan.rows)
+    return any(row.is_ahead for row in plan.requests)

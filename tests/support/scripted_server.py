@@ -29,7 +29,7 @@ from foretoken.api.cli.commands import main
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.execution.layout import num_logits
 from foretoken.core.execution.model_runner import ModelRunner, Work
-from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.sampling.verifier import Verified
 
 WINNING = 1e4  # a logit above all others, per byte of the token
@@ -132,7 +132,7 @@ class Tokens:
 class ScriptedRunner(ModelRunner):
     """Steers every request along the answer that its prompt asks for."""
 
-    launches = False  # a pass that chooses, too, would choose by its own logits
+    is_async = False  # a pass that chooses, too, would choose by its own logits
     tokens: Tokens
     scripts: dict[SamplingMetadata, Script]  # of the last MAX_KNOWN requests
 
@@ -145,14 +145,14 @@ class ScriptedRunner(ModelRunner):
 
     def _verify(self, work: Work) -> list[Verified]:
         at, logits = 0, work.output.logits
-        for row, draft in zip(work.plan.rows, work.drafts, strict=True):
+        for row, draft in zip(work.plan.requests, work.drafts, strict=True):
             num_draft = len(draft.token_ids)
             at += num_logits(row, num_draft)
             if row.samples:
                 self._steer(row, draft, logits[at - num_draft - 1 : at])
         return super()._verify(work)
 
-    def _steer(self, row: PlanRow, draft: Draft, logits: torch.Tensor) -> None:
+    def _steer(self, row: ScheduledRequest, draft: Draft, logits: torch.Tensor) -> None:
         """``logits`` [len(draft) + 1, vocab]: after the row's tokens and after each drafted one."""
         script = self._script(row)
         said = self.tokens.join(row.tokens[row.sampling.prompt_len :])
@@ -162,7 +162,7 @@ class ScriptedRunner(ModelRunner):
             for token_id, logit in script.next_logits(after).items():
                 values[token_id] = logit
 
-    def _script(self, row: PlanRow) -> Script:
+    def _script(self, row: ScheduledRequest) -> Script:
         if row.sampling not in self.scripts:
             prompt = self.tokens.text(row.tokens[: row.sampling.prompt_len])
             if len(self.scripts) >= MAX_KNOWN:

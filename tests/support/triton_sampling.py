@@ -13,7 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from foretoken.core.ops.triton.sampler import TritonSampler
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import Choice
+from foretoken.core.sampling.verifier import SampledToken
 
 ORACLE = TorchSampler()
 SAMPLER = TritonSampler(tile=256)
@@ -21,7 +21,7 @@ SAMPLER = TritonSampler(tile=256)
 
 def oracle(
     logits: torch.Tensor, rows: Sequence[SampleRow], temperature_scale: float = 1.0
-) -> list[Choice]:
+) -> list[SampledToken]:
     with torch.device("cpu"):
         return ORACLE.sample(logits.cpu(), rows, temperature_scale=temperature_scale)
 

@@ -95,7 +95,7 @@ class Ahead(FakeRunner):
         failure = self.fault(plan)
         if failure is not None:
             raise failure
-        if any(row.is_ahead for row in plan.rows):
+        if any(row.is_ahead for row in plan.requests):
             self.ahead.append(plan)
         return super().launch(plan, after, on_kernels_started)
 
@@ -106,7 +106,7 @@ class Launching(Ahead):
     ``is_late``: of a fault, too. ``calls`` tells in which order it was asked.
     """
 
-    launches = True
+    is_async = True
 
     def __init__(
         self,

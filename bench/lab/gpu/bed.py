@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.execution.model_runner import ModelRunner
-from ....core.interface.step import NO_DRAFT, Draft, PlanRow, SamplingMetadata, StepPlan
+from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest, StepPlan
 from ....core.model import Decoder
 from ....core.ops.gauge import Gauge
 from ....core.ops.kv_pool import KVPool
@@ -48,15 +48,15 @@ class Bed:
     def plan(self, num_rows: int, start: int, *, length: int = 1, num_drafts: int = 0) -> StepPlan:
         """So many sequences, each with ``length`` tokens from ``start`` and a draft behind them."""
         rows = [self._row(index, start, length, num_drafts) for index in range(num_rows)]
-        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=num_drafts == 0)
+        return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=num_drafts == 0)
 
-    def _row(self, index: int, start: int, length: int, num_drafts: int) -> PlanRow:
+    def _row(self, index: int, start: int, length: int, num_drafts: int) -> ScheduledRequest:
         drawn = np.random.default_rng(index).integers(
             self.decoder.config.vocab_size, size=start + length + num_drafts
         )
         tokens, first = array("q", drawn.tobytes()), index * self.pages_each
         guesses = tokens[start + length :]
-        return PlanRow(
+        return ScheduledRequest(
             request_id=str(index),
             tokens=tokens[: start + length],
             start=start,
@@ -66,10 +66,10 @@ class Bed:
             draft=Draft.of(guesses, "made up") if num_drafts else NO_DRAFT,
         )
 
-    def part(self, row: PlanRow, start: int, stop: int) -> StepPlan:
+    def part(self, row: ScheduledRequest, start: int, stop: int) -> StepPlan:
         """A chunk of a prompt; the last one yields a token."""
         rows = [replace(row, start=start, stop=stop)]
-        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
+        return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 
     def seconds(self, plan: StepPlan, *, repeats: int) -> Spread:
         """Of a whole step: batch, forward pass, tokens chosen and read back."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ....core.interface.step import PlanRow, StepOutput, StepPlan
+from ....core.interface.step import ScheduledRequest, StepOutput, StepPlan
 from ...report import Spread
 from .bed import PAGE_SIZE, Bed
 from .stage import Stage
@@ -75,7 +75,7 @@ class Chain:
     @property
     def told(self) -> list[list[int]]:
         """Of each sequence, what it was given since the start."""
-        firsts = (len(row.tokens) for row in self._start.rows)
+        firsts = (len(row.tokens) for row in self._start.requests)
         return [text[first:].tolist() for text, first in zip(self._texts, firsts, strict=True)]
 
     def one_by_one(self, length: int) -> None:
@@ -95,18 +95,18 @@ class Chain:
         self._take(under_way.finish())
 
     def _restart(self) -> None:
-        self._texts = [row.tokens[:] for row in self._start.rows]
+        self._texts = [row.tokens[:] for row in self._start.requests]
 
     def _plan(self, num_ahead: int = 0) -> StepPlan:
         """The next step, or the one behind it."""
-        pairs = zip(self._start.rows, self._texts, strict=True)
-        return replace(self._start, rows=[_row(row, text, num_ahead) for row, text in pairs])
+        pairs = zip(self._start.requests, self._texts, strict=True)
+        return replace(self._start, requests=[_row(row, text, num_ahead) for row, text in pairs])
 
     def _take(self, output: StepOutput) -> None:
-        for text, row in zip(self._texts, output.rows, strict=True):
+        for text, row in zip(self._texts, output.requests, strict=True):
             text.extend(row.token_ids)
 
 
-def _row(row: PlanRow, text: array[int], num_ahead: int) -> PlanRow:
+def _row(row: ScheduledRequest, text: array[int], num_ahead: int) -> ScheduledRequest:
     stop = len(text) + num_ahead
     return replace(row, tokens=text, start=stop - 1, stop=stop, is_ahead=num_ahead > 0)

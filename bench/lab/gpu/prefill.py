@@ -74,7 +74,7 @@ def _turn(stage: Stage, bed: Bed, name: str, prefix: int, turn: int) -> None:
 
 def _prompt(bed: Bed, prompt_len: int, chunk: int) -> float:
     """Seconds from an empty context to the first token."""
-    whole = bed.plan(1, 0, length=prompt_len).rows[0]
+    whole = bed.plan(1, 0, length=prompt_len).requests[0]
     plans = [bed.part(whole, start, start + chunk) for start in range(0, prompt_len, chunk)]
     began = time.perf_counter()
     for plan in plans:

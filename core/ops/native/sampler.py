@@ -26,9 +26,9 @@ from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
-    Choice,
+    SampledToken,
     Verified,
-    VerifyRow,
+    VerifyRequest,
     first_rows,
     verified,
 )
@@ -69,7 +69,7 @@ class SamplingStruct(ctypes.Structure):
     )
 
 
-class _SamplingForm:
+class _EncodedSampling:
     """One request's parameters as the kernel reads them: a form of its `SamplingMetadata`."""
 
     def __init__(self, sampling: SamplingMetadata, vocab_size: int) -> None:
@@ -133,35 +133,37 @@ class NativeSampler:
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
-    def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
-        starts = first_rows(logits, rows)
-        runs: list[list[int]] = [[] for _ in rows]
-        errors: list[str | None] = [None] * len(rows)
-        nodes = dict.fromkeys(range(len(rows)), -1)  # of live rows: behind which one to decide next
+        starts = first_rows(logits, requests)
+        runs: list[list[int]] = [[] for _ in requests]
+        errors: list[str | None] = [None] * len(requests)
+        nodes = dict.fromkeys(
+            range(len(requests)), -1
+        )  # of live rows: behind which one to decide next
         while nodes:
             call = _Call(self._library, logits)
             for i, node in nodes.items():
-                call.add_walk(rows[i], node, starts[i])
+                call.add_walk(requests[i], node, starts[i])
             for i, (token_ids, errors[i]) in zip(nodes, call.run(), strict=True):
                 runs[i] += token_ids
-            nodes = _next_nodes(rows, runs, errors, nodes)
+            nodes = _next_nodes(requests, runs, errors, nodes)
         return [
-            verified(logits, row, start, run, error)
-            for row, start, run, error in zip(rows, starts, runs, errors, strict=True)
+            verified(logits, request, start, run, error)
+            for request, start, run, error in zip(requests, starts, runs, errors, strict=True)
         ]
 
     def sample(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[Choice]:
+    ) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
         if len(rows) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits for {len(rows)} tokens to draw")
         call = _Call(self._library, logits, temperature_scale)
         for i, row in enumerate(rows):
-            form = row.sampling.form(_SamplingForm, call.vocab_size)
+            form = row.sampling.cached(_EncodedSampling, call.vocab_size)
             call.add(form, row.tokens, row.tail, i)
-        return [Choice(ids[0] if ids else -1, error) for ids, error in call.run()]
+        return [SampledToken(ids[0] if ids else -1, error) for ids, error in call.run()]
 
     def best(
         self,
@@ -176,13 +178,13 @@ class NativeSampler:
             raise ValueError(f"{len(logits)} rows of logits for the {num_best} best of {len(rows)}")
         call = _Call(self._library, logits, temperature_scale)
         for i, row in enumerate(rows):
-            form = row.sampling.form(_SamplingForm, call.vocab_size)
+            form = row.sampling.cached(_EncodedSampling, call.vocab_size)
             call.add(form, row.tokens, row.tail, i)
         return call.run_best(num_best)
 
 
 def _next_nodes(
-    rows: Sequence[VerifyRow],
+    requests: Sequence[VerifyRequest],
     runs: Sequence[Sequence[int]],
     errors: Sequence[str | None],
     nodes: Mapping[int, int],
@@ -190,8 +192,8 @@ def _next_nodes(
     """The nodes that a walk has come to behind which a constraint must be asked."""
     found = {}
     for i, node in nodes.items():
-        if errors[i] is None and rows[i].sampling.constraint is not None:
-            child = rows[i].child(node, runs[i][-1])
+        if errors[i] is None and requests[i].sampling.constraint is not None:
+            child = requests[i].child(node, runs[i][-1])
             if child is not None:
                 found[i] = child
     return found
@@ -216,21 +218,21 @@ class _Call:
     def vocab_size(self) -> int:
         return self._logits.shape[-1]
 
-    def add_walk(self, row: VerifyRow, node: int, start: int) -> None:
+    def add_walk(self, request: VerifyRequest, node: int, start: int) -> None:
         """Decide the place behind a node of a draft, whose logits begin at row ``start``.
 
         Then those below it, while the draft is right; but a constraint must be asked before every
         place, so there the walk ends at once.
         """
-        form = row.sampling.form(_SamplingForm, self.vocab_size)
+        form = request.sampling.cached(_EncodedSampling, self.vocab_size)
         if form.is_special:
-            self.add(form, row.tokens, row.tail(node), start + 1 + node)
+            self.add(form, request.tokens, request.tail(node), start + 1 + node)
         else:
-            self.add(form, row.tokens, (), start, row.draft, row.parents)
+            self.add(form, request.tokens, (), start, request.draft, request.parents)
 
     def add(
         self,
-        form: _SamplingForm,
+        form: _EncodedSampling,
         tokens: array[int],
         tail: Sequence[int],
         first: int,
@@ -258,7 +260,7 @@ class _Call:
         drafts.extend(parents)
 
     def _ask(
-        self, form: _SamplingForm, tokens: array[int], tail: Sequence[int]
+        self, form: _EncodedSampling, tokens: array[int], tail: Sequence[int]
     ) -> tuple[int, str | None]:
         """Address of what the constraint allows, 0 for everything; or why the row must fail."""
         if form.error is not None or form.constraint is None:

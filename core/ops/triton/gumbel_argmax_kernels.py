@@ -15,18 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import sampling_form
+from . import encoded_sampling
 
 KEY, ROW, EDITED = (
-    tl.constexpr(sampling_form.KEY),
-    tl.constexpr(sampling_form.ROW),
-    tl.constexpr(sampling_form.EDITED),
+    tl.constexpr(encoded_sampling.KEY),
+    tl.constexpr(encoded_sampling.ROW),
+    tl.constexpr(encoded_sampling.EDITED),
 )
-KIND, TEMPERATURE = tl.constexpr(sampling_form.KIND), tl.constexpr(sampling_form.TEMPERATURE)
-MIN_P_LOGIT = tl.constexpr(sampling_form.MIN_P_LOGIT)
-TOP_K, TOP_P = tl.constexpr(sampling_form.TOP_K), tl.constexpr(sampling_form.TOP_P)
-NUM_COLUMNS = tl.constexpr(sampling_form.NUM_COLUMNS)
-GREEDY, CUT = tl.constexpr(sampling_form.GREEDY), tl.constexpr(sampling_form.CUT)
+KIND, TEMPERATURE = tl.constexpr(encoded_sampling.KIND), tl.constexpr(encoded_sampling.TEMPERATURE)
+MIN_P_LOGIT = tl.constexpr(encoded_sampling.MIN_P_LOGIT)
+TOP_K, TOP_P = tl.constexpr(encoded_sampling.TOP_K), tl.constexpr(encoded_sampling.TOP_P)
+NUM_COLUMNS = tl.constexpr(encoded_sampling.NUM_COLUMNS)
+GREEDY, CUT = tl.constexpr(encoded_sampling.GREEDY), tl.constexpr(encoded_sampling.CUT)
 
 INF_RANK = tl.constexpr(0x7F800000)  # of +inf; -inf has -INF_RANK - 1
 NAN_RANK = tl.constexpr(0x7FFFFFFF)

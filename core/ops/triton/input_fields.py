@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..batch import RaggedBatch
+from .encoded_sampling import NUM_COLUMNS, ROW
 from .graph_inputs import Field, HostFields
-from .sampling_form import NUM_COLUMNS, ROW
 from .sampling_inputs import SamplingInputs
 from .tile_schedule import TileSchedule, WorkItems
 

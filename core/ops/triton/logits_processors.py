@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import sampling_form
+from . import encoded_sampling
 from .gumbel_argmax_kernels import NUM_COLUMNS, ROW, rank_of
 
 # Of one place, a step has a token once; only bans may have it more often.
-REPEAT, BAN = tl.constexpr(sampling_form.REPEAT), tl.constexpr(sampling_form.BAN)
-NUM_STEPS = tl.constexpr(len(sampling_form.STEPS))
+REPEAT, BAN = tl.constexpr(encoded_sampling.REPEAT), tl.constexpr(encoded_sampling.BAN)
+NUM_STEPS = tl.constexpr(len(encoded_sampling.STEPS))
 
 
 @triton.jit

@@ -27,10 +27,10 @@ from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
-    Choice,
     LogitsRow,
+    SampledToken,
     Verified,
-    VerifyRow,
+    VerifyRequest,
     best,
     walk_drafts,
 )
@@ -63,13 +63,13 @@ class TritonSampler:
         self._tile = tile
         self._post = _Post()
 
-    def verify(self, logits: Tensor, rows: Sequence[VerifyRow]) -> list[Verified]:
+    def verify(self, logits: Tensor, requests: Sequence[VerifyRequest]) -> list[Verified]:
         """Compare drafts with the target's own tokens; see `core.sampling.verifier.verify`."""
-        return walk_drafts(logits, rows, lambda places: self._choose(logits, places, 1.0))
+        return walk_drafts(logits, requests, lambda places: self._choose(logits, places, 1.0))
 
     def sample(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-    ) -> list[Choice]:
+    ) -> list[SampledToken]:
         """Draw one token per row; see `core.sampling.verifier.sample`."""
         _check(len(logits), len(rows))
         return self._choose(logits, list(enumerate(rows)), temperature_scale)
@@ -114,7 +114,7 @@ class TritonSampler:
 
     def _choose(
         self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
-    ) -> list[Choice]:
+    ) -> list[SampledToken]:
         return self._begin(logits, places, temperature_scale).choices() if places else []
 
     @torch.inference_mode()
@@ -152,18 +152,18 @@ class TritonPendingTokens:
         self.words = words
         self._reply, self._refusals = AsyncCopy(words), refusals
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[SampledToken]:
         """Wait for the words."""
         return _choices(self._reply.read(), self._refusals)
 
 
-def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Choice]:
+def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[SampledToken]:
     """What the winners' words say. Logits that are not finite come before any refusal."""
-    choices = [Choice(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
+    choices = [SampledToken(token_id) for token_id in (_LAST_ID - (words & _LAST_ID)).tolist()]
     for index, why in refusals.items():
-        choices[index] = Choice(-1, why)
+        choices[index] = SampledToken(-1, why)
     for index in np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist():
-        choices[index] = Choice(-1, _ERRORS[int(words[index])])
+        choices[index] = SampledToken(-1, _ERRORS[int(words[index])])
     return choices
 
 

@@ -19,7 +19,7 @@ from ...sampling.gumbel import stream_keys
 from ...sampling.logits_processors import MIN_TEMPERATURE, SampleRow
 from ...sampling.verifier import LogitsRow
 from ..batch import IntArray, SamplingPlan
-from .sampling_form import (
+from .encoded_sampling import (
     CUT,
     EDITED,
     KEY,
@@ -28,14 +28,14 @@ from .sampling_form import (
     ROW,
     TEMPERATURE,
     Edits,
+    EncodedSampling,
     Ints,
-    SamplingForm,
     num_words,
     pack_bits,
     unpacked,
 )
 
-_Edited: TypeAlias = tuple[int, SampleRow, SamplingForm]  # place, and what it wishes
+_Edited: TypeAlias = tuple[int, SampleRow, EncodedSampling]  # place, and what it wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def write_plain_controls(draws: SamplingPlan, vocab_size: int) -> SamplingInputs
     """
     records, positions = list[bytes](), list[int]()
     for row, count in zip(draws.rows, draws.counts, strict=True):
-        form, first = row.sampling.form(SamplingForm, vocab_size), row.position
+        form, first = row.sampling.cached(EncodedSampling, vocab_size), row.position
         if form.is_edited or first < form.min_tokens:
             return None
         records.append(form.record * count)
@@ -91,7 +91,7 @@ def _unedited(
     """The numbers of all places, as if none was edited, and those that are."""
     records, positions, edited = [], [], []
     for index, (_, row) in enumerate(places):
-        form = row.sampling.form(SamplingForm, vocab_size)
+        form = row.sampling.cached(EncodedSampling, vocab_size)
         position = row.position
         records.append(form.record)
         positions.append(position)
@@ -141,7 +141,7 @@ def _edit_lists(
     return _lists(asked, num_words(edited[0][2].vocab_size)), refusals
 
 
-def _ask(row: SampleRow, form: SamplingForm) -> tuple[Ints | None, tuple[Edits, ...]]:
+def _ask(row: SampleRow, form: EncodedSampling) -> tuple[Ints | None, tuple[Edits, ...]]:
     """Bits of the tokens that a place may have, None for all, and its edits."""
     mask = None
     if form.constraint is not None:

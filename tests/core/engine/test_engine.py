@@ -20,7 +20,7 @@ from foretoken.core.errors import (
     QueueFull,
 )
 from foretoken.core.interface.request import Delta, FinishReason
-from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler, perfect
 from support.fixed_depth import FixedDepth
 
@@ -205,8 +205,11 @@ def test_a_failed_request_leaves_nothing_behind() -> None:
     class FirstFails(FakeRunner):
         def step(self, plan: StepPlan) -> StepOutput:
             right = super().step(plan)
-            wrong = [RowOutput(request_id=row.request_id, error="not finite") for row in plan.rows]
-            return StepOutput(rows=wrong) if len(self.plans) == 1 else right
+            wrong = [
+                RequestOutput(request_id=row.request_id, error="not finite")
+                for row in plan.requests
+            ]
+            return StepOutput(requests=wrong) if len(self.plans) == 1 else right
 
     async def scenario() -> None:
         engine = Engine(make_scheduler(), FirstFails(page_size=4))

@@ -56,7 +56,7 @@ def test_a_row_without_a_token_yields_nothing_and_the_others_go_on() -> None:
         thread.turn(2)
         output = await flights[1].outcome(thread).result()
         assert runner.seen[1] == {"a": 1, "c": 3}
-        assert [row.request_id for row in output.rows] == ["a", "b", "c"]
+        assert [row.request_id for row in output.requests] == ["a", "b", "c"]
         assert tokens_of(output) == {"a": [4], "b": [], "c": [5]}
         assert output.num_rows == 2
 

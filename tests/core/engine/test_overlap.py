@@ -88,11 +88,11 @@ def test_between_drafts_steps_overlap_while_all_are_silent(runner_type, max_runn
     plain = served(False, Ahead(), max_running=max_running)
     assert [each[:3] for each in told] == [each[:3] for each in plain]
     ahead = runner.ahead
-    drafted = [plan for plan in runner.plans if any(row.max_draft for row in plan.rows)]
+    drafted = [plan for plan in runner.plans if any(row.max_draft for row in plan.requests)]
     assert ahead
     assert drafted
-    assert all(row.stop % 9 for plan in ahead for row in plan.rows)
-    assert all(any(row.stop % 9 == 0 for row in plan.rows) for plan in drafted)
+    assert all(row.stop % 9 for plan in ahead for row in plan.requests)
+    assert all(any(row.stop % 9 == 0 for row in plan.requests) for plan in drafted)
 
 
 def test_steps_follow_each_other_at_once_where_the_host_takes_its_time() -> None:

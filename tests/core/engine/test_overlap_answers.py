@@ -42,7 +42,7 @@ def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(*args: Any) -> StepPlan | None:
         plan = make(*args)
-        found.extend(() if plan is None else [len(plan.rows)])
+        found.extend(() if plan is None else [len(plan.requests)])
         return plan
 
     monkeypatch.setattr(step_executor, "plan_next", counted)

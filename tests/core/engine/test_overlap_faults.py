@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from foretoken.core.errors import EngineDead, ForetokenError
-from foretoken.core.interface.step import RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
 from foretoken.core.interface.step_runner import OnKernelsStarted, Pending, ignore_kernels
 from support.fake_model import answer
 from support.overlap_fixture import (
@@ -37,7 +37,7 @@ def always(name: str, length: int) -> Callable[[StepPlan], Exception | None]:
     """Every step of a request raises from that many tokens on."""
 
     def fault(plan: StepPlan) -> Exception | None:
-        strikes = any(row.request_id == name and row.stop >= length for row in plan.rows)
+        strikes = any(row.request_id == name and row.stop >= length for row in plan.requests)
         return FAILED if strikes else None
 
     return fault
@@ -143,12 +143,12 @@ class NotFinite(Ahead):
         self.told += plan.released_request_ids
         output = super().step(plan)
         rows = [
-            RowOutput(request_id=out.request_id, error="not finite")
+            RequestOutput(request_id=out.request_id, error="not finite")
             if out.request_id == self._name and row.stop >= row.sampling.prompt_len + 2
             else out
-            for row, out in zip(plan.rows, output.rows, strict=True)
+            for row, out in zip(plan.requests, output.requests, strict=True)
         ]
-        return StepOutput(rows=rows)
+        return StepOutput(requests=rows)
 
 
 def test_a_row_that_fails_ends_its_request_and_is_not_computed_again() -> None:
@@ -160,7 +160,9 @@ def test_a_row_that_fails_ends_its_request_and_is_not_computed_again() -> None:
         assert isinstance(bad.end, ForetokenError)
         assert bad.tokens == answer(PROMPTS[0], 2)
         assert other.tokens == answer(PROMPTS[1], 8)
-        stops = [row.stop for plan in runner.plans for row in plan.rows if row.request_id == "bad"]
+        stops = [
+            row.stop for plan in runner.plans for row in plan.requests if row.request_id == "bad"
+        ]
         assert stops == [3, 4, 5]
         assert engine.num_failed_steps == engine.num_bisections == 0
         await come_to_rest(engine)

@@ -56,7 +56,7 @@ def holds(*names: str):
     """Raises whenever one of these is in the step."""
 
     def fault(plan: StepPlan) -> Exception | None:
-        found = {row.request_id for row in plan.rows} & set(names)
+        found = {row.request_id for row in plan.requests} & set(names)
         return RuntimeError("the forward pass failed") if found else None
 
     return fault
@@ -100,9 +100,9 @@ def serve(runner: FakeRunner, prompts=PROMPTS, *, max_tokens: int = 8, **options
     return asyncio.run(scenario())
 
 
-def check_neighbours(told, failing_rows=()) -> None:
+def check_neighbours(told, failing_requests=()) -> None:
     for index, (prompt, one) in enumerate(zip(PROMPTS, told, strict=False)):
-        if str(index) in failing_rows:
+        if str(index) in failing_requests:
             assert type(one) is ForetokenError
         else:
             assert one == answer(prompt, 8)
@@ -119,16 +119,16 @@ def test_one_culprit_is_found_in_few_runs_and_its_neighbours_never_know(culprit:
     assert len(runner.plans) <= 8 + 1 + 2 * math.log2(16)
 
 
-@pytest.mark.parametrize("failing_rows", [{"0", "15"}, {"6", "7"}, {"3", "12"}])
-def test_two_culprits_are_found_together(failing_rows) -> None:
-    told, _, was_alive = serve(Faulty(holds(*failing_rows)))
-    check_neighbours(told, failing_rows)
+@pytest.mark.parametrize("failing_requests", [{"0", "15"}, {"6", "7"}, {"3", "12"}])
+def test_two_culprits_are_found_together(failing_requests) -> None:
+    told, _, was_alive = serve(Faulty(holds(*failing_requests)))
+    check_neighbours(told, failing_requests)
     assert was_alive
 
 
 def test_a_culprit_among_those_that_decode_is_found_in_the_middle_of_its_answer() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        grown = [row for row in plan.rows if row.request_id == "5" and len(row.tokens) > 6]
+        grown = [row for row in plan.requests if row.request_id == "5" and len(row.tokens) > 6]
         return RuntimeError("the forward pass failed") if grown else None
 
     told, _, was_alive = serve(Faulty(fault))
@@ -145,7 +145,7 @@ def test_a_failure_that_does_not_come_again_costs_nobody_anything() -> None:
 
 def test_a_failure_that_follows_from_drafts_costs_the_drafts_alone() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        drafted = any(row.max_draft for row in plan.rows)
+        drafted = any(row.max_draft for row in plan.requests)
         return RuntimeError("the draft broke the step") if drafted else None
 
     told, engine, _ = serve(Faulty(fault, drafter=perfect), PROMPTS[:1])
@@ -187,7 +187,7 @@ def test_a_gpu_that_is_lost_ends_the_engine_at_once_and_blames_nobody(message: s
 
 def test_one_call_that_a_gpu_refuses_costs_the_request_of_that_step_alone() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        is_his = any(row.request_id == "3" for row in plan.rows)
+        is_his = any(row.request_id == "3" for row in plan.requests)
         return RuntimeError("CUDA error: invalid configuration argument") if is_his else None
 
     told, _, was_alive = serve(Faulty(fault), max_running=1)
@@ -197,7 +197,7 @@ def test_one_call_that_a_gpu_refuses_costs_the_request_of_that_step_alone() -> N
 
 def test_an_engine_that_can_choose_no_token_ends_although_its_model_computes() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        return RuntimeError("no sampler") if any(row.samples for row in plan.rows) else None
+        return RuntimeError("no sampler") if any(row.samples for row in plan.requests) else None
 
     told, _, was_alive = serve(Faulty(fault), PROMPTS, max_running=4)
     assert {type(one) for one in told} == {ForetokenError, EngineDead}
@@ -212,17 +212,17 @@ def test_five_culprits_among_sixty_four_take_no_innocent_with_them() -> None:
     bad = {"3", "4", "20", "41", "63"}
     bisection = StepBisection(plan, RuntimeError("x"))
     while (part := bisection.next()) is not None:
-        if bad & {row.request_id for row in part.rows}:
+        if bad & {row.request_id for row in part.requests}:
             bisection.failed(part, RuntimeError("x"))
         else:
             bisection.passed()
-    assert {row.request_id for row in bisection.failing_rows} == bad
+    assert {row.request_id for row in bisection.failing_requests} == bad
     driver.scheduler.abort_all(0.0)
 
 
 def test_drafts_that_make_every_step_fail_are_given_up() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        drafts = any(row.max_draft for row in plan.rows)
+        drafts = any(row.max_draft for row in plan.requests)
         return RuntimeError("no kernel for so many rows") if drafts else None
 
     told, engine, _ = serve(Faulty(fault), PROMPTS[:1], max_tokens=100)
@@ -366,7 +366,7 @@ def test_those_who_decode_go_on_where_a_prompt_does_not_fit() -> None:
 
 def test_a_prompt_fails_when_its_least_chunk_does_not_fit_either() -> None:
     def fault(plan: StepPlan) -> Exception | None:
-        return MemoryError() if any(r.request_id == "0" for r in plan.rows) else None
+        return MemoryError() if any(r.request_id == "0" for r in plan.requests) else None
 
     runner = Faulty(fault, page_size=16)
     prompts = [[1 + j % 6 for j in range(100)], [2, 3]]

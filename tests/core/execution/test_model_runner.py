@@ -10,10 +10,9 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.admission import SchedulerLimits
@@ -42,7 +41,7 @@ class Fixed:
     def __init__(self, drafts: object) -> None:
         self._drafts = drafts
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         return self._drafts if isinstance(self._drafts, list) else [self._drafts] * len(rows)  # type: ignore[list-item]
 
     taps = ()

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from foretoken.core.execution.model_runner import MAX_FAILURES, ModelRunner
-from foretoken.core.execution.proposer import DraftRow, VerifiedRow
+from foretoken.core.execution.proposer import VerifiedRequest
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, PlanRow, SamplingMetadata, StepPlan
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch
 from support.checkpoints import make_checkpoint
@@ -34,15 +34,15 @@ class Observer:
     def __init__(self, drafts: list[Draft] | None = None) -> None:
         self.drafts = drafts
         self.steps: list[list[tuple[list[int], list[int]]]] = []
-        self.rows: list[VerifiedRow] = []
+        self.rows: list[VerifiedRequest] = []
         self.embedded: list[Tensor] = []
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         assert self.drafts is not None
         return self.drafts
 
     def observe(
-        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRow]
+        self, batch: RaggedBatch, output: ForwardOutput, verified: Sequence[VerifiedRequest]
     ) -> None:
         assert output.taps is not None
         assert len(output.taps) == len(output.hidden)
@@ -61,8 +61,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(make_checkpoint(tmp_path_factory.mktemp("observe"), "qwen3"))
 
 
-def row(tokens: array[int], start: int, stop: int, first_page: int = 0) -> PlanRow:
-    return PlanRow(
+def row(tokens: array[int], start: int, stop: int, first_page: int = 0) -> ScheduledRequest:
+    return ScheduledRequest(
         request_id=str(first_page),
         tokens=tokens,
         start=start,
@@ -72,24 +72,24 @@ def row(tokens: array[int], start: int, stop: int, first_page: int = 0) -> PlanR
     )
 
 
-def compute(decoder: Decoder, observer: Observer, *rows: PlanRow, is_plain: bool = False):
+def compute(decoder: Decoder, observer: Observer, *rows: ScheduledRequest, is_plain: bool = False):
     runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), observer)
     for each in rows:  # what stands before a row
         if each.start:
             runner.step(plan_of(replace(each, start=0, stop=each.start, max_draft=0)))
     observer.steps.clear()
-    return runner.step(plan_of(*rows, is_plain=is_plain)).rows
+    return runner.step(plan_of(*rows, is_plain=is_plain)).requests
 
 
-def plan_of(*rows: PlanRow, is_plain: bool = True) -> StepPlan:
-    return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=is_plain)
+def plan_of(*rows: ScheduledRequest, is_plain: bool = True) -> StepPlan:
+    return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=is_plain)
 
 
 def answer(decoder: Decoder, count: int) -> list[int]:
     runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16))
     tokens = PROMPT[:]
     for _ in range(count):
-        (out,) = runner.step(plan_of(row(tokens, 0, len(tokens)))).rows
+        (out,) = runner.step(plan_of(row(tokens, 0, len(tokens)))).requests
         tokens.extend(out.token_ids)
     return tokens[len(PROMPT) :].tolist()
 
@@ -131,6 +131,6 @@ def test_a_proposer_that_fails_to_observe_costs_nothing_and_is_let_go(decoder: D
     runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), Failing())
     for _ in range(MAX_FAILURES):
         assert runner.proposer is not None
-        (out,) = runner.step(plan_of(row(PROMPT, 0, 5))).rows
+        (out,) = runner.step(plan_of(row(PROMPT, 0, 5))).requests
         assert list(out.token_ids) == answer(decoder, 1)
     assert runner.proposer is None

@@ -14,7 +14,7 @@ from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Refusal, SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors
 from foretoken.core.sampling.rejection import probabilities
-from foretoken.core.sampling.verifier import ALL_BANNED, VerifyRow, sample, verify
+from foretoken.core.sampling.verifier import ALL_BANNED, VerifyRequest, sample, verify
 
 VOCAB, STOP = 8, 7
 Path = tuple[int, ...]
@@ -102,7 +102,7 @@ def test_a_draft_is_followed_while_it_is_allowed_and_changes_no_token(draft, num
     table = Table({(): [1], (1,): [2], (1, 2): [3], (1, 2, 3): [STOP]})
     row = make_row(table)
     logits = torch.zeros(len(draft) + 1, VOCAB)
-    (verified,) = verify(logits, [VerifyRow(row.tokens, draft, row.sampling)])
+    (verified,) = verify(logits, [VerifyRequest(row.tokens, draft, row.sampling)])
     assert verified.error is None
     assert verified.num_accepted == num_right
     assert verified.token_ids == (1, 2, 3, STOP)[: num_right + 1]

@@ -16,7 +16,7 @@ import torch
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.core.sampling.verifier import VerifyRow, sample, verify
+from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
 
 VOCAB, NUM_ROWS, PROMPT = 10, 10_000, array("q", [3])
 GENERATOR = torch.Generator().manual_seed(2)
@@ -50,7 +50,7 @@ def accepted_share(draft: torch.Tensor, *, temperature_scale: float, temperature
 
 
 def accepted(drawn: Sequence[int], asked: Sequence[SamplingMetadata]) -> list[int]:
-    rows = [VerifyRow(PROMPT, (token,), each) for token, each in zip(drawn, asked, strict=True)]
+    rows = [VerifyRequest(PROMPT, (token,), each) for token, each in zip(drawn, asked, strict=True)]
     return [result.num_accepted for result in verify(TARGET.expand(2 * NUM_ROWS, -1), rows)]
 
 

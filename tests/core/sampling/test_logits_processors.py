@@ -289,7 +289,10 @@ def test_history_outside_the_vocabulary_is_ignored_by_penalties() -> None:
 
 
 def test_temperature_divides_and_leaves_the_best_at_zero() -> None:
-    values = scaled(torch.tensor([[1.0, 3.0], [1.0, 3.0]]), [make_row(temperature=0.5), make_row()])
+    values = scaled(
+        torch.tensor([[1.0, 3.0], [1.0, 3.0]]),
+        [make_row(temperature=0.5), make_row()],
+    )
     assert values.tolist() == [[-4.0, 0.0], [-2.0, 0.0]]
 
 
@@ -424,6 +427,6 @@ def test_a_form_is_made_once_for_each_vocabulary_and_device() -> None:
         made.append((vocab_size, device))
         return len(made)
 
-    found = [sampling.form(make, *key) for key in ((8, "cpu"), (9, "cpu"), (8, "x"), (8, "cpu"))]
+    found = [sampling.cached(make, *key) for key in ((8, "cpu"), (9, "cpu"), (8, "x"), (8, "cpu"))]
     assert found == [1, 2, 3, 1]
     assert made == [(8, "cpu"), (9, "cpu"), (8, "x")]

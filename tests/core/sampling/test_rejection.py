@@ -22,7 +22,7 @@ from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Verified,
-    VerifyRow,
+    VerifyRequest,
     sample,
     verify,
 )
@@ -84,14 +84,14 @@ def decode(
     while short := [i for i, s in enumerate(streams) if len(s) < len(PROMPT) + length]:
         asked, theirs = [streams[i] for i in short], [samplings[i] for i in short]
         drafts, probs = drafter(asked, theirs)
-        rows = [VerifyRow(*each) for each in zip(asked, drafts, theirs, strict=True)]
+        rows = [VerifyRequest(*each) for each in zip(asked, drafts, theirs, strict=True)]
         for stream, result in zip(asked, step(rows, probs), strict=True):
             assert result.error is None
             stream.extend(result.token_ids)
     return [stream[len(PROMPT) : len(PROMPT) + length].tolist() for stream in streams]
 
 
-def step(rows: Sequence[VerifyRow], probs: Sequence[torch.Tensor | None]) -> list[Verified]:
+def step(rows: Sequence[VerifyRequest], probs: Sequence[torch.Tensor | None]) -> list[Verified]:
     last = [token for row in rows for token in (row.tokens[-1], *row.draft)]
     return verify_by_rejection(TARGET[last], rows, probs)
 
@@ -205,7 +205,7 @@ def test_drafts_are_accepted_as_often_as_theory_says(
     samplings = many(10_000, **form)
     outputs = [array("q", PROMPT)] * len(samplings)
     drafts, probs = drafter(outputs, samplings)
-    rows = [VerifyRow(*each) for each in zip(outputs, drafts, samplings, strict=True)]
+    rows = [VerifyRequest(*each) for each in zip(outputs, drafts, samplings, strict=True)]
     share = sum(r.num_accepted > 0 for r in step(rows, probs)) / len(rows)
     p, q = first_probs(TARGET, **form), first_probs(DRAFT, **form)
     rate = float(torch.minimum(p, q).sum() if probs[0] is not None else p[drafts[0][0]])
@@ -218,7 +218,7 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(monkeypatch: pytest.M
     samplings = many(3_000, top_p=0.9)
     outputs = [array("q", PROMPT)] * len(samplings)
     drafts, probs = lm_drafts(outputs, samplings)
-    rows = [VerifyRow(*each) for each in zip(outputs, drafts, samplings, strict=True)]
+    rows = [VerifyRequest(*each) for each in zip(outputs, drafts, samplings, strict=True)]
     assert sum(result.num_accepted for result in step(rows, probs)) >= DEPTH * len(rows) - 1
 
 
@@ -234,13 +234,13 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def random_rows(num_rows: int = 30) -> tuple[list[VerifyRow], list[torch.Tensor | None]]:
+def random_rows(num_rows: int = 30) -> tuple[list[VerifyRequest], list[torch.Tensor | None]]:
     samplings = [make_sampling(seed, **WISHES[seed % len(WISHES)]) for seed in range(num_rows)]
     outputs = [array("q", (*PROMPT, seed % VOCAB)) for seed in range(num_rows)]
     drafts, probs = lm_drafts(outputs, samplings)
     for index in range(0, num_rows, 4):
         drafts[index], probs[index] = drafts[index][: index % 3], None
-    return [VerifyRow(*each) for each in zip(outputs, drafts, samplings, strict=True)], probs
+    return [VerifyRequest(*each) for each in zip(outputs, drafts, samplings, strict=True)], probs
 
 
 def test_a_row_does_not_depend_on_what_rides_beside_it() -> None:
@@ -252,7 +252,7 @@ def test_a_row_does_not_depend_on_what_rides_beside_it() -> None:
 
 
 def test_a_guess_is_accepted_by_its_probability_and_never_recovered_when_refused() -> None:
-    rows = [VerifyRow(array("q", PROMPT), (2,), make_sampling(seed)) for seed in range(1000)]
+    rows = [VerifyRequest(array("q", PROMPT), (2,), make_sampling(seed)) for seed in range(1000)]
     logits = torch.tensor([0.2, 0.3, 0.3, 0.2]).log().expand(2 * len(rows), -1)
     results = verify_by_rejection(logits, rows, [None] * len(rows))
     refused = [result for result in results if not result.num_accepted]
@@ -272,7 +272,7 @@ def test_greedy_tokens_are_those_of_the_coupled_verifier(drafter: Drafter) -> No
     samplings = [make_sampling(seed, temperature=0.0) for seed in range(VOCAB)]
     outputs = [array("q", (*PROMPT, token)) for token in range(VOCAB)]
     drafts, probs = drafter(outputs, samplings)
-    rows = [VerifyRow(*each) for each in zip(outputs, drafts, samplings, strict=True)]
+    rows = [VerifyRequest(*each) for each in zip(outputs, drafts, samplings, strict=True)]
     last = [token for row in rows for token in (row.tokens[-1], *row.draft)]
     results = step(rows, probs)
     assert results == verify(TARGET[last], rows)
@@ -281,7 +281,7 @@ def test_greedy_tokens_are_those_of_the_coupled_verifier(drafter: Drafter) -> No
 
 def test_without_drafts_the_tokens_are_those_of_the_coupled_verifier() -> None:
     samplings = [make_sampling(seed, **WISHES[seed % len(WISHES)]) for seed in range(60)]
-    rows = [VerifyRow(array("q", (*PROMPT, s.seed % VOCAB)), (), s) for s in samplings]
+    rows = [VerifyRequest(array("q", (*PROMPT, s.seed % VOCAB)), (), s) for s in samplings]
     logits = TARGET[[row.tokens[-1] for row in rows]]
     assert verify_by_rejection(logits, rows, [None] * 60) == verify(logits, rows)
 
@@ -311,7 +311,7 @@ def test_the_processed_distribution_is_what_the_sampler_draws_from() -> None:
 @pytest.mark.parametrize("bad", [VOCAB, -1, -VOCAB, 2**40])
 def test_a_draft_token_outside_the_vocabulary_is_never_accepted(bad: int) -> None:
     logits = TARGET[[0, 0, 0]]
-    row = VerifyRow(array("q", PROMPT), (bad, 1), make_sampling())
+    row = VerifyRequest(array("q", PROMPT), (bad, 1), make_sampling())
     for probs in (None, torch.full((2, VOCAB), 1 / VOCAB)):
         (result,) = verify_by_rejection(logits, [row], [probs])
         assert (len(result.token_ids), result.num_accepted) == (1, 0)
@@ -319,7 +319,7 @@ def test_a_draft_token_outside_the_vocabulary_is_never_accepted(bad: int) -> Non
 
 
 def test_draft_probabilities_that_are_no_numbers_are_never_accepted() -> None:
-    rows = [VerifyRow(array("q", PROMPT), (1,), s) for s in many(200)]
+    rows = [VerifyRequest(array("q", PROMPT), (1,), s) for s in many(200)]
     probs = [torch.full((1, VOCAB), math.nan)] * len(rows)
     results = verify_by_rejection(TARGET[[0, 1] * len(rows)], rows, probs)
     assert all(0 <= token_id < VOCAB for result in results for token_id in result.token_ids)
@@ -334,7 +334,7 @@ def test_where_rounding_leaves_nothing_to_recover_the_target_is_drawn_from() -> 
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    row = VerifyRow(array("q", PROMPT), (1,), make_sampling())
+    row = VerifyRequest(array("q", PROMPT), (1,), make_sampling())
     with pytest.raises(ValueError, match="draft probabilities of shape"):
         verify_by_rejection(TARGET[[0, 0]], [row], [torch.zeros(2, VOCAB)])
     with pytest.raises(ValueError, match="draft probabilities of shape"):
@@ -362,7 +362,7 @@ def test_logits_that_are_not_finite_end_their_own_request_where_they_decide(at: 
 
 def test_a_request_that_bans_every_token_fails_alone() -> None:
     banned = make_sampling(allowed_token_ids=[0], bad_words_ids=((0,),))
-    rows = [VerifyRow(array("q", PROMPT), (1,), s) for s in (banned, make_sampling())]
+    rows = [VerifyRequest(array("q", PROMPT), (1,), s) for s in (banned, make_sampling())]
     results = verify_by_rejection(TARGET[[0, 1, 0, 1]], rows, [None, None])
     assert results[0] == Verified((), (), error=ALL_BANNED)
     assert results[1].error is None
@@ -381,7 +381,7 @@ def test_logprobs_are_those_of_the_unprocessed_logits() -> None:
     draft = (int(TARGET[7].argmax()), 3)
     sampling = make_sampling(logprobs=2, temperature=0.0)
     logits = TARGET[[7, draft[0], 3]]
-    row = VerifyRow(array("q", PROMPT), draft, sampling)
+    row = VerifyRequest(array("q", PROMPT), draft, sampling)
     assert (
         verify_by_rejection(logits, [row], [None])[0].logprobs == verify(logits, [row])[0].logprobs
     )

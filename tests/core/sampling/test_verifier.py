@@ -18,9 +18,9 @@ from foretoken.core.sampling.logits_processors import SampleRow, apply_processor
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
-    Choice,
+    SampledToken,
     Verified,
-    VerifyRow,
+    VerifyRequest,
     best,
     sample,
     verify,
@@ -47,8 +47,8 @@ def make_sampling(seed: int = 1, **form: Any) -> SamplingMetadata:
     )
 
 
-def greedy_row(draft: Sequence[int], **form: Any) -> VerifyRow:
-    return VerifyRow(array("q", PROMPT), draft, make_sampling(temperature=0.0, **form))
+def greedy_row(draft: Sequence[int], **form: Any) -> VerifyRequest:
+    return VerifyRequest(array("q", PROMPT), draft, make_sampling(temperature=0.0, **form))
 
 
 def one_hot(*winners: int, vocab: int = 5) -> torch.Tensor:
@@ -71,14 +71,14 @@ class Stream:
         return self.tokens[len(PROMPT) :].tolist()
 
 
-def target_logits(rows: Sequence[VerifyRow], table: torch.Tensor = TARGET) -> torch.Tensor:
+def target_logits(rows: Sequence[VerifyRequest], table: torch.Tensor = TARGET) -> torch.Tensor:
     paths = [[*row.tokens[-2:], *row.draft[:j]] for row in rows for j in range(len(row.draft) + 1)]
     last = torch.tensor([path[-2:] for path in paths]).remainder(VOCAB)
     return table[last[:, 0], last[:, 1]]
 
 
 def step(streams: Sequence[Stream], drafts: Sequence[Sequence[int]]) -> list[Verified]:
-    rows = [VerifyRow(s.tokens, d, s.sampling) for s, d in zip(streams, drafts, strict=True)]
+    rows = [VerifyRequest(s.tokens, d, s.sampling) for s, d in zip(streams, drafts, strict=True)]
     results = verify(target_logits(rows), rows)
     for stream, result in zip(streams, results, strict=True):
         assert result.error is None
@@ -246,10 +246,10 @@ def first_pairs(num_samples: int, **form: Any) -> torch.Tensor:
     drafts = [
         choice.token_id for choice in sample(logits, [SampleRow(tokens, s) for s in samplings])
     ]
-    rows = [VerifyRow(tokens, (d,), s) for d, s in zip(drafts, samplings, strict=True)]
+    rows = [VerifyRequest(tokens, (d,), s) for d, s in zip(drafts, samplings, strict=True)]
     outputs = [result.token_ids for result in verify(target_logits(rows), rows)]
     short = [i for i, output in enumerate(outputs) if len(output) == 1]
-    rows = [VerifyRow(array("q", [*PROMPT, *outputs[i]]), (), samplings[i]) for i in short]
+    rows = [VerifyRequest(array("q", [*PROMPT, *outputs[i]]), (), samplings[i]) for i in short]
     for i, result in zip(short, verify(target_logits(rows), rows), strict=True):
         outputs[i] += result.token_ids
     assert 0.1 < len(short) / num_samples < 0.9  # both ways of decoding are in the sample
@@ -288,11 +288,11 @@ def test_the_distribution_test_notices_a_lossy_rule(monkeypatch: pytest.MonkeyPa
     """Negative control: a draft passes when the target finds it likely (typical acceptance)."""
     take = verify_module._Walk.take
 
-    def lenient(walk: verify_module._Walk, node: int, choice: Choice) -> None:
+    def lenient(walk: verify_module._Walk, node: int, choice: SampledToken) -> None:
         drafted = walk._row.draft[node + 1 : node + 2]
         last = [*PROMPT, *walk._token_ids][-2:]
         if drafted and TARGET[last[0], last[1]].softmax(0)[drafted[0]] > 0.1:
-            choice = Choice(drafted[0])
+            choice = SampledToken(drafted[0])
         take(walk, node, choice)
 
     monkeypatch.setattr(verify_module._Walk, "take", lenient)
@@ -384,14 +384,15 @@ def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(5)).mul(2).round()
     greedy = verify(logits, [greedy_row(())] * 200)
     sampling = make_sampling(temperature=5.0, top_k=1)
-    drawn = verify(logits, [VerifyRow(array("q", PROMPT), (), sampling)] * 200)
+    drawn = verify(logits, [VerifyRequest(array("q", PROMPT), (), sampling)] * 200)
     assert drawn == greedy
 
 
 def test_a_tiny_temperature_is_greedy() -> None:
     logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(6)) * 10
     rows = [
-        VerifyRow(array("q", PROMPT), (), make_sampling(s, temperature=1e-30)) for s in range(50)
+        VerifyRequest(array("q", PROMPT), (), make_sampling(s, temperature=1e-30))
+        for s in range(50)
     ]
     assert verify(logits, rows) == verify(logits, [greedy_row(())] * 50)
 
@@ -435,7 +436,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(
     broken: list[float], form: dict[str, Any]
 ) -> None:
     logits = torch.randn(5, 5, generator=torch.Generator().manual_seed(7))
-    rows = [VerifyRow(array("q", PROMPT), (), make_sampling(s, **form)) for s in range(5)]
+    rows = [VerifyRequest(array("q", PROMPT), (), make_sampling(s, **form)) for s in range(5)]
     healthy = verify(logits, rows)
     logits[2] = torch.tensor(broken)
     results = verify(logits, rows)
@@ -461,7 +462,7 @@ def test_logits_behind_a_mismatch_may_be_anything() -> None:
 def test_a_masked_but_finite_model_is_healthy() -> None:
     logits = torch.tensor([[-INF, -INF, 1.0, -INF]])
     for form in SOME_WISHES[:5]:
-        row = VerifyRow(array("q", PROMPT), (), make_sampling(**form))
+        row = VerifyRequest(array("q", PROMPT), (), make_sampling(**form))
         assert verify(logits, [row]) == [Verified((2,), ())]
 
 
@@ -482,7 +483,7 @@ def test_token_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
 def test_the_logits_are_only_read() -> None:
     logits = torch.randn(len(SAMPLINGS), VOCAB, generator=torch.Generator().manual_seed(8))
     before = logits.clone()
-    verify(logits, [VerifyRow(array("q", PROMPT), (), s) for s in SAMPLINGS])
+    verify(logits, [VerifyRequest(array("q", PROMPT), (), s) for s in SAMPLINGS])
     assert torch.equal(logits, before)
 
 
@@ -496,7 +497,7 @@ def test_sampling_all_rows_at_once_equals_sampling_depth_by_depth(
     """Accelerators take the first way, CPUs the second."""
     rng = random.Random(3)
     drafts = [random_draft(Stream(s), rng) for s in SAMPLINGS]
-    rows = [VerifyRow(array("q", PROMPT), d, s) for d, s in zip(drafts, SAMPLINGS, strict=True)]
+    rows = [VerifyRequest(array("q", PROMPT), d, s) for d, s in zip(drafts, SAMPLINGS, strict=True)]
     logits = target_logits(rows)
     by_depth = verify(logits, rows)
     waves = verify_module._waves
@@ -530,7 +531,7 @@ def test_every_output_position_has_noise_of_its_own() -> None:
 def test_logprobs_are_those_of_the_unprocessed_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 1.0]])
     sampling = make_sampling(logprobs=3, logit_bias={3: 50.0}, temperature=0.5, top_k=2)
-    (result,) = verify(logits, [VerifyRow(array("q", PROMPT), (), sampling)])
+    (result,) = verify(logits, [VerifyRequest(array("q", PROMPT), (), sampling)])
     expected = logits[0].double().log_softmax(0).tolist()
     (entry,) = result.logprobs
     assert (entry.token_id, [token_id for token_id, _ in entry.top]) == (3, [2, 1, 3])
@@ -552,10 +553,12 @@ def test_there_is_one_logprob_per_token_served_and_none_unless_asked() -> None:
 # ---- independence of the batch -----------------------------------------------------------------
 
 
-def many_rows(num_rows: int, **extra: Any) -> list[VerifyRow]:
+def many_rows(num_rows: int, **extra: Any) -> list[VerifyRequest]:
     tokens = array("q", [*PROMPT, 5, 6, 5])
     return [
-        VerifyRow(tokens, (), make_sampling(i, temperature=(0.0, 0.7, 1.0)[i % 3], **w, **extra))
+        VerifyRequest(
+            tokens, (), make_sampling(i, temperature=(0.0, 0.7, 1.0)[i % 3], **w, **extra)
+        )
         for i, w in enumerate((WISHES * num_rows)[:num_rows])
     ]
 

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.speculator import NO_SPECULATION, NoSpeculation
-from foretoken.core.interface.step import PlanRow, StepPlan
+from foretoken.core.interface.step import ScheduledRequest, StepPlan
 from foretoken.core.interface.step_runner import Finished, launch_behind
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
@@ -44,7 +44,7 @@ class Scene(Driver):
 
 
 def spans(plan: StepPlan) -> dict[str, tuple[int, int]]:
-    return {row.request_id: (row.start, row.stop) for row in plan.rows}
+    return {row.request_id: (row.start, row.stop) for row in plan.requests}
 
 
 # -- what is planned ------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_each_row_goes_on_by_one_token_where_the_step_under_way_will_stop() -> N
     assert ahead is not None
     assert spans(plan) == {"a": (5, 6), "b": (2, 3)}
     assert spans(ahead) == {"a": (6, 7), "b": (3, 4)}
-    assert all(row.is_ahead and row.samples for row in ahead.rows)
+    assert all(row.is_ahead and row.samples for row in ahead.requests)
     assert ahead.is_plain
     assert ahead.is_decode_only
 
@@ -65,15 +65,15 @@ def test_each_row_goes_on_by_one_token_where_the_step_under_way_will_stop() -> N
 def test_the_tokens_are_those_of_the_request_and_the_one_that_is_chosen_meanwhile() -> None:
     scene = Scene("a")
     plan = scene.begin()
-    (row,) = (ahead := scene.ahead(plan)).rows  # type: ignore[union-attr]
+    (row,) = (ahead := scene.ahead(plan)).requests  # type: ignore[union-attr]
     assert list(row.tokens[: row.stop - 1]) == [*PROMPTS["a"], *answer(PROMPTS["a"], 1)]
     output = scene.runner.step(plan)
 
-    def known() -> PlanRow:
-        rows: list[PlanRow] = []
+    def known() -> ScheduledRequest:
+        rows: list[ScheduledRequest] = []
 
         def launch(plan: StepPlan) -> Finished:
-            rows.extend(plan.rows)
+            rows.extend(plan.requests)
             return Finished(output)
 
         launch_behind(launch, ahead, output)
@@ -92,8 +92,8 @@ def test_the_page_table_reaches_the_new_token_and_is_nobodys_but_the_plans() -> 
     scene.step()
     scene.step()
     lent = scene.begin()
-    (before,) = lent.rows
-    (row,) = scene.ahead(lent).rows  # type: ignore[union-attr]
+    (before,) = lent.requests
+    (row,) = scene.ahead(lent).requests  # type: ignore[union-attr]
     lease = scene.scheduler.running["a"].lease
     assert lease is not None
     assert (len(before.page_ids), row.start) == (2, 8)
@@ -111,7 +111,7 @@ def test_pages_that_are_taken_for_it_are_told_with_it() -> None:
     ahead = scene.ahead(plan)
     assert ahead is not None
     assert not plan.newly_allocated_pages
-    assert list(ahead.newly_allocated_pages) == [ahead.rows[0].page_ids[-1]]
+    assert list(ahead.newly_allocated_pages) == [ahead.requests[0].page_ids[-1]]
 
 
 def test_a_commit_leaves_the_step_that_follows_its_pages() -> None:
@@ -119,12 +119,12 @@ def test_a_commit_leaves_the_step_that_follows_its_pages() -> None:
     scene.step()
     scene.step()
     plan = scene.begin()
-    (row,) = scene.ahead(plan).rows  # type: ignore[union-attr]
+    (row,) = scene.ahead(plan).requests  # type: ignore[union-attr]
     scene.end(plan)
     lease = scene.scheduler.running["a"].lease
     assert lease is not None
     assert lease.page_ids == row.page_ids
-    assert len(row.page_ids) > len(plan.rows[0].page_ids)
+    assert len(row.page_ids) > len(plan.requests[0].page_ids)
 
 
 def test_a_plan_made_ahead_may_be_followed_by_another() -> None:
@@ -188,7 +188,7 @@ def test_a_prompts_last_chunk_is_no_decode_though_it_yields_a_token() -> None:
     scene = Scene("b")
     scene.add(make_request("c", PROMPTS["c"]))
     plan = scene.begin()
-    assert all(row.samples for row in plan.rows)
+    assert all(row.samples for row in plan.requests)
     assert scene.ahead(plan) is None
 
 
@@ -204,7 +204,7 @@ def test_behind_a_draft_nothing_is_planned() -> None:
     scene = Scene(speculator=FixedDepth(2))
     plan = scene.begin()
     scene.scheduler.speculator.inner = NO_SPECULATION
-    assert any(row.max_draft for row in plan.rows)
+    assert any(row.max_draft for row in plan.requests)
     assert scene.ahead(plan) is None
 
 
@@ -256,7 +256,7 @@ def test_nothing_is_planned_while_somebody_runs_who_is_not_in_the_step() -> None
     scene = Scene("abc", max_batch_tokens=16)
     plan = scene.begin()
     short = StepPlan(
-        rows=plan.rows[:2], newly_allocated_pages=plan.newly_allocated_pages, is_plain=True
+        requests=plan.requests[:2], newly_allocated_pages=plan.newly_allocated_pages, is_plain=True
     )
     assert scene.ahead(short) is None
     assert scene.ahead(plan) is not None
@@ -329,7 +329,7 @@ def test_after_a_plan_was_dropped_the_next_one_tells_what_it_had_to_tell() -> No
     again = scene.begin()
     assert again.released_request_ids == ["c", "d"]
     assert again.newly_allocated_pages == ahead.newly_allocated_pages
-    assert again.rows[0].page_ids == ahead.rows[0].page_ids
+    assert again.requests[0].page_ids == ahead.requests[0].page_ids
 
 
 def test_a_plan_that_is_dropped_charges_nobody_twice() -> None:
@@ -378,7 +378,7 @@ def test_a_plan_made_ahead_is_made_anew_of_those_who_still_run() -> None:
     scene.end(plan)
     scene.abort("a")
     again = replan(scene.scheduler, ahead)
-    (row,) = again.rows
+    (row,) = again.requests
     request = scene.scheduler.running["b"]
     assert row.tokens is request.tokens
     assert request.lease is not None

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import CacheOptions, Pin, Request
-from foretoken.core.interface.step import RowOutput, StepOutput
+from foretoken.core.interface.step import RequestOutput, StepOutput
 from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, answer, make_request, make_scheduler
 
 PRIVATE = CacheOptions(read=False, write=False)
@@ -80,7 +80,7 @@ def test_what_is_not_to_be_written_is_not_lent_while_it_runs() -> None:
 def test_nobody_waits_for_what_will_not_be_written() -> None:
     driver = drive(max_batch_tokens=64)
     driver.add(ask("secret", prompt_of(20), CacheOptions(write=False)), ask("a", prompt_of(20)))
-    assert [row.request_id for row in driver.step().rows] == ["secret", "a"]
+    assert [row.request_id for row in driver.step().requests] == ["secret", "a"]
     driver.run()
 
 
@@ -169,7 +169,7 @@ def test_a_failed_request_pins_nothing() -> None:
     driver = drive()
     driver.add(ask("a", prompt_of(8), CacheOptions(pins=(Pin(8, 5.0),))))
     plan = driver.scheduler.schedule(0.0)
-    failed = StepOutput(rows=[RowOutput(request_id="a", error="NaN")])
+    failed = StepOutput(requests=[RequestOutput(request_id="a", error="NaN")])
     driver.scheduler.commit(plan, failed, 0.0)
     assert driver.scheduler.cache.num_pinned_pages == 0
     driver.scheduler.audit()

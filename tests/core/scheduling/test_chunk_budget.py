@@ -12,8 +12,8 @@ from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
     LEAST_CHUNK,
-    PlanRow,
     SamplingMetadata,
+    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
@@ -27,8 +27,8 @@ STEP_S, TOKEN_S = 0.5, 0.01  # of a machine: each step, and each token of a prom
 def step_of(num_decodes: int, *chunks: int) -> StepPlan:
     """So many decoding requests and prompts' chunks of these lengths."""
     return StepPlan(
-        rows=[
-            PlanRow(
+        requests=[
+            ScheduledRequest(
                 request_id=str(index),
                 tokens=array("q", [1] * length),
                 start=0,
@@ -43,7 +43,7 @@ def step_of(num_decodes: int, *chunks: int) -> StepPlan:
 
 
 def after(seconds: float) -> StepOutput:
-    return StepOutput(rows=(), times={"forward": 0.75 * seconds, "verify": 0.25 * seconds})
+    return StepOutput(requests=(), times={"forward": 0.75 * seconds, "verify": 0.25 * seconds})
 
 
 def learnt(slowdown: float, *, num_decodes: int = 4) -> ChunkBudget:
@@ -92,7 +92,7 @@ def test_what_is_not_known_yet_bounds_nothing(seen: list[StepPlan]) -> None:
 def test_a_runner_that_tells_no_times_teaches_nothing() -> None:
     chunk_budget = learnt(2.0)
     for _ in range(9):
-        chunk_budget.observe(step_of(4), StepOutput(rows=()))
+        chunk_budget.observe(step_of(4), StepOutput(requests=()))
     assert chunk_budget.limit(4, 1000) == 50
 
 
@@ -137,9 +137,9 @@ class TimedRunner(FakeRunner):
     """A machine on which every step costs, and every token of a prompt."""
 
     def step(self, plan: StepPlan) -> StepOutput:
-        chunks = sum(row.stop - row.start for row in plan.rows if row.stop - row.start > 1)
-        rows = super().step(plan).rows
-        return StepOutput(rows=rows, times={"forward": STEP_S + TOKEN_S * chunks})
+        chunks = sum(row.stop - row.start for row in plan.requests if row.stop - row.start > 1)
+        rows = super().step(plan).requests
+        return StepOutput(requests=rows, times={"forward": STEP_S + TOKEN_S * chunks})
 
 
 def test_a_long_prompt_that_joins_is_cut_where_somebody_decodes() -> None:
@@ -151,9 +151,9 @@ def test_a_long_prompt_that_joins_is_cut_where_somebody_decodes() -> None:
     driver.add(make_request("long", [2, 3, 4, 5, 6] * 140, max_tokens=1, stop_ids=()))
     driver.run()
     chunks = [
-        (len(plan.rows), row.stop - row.start)
+        (len(plan.requests), row.stop - row.start)
         for plan in driver.runner.plans
-        for row in plan.rows
+        for row in plan.requests
         if row.request_id == "long"
     ]
     beside = [tokens for num_rows, tokens in chunks if num_rows > 1]

@@ -16,7 +16,13 @@ from foretoken.core.interface.speculator import (
     DraftPlan,
     GuardedSpeculator,
 )
-from foretoken.core.interface.step import Draft, PlanRow, RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    Draft,
+    RequestOutput,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.core.scheduling.draft_pages import allocate_draft_pages, draft_limits
 from foretoken.radix_cache import KVLease, PrefixCache
 from support.draft_trees import tree_of
@@ -132,7 +138,9 @@ class Failing(FixedDepth):
     def plan(self, requests, limits, *, budget, num_prefill):  # type: ignore[no-untyped-def]
         raise RuntimeError("plan")
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+    def observe(
+        self, request: Request, row: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
         raise RuntimeError("observe")
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
@@ -261,7 +269,9 @@ class Silences(FixedDepth):
         self.told.append(("plan", [each.request_id for each in requests]))
         return super().plan(requests, limits, budget=budget, num_prefill=num_prefill)
 
-    def observe(self, request: Request, row: PlanRow, output: RowOutput, num_served: int) -> None:
+    def observe(
+        self, request: Request, row: ScheduledRequest, output: RequestOutput, num_served: int
+    ) -> None:
         self.told.append(("observe", [request.request_id]))
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
@@ -274,7 +284,9 @@ def decode(speculator: FixedDepth, *names: str) -> tuple[Driver, list[StepPlan]]
     driver = Driver(make_scheduler(speculator=speculator), runner)
     driver.add(*(make_request(name, [1, 2, 3], max_tokens=4) for name in names))
     driver.run()
-    return driver, [plan for plan in runner.plans if plan.rows[0].stop - plan.rows[0].start == 1]
+    return driver, [
+        plan for plan in runner.plans if plan.requests[0].stop - plan.requests[0].start == 1
+    ]
 
 
 def test_without_speculation_every_request_is_silent() -> None:

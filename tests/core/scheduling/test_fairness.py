@@ -45,7 +45,7 @@ def computed(driver: Driver) -> Counter[str]:
     """Rows computed for each tenant, the first part of a request's name."""
     rows: Counter[str] = Counter()
     for plan in driver.runner.plans:
-        for row in plan.rows:
+        for row in plan.requests:
             rows[row.request_id.split("-")[0]] += row.stop - row.start
     return rows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from foretoken.core.interface.request import Delta, FinishReason, Request
-from foretoken.core.interface.step import RowOutput, TokenLogprob
-from foretoken.core.scheduling.draft_pages import make_row
+from foretoken.core.interface.step import RequestOutput, TokenLogprob
+from foretoken.core.scheduling.draft_pages import schedule_request
 from foretoken.core.scheduling.output_processor import take_output
 from support.fake_model import EOS, make_request
 
@@ -20,8 +20,8 @@ def running(**params: object) -> Request:
 
 
 def take(request: Request, *, now: float = 1.0, **output: object) -> Delta:
-    row = make_row(request, len(request.tokens))
-    return take_output(request, row, RowOutput(request_id="a", **output), now)  # type: ignore[arg-type]
+    row = schedule_request(request, len(request.tokens))
+    return take_output(request, row, RequestOutput(request_id="a", **output), now)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("token_id", "told"), [(EOS, None), (NAMED, NAMED)])

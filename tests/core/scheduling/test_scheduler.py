@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong, QueueFull
 from foretoken.core.interface.request import RequestStatus, by_order
-from foretoken.core.interface.step import Refusal, RowOutput, StepOutput, StepPlan
+from foretoken.core.interface.step import Refusal, RequestOutput, StepOutput, StepPlan
 from support.fake_model import (
     VOCAB_SIZE,
     Driver,
@@ -96,7 +96,7 @@ def test_drafts_and_chunks_share_the_token_budget() -> None:
         driver.add(make_request(str(index), prompt_of(30, index), max_tokens=20))
     while driver.scheduler.num_requests:
         plan = driver.step()
-        assert plan.num_tokens + sum(row.max_draft for row in plan.rows) <= 10
+        assert plan.num_tokens + sum(row.max_draft for row in plan.requests) <= 10
 
 
 def test_identical_prompts_that_arrive_together_share_one_prefill() -> None:
@@ -124,7 +124,7 @@ def test_prompts_of_other_namespaces_do_not_wait_for_each_other_and_share_nothin
     driver.add(make_request("a", prompt_of(20), namespace="x"))
     driver.add(make_request("b", prompt_of(20), namespace="y"))
     plan = driver.step()
-    assert [row.request_id for row in plan.rows] == ["a", "b"]
+    assert [row.request_id for row in plan.requests] == ["a", "b"]
     driver.run()
     driver.add(late := make_request("c", prompt_of(20), namespace="z"))
     driver.run()
@@ -147,7 +147,7 @@ def test_lower_priority_values_run_first() -> None:
     driver = drive(max_running=1)
     driver.add(make_request("late", prompt_of(4), priority=5))
     driver.add(make_request("soon", prompt_of(5), priority=-1))
-    assert [row.request_id for row in driver.step().rows] == ["soon"]
+    assert [row.request_id for row in driver.step().requests] == ["soon"]
 
 
 def test_max_running_holds() -> None:
@@ -216,7 +216,7 @@ def test_drafts_never_evict_what_is_cached() -> None:
     driver.add(make_request("new", prompt_of(2, 2), max_tokens=9))
     driver.step()
     plan = driver.step()
-    assert plan.rows[0].max_draft == 1  # eight pages: four cached, three needed, one free
+    assert plan.requests[0].max_draft == 1  # eight pages: four cached, three needed, one free
     assert driver.scheduler.cache.match_len(array("q", [*prompt_of(4, 1), 1])) == 4
 
 
@@ -386,10 +386,10 @@ def test_a_failed_row_fails_its_request_alone_and_publishes_nothing() -> None:
     plan = driver.scheduler.schedule(1.0)
     output = driver.runner.step(plan)
     rows = [
-        RowOutput(request_id="bad", error="NaN") if row.request_id == "bad" else row
-        for row in output.rows
+        RequestOutput(request_id="bad", error="NaN") if row.request_id == "bad" else row
+        for row in output.requests
     ]
-    driver._note(driver.scheduler.commit(plan, StepOutput(rows=rows), 1.0))
+    driver._note(driver.scheduler.commit(plan, StepOutput(requests=rows), 1.0))
     driver.scheduler.audit()
     assert driver.ended["bad"] == "NaN"
     assert driver.scheduler.cache.match_len(array("q", prompt_of(6))) == 0
@@ -415,8 +415,8 @@ def test_a_row_that_fails_by_the_requests_own_parameters_is_an_invalid_request(
     driver.add(request := make_request("bad", prompt_of(6), **params))
     request.sampling = dataclasses.replace(request.sampling, **own)
     plan = driver.scheduler.schedule(1.0)
-    rows = [RowOutput(request_id="bad", error=Refusal("too many states"))]
-    ((_, delta),) = driver.scheduler.commit(plan, StepOutput(rows=rows), 1.0)
+    rows = [RequestOutput(request_id="bad", error=Refusal("too many states"))]
+    ((_, delta),) = driver.scheduler.commit(plan, StepOutput(requests=rows), 1.0)
     assert isinstance(delta.error, InvalidRequest)
     assert (str(delta.error), delta.error.param) == ("too many states", param)
 
@@ -426,7 +426,7 @@ def test_who_left_is_told_with_the_next_plan_even_after_idle_turns() -> None:
     driver.add(make_request("a", [1, 2]))
     driver.run()
     for _ in range(3):
-        assert not driver.step().rows
+        assert not driver.step().requests
     driver.add(make_request("b", [1, 2]))
     assert driver.step().released_request_ids == ["a"]
 
@@ -439,7 +439,7 @@ def test_drafts_leave_half_of_the_budget_to_those_who_wait() -> None:
     driver.add(late := make_request("late", prompt_of(20), max_tokens=1))
     while late.num_output == 0:
         plan = driver.step()
-        chunk = [row.stop - row.start for row in plan.rows if row.request_id == "late"]
+        chunk = [row.stop - row.start for row in plan.requests if row.request_id == "late"]
         assert chunk[0] >= min(6, late.num_pending)
     driver.run()
 
@@ -463,7 +463,7 @@ def test_no_draft_stands_before_the_first_token() -> None:
     driver = drive(perfect, max_batch_tokens=16, depth=3)
     driver.add(request := make_request("a", prompt_of(17)))
     while request.num_output == 0:
-        assert all(row.max_draft == 0 for row in driver.step().rows)
+        assert all(row.max_draft == 0 for row in driver.step().requests)
     driver.run()
     assert request.usage.accepted_tokens > 0
 
@@ -545,9 +545,9 @@ def test_a_broken_commit_would_be_noticed() -> None:
     driver = drive()
     driver.add(make_request("a", prompt_of(9)))
     plan = driver.scheduler.schedule(1.0)
-    skipped = replace(plan.rows[0], start=3)
+    skipped = replace(plan.requests[0], start=3)
     with pytest.raises(KeyError):
-        driver.runner.step(replace(plan, rows=[skipped]))
+        driver.runner.step(replace(plan, requests=[skipped]))
 
 
 class FailsBehind(FakeRunner):
@@ -557,9 +557,9 @@ class FailsBehind(FakeRunner):
         right = super().step(plan)
         rows = [
             replace(out, error="nothing can be drawn") if out.num_accepted else out
-            for out in right.rows
+            for out in right.requests
         ]
-        return StepOutput(rows=rows)
+        return StepOutput(requests=rows)
 
 
 @pytest.mark.parametrize(("max_tokens", "ending"), [(4, "length"), (99, "nothing can be drawn")])

@@ -12,7 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from foretoken.core.errors import DeadlineExceeded, ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import PlanRow, RowOutput, SamplingMetadata, StepOutput, StepPlan
+from foretoken.core.interface.step import (
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
 from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineMetrics
@@ -45,7 +51,7 @@ class Engine:
     ) -> None:
         """One draft: a letter per draft token names its source; ``path`` of them lead."""
         names = [{"n": "ngram", "m": "model", "p": "prediction"}[letter] for letter in sources]
-        row = RowOutput(
+        row = RequestOutput(
             request_id="a",
             num_proposed=len(names),
             num_accepted=accepted,
@@ -59,14 +65,14 @@ class Engine:
             accepted_sources=names[:accepted],
             token_sources=[*names[:accepted], ""],
         )
-        plan = StepPlan(rows=[self.row(1)], newly_allocated_pages=array("q"))
-        output = StepOutput(rows=[row])
+        plan = StepPlan(requests=[self.row(1)], newly_allocated_pages=array("q"))
+        output = StepOutput(requests=[row])
         self.metrics.observe_step(plan, output, began=0.0, computed=0.01, ended=0.02)
         self.metrics.observe_delta(self.request, delta, now)
 
-    def row(self, num_tokens: int) -> PlanRow:
+    def row(self, num_tokens: int) -> ScheduledRequest:
         """A share of a step: a chunk of so many tokens, or one to decode."""
-        return PlanRow(
+        return ScheduledRequest(
             request_id="a",
             tokens=array("q", range(100)),
             start=10,
@@ -202,9 +208,9 @@ def test_evicted_pages_are_counted_by_whether_a_quota_made_them_go(engine: Engin
 
 def test_a_step_counts_its_requests_and_its_tokens_by_kind(engine: Engine) -> None:
     plan = StepPlan(
-        rows=[engine.row(1), engine.row(7), engine.row(1)], newly_allocated_pages=array("q")
+        requests=[engine.row(1), engine.row(7), engine.row(1)], newly_allocated_pages=array("q")
     )
-    output = StepOutput(rows=[], times={"draft": 0.25, "forward": 2.0, "verify": 0.5})
+    output = StepOutput(requests=[], times={"draft": 0.25, "forward": 2.0, "verify": 0.5})
     engine.metrics.observe_step(plan, output, began=1.0, computed=4.0, ended=4.5)
     engine.metrics.observe_round(output, 5.0)
     engine.step("nnn", 2)  # its tokens are served, and its row decodes

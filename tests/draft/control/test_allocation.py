@@ -23,17 +23,17 @@ NO_LM: list[list[float]] = [[]]
 
 
 def candidates(
-    free: ArrayLike,
+    lookup: ArrayLike,
     lm: ArrayLike = (),
     *,
     budget: int = 99,
     num_uncached_draft_tokens: Sequence[int] = (),
     **more: int,
 ) -> StepCandidates:
-    table = np.array(free, dtype=float)
+    table = np.array(lookup, dtype=float)
     number = len(table)
     return StepCandidates(
-        free=table,
+        lookup=table,
         lm=np.array(lm, dtype=float).reshape(number, -1),
         num_uncached_draft_tokens=np.array(num_uncached_draft_tokens or [0] * number),
         budget=budget,
@@ -47,7 +47,7 @@ def with_draft_model(pass_s: float, row_s: float = 0.0) -> CostModel:
 
 
 def free_of(given: StepCandidates, rate: float = 1.0, costs: CostModel | None = None) -> list[int]:
-    found: list[int] = allocate(given, costs or CostModel(LINE), rate).num_free.tolist()
+    found: list[int] = allocate(given, costs or CostModel(LINE), rate).num_lookup.tolist()
     return found
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_taken_where_there_is_nothing_or_no_room() -> None:
     ):
         found = allocate(given, CostModel(LINE), 1.0)
         assert (found.num_rows, found.net) == (0, 0.0)
-        assert len(found.num_free) == len(found.lm_depth) == len(given.free)
+        assert len(found.num_lookup) == len(found.lm_depth) == len(given.lookup)
 
 
 def test_the_budget_goes_to_the_likeliest_tokens_of_all_requests() -> None:
@@ -111,7 +111,7 @@ def test_of_all_prefixes_the_best_are_taken() -> None:
         found = allocate(given, costs, rate)
         best = max(net_of(given, costs, rate, pairs) for pairs in every_choice(given))
         assert found.net == pytest.approx(best, abs=1e-9)
-        pairs = [(count, 0) for count in found.num_free.tolist()]
+        pairs = [(count, 0) for count in found.num_lookup.tolist()]
         assert net_of(given, costs, rate, pairs) == pytest.approx(best, abs=1e-9)
 
 
@@ -133,7 +133,7 @@ def test_the_draft_model_goes_as_deep_as_its_passes_pay() -> None:
 def test_each_request_takes_the_better_of_its_two_drafts_never_both() -> None:
     given = candidates([[0.95, 0.9, 0.85], [0.1, 0, 0]], [[0.3, 0.1], [0.9, 0.8]])
     found = lm_of(given, with_draft_model(0.1))
-    assert found.num_free.tolist() == [3, 0]
+    assert found.num_lookup.tolist() == [3, 0]
     assert found.lm_depth.tolist() == [0, 2]
     assert found.num_rows == 5
 
@@ -176,7 +176,7 @@ def test_the_choice_comes_close_to_trying_everything() -> None:
     for _ in range(300):
         given, costs, rate = random_case(rng, with_lm=True)
         found = allocate(given, costs, rate)
-        pairs = list(zip(found.num_free.tolist(), found.lm_depth.tolist(), strict=True))
+        pairs = list(zip(found.num_lookup.tolist(), found.lm_depth.tolist(), strict=True))
         assert sum(map(sum, pairs)) <= given.budget
         assert not any(count and depth for count, depth in pairs)
         assert found.net == pytest.approx(net_of(given, costs, rate, pairs), abs=1e-9)
@@ -220,7 +220,7 @@ def every_choice(given: StepCandidates) -> Iterator[list[tuple[int, int]]]:
             *((count, 0) for count in range(np.count_nonzero(free) + 1)),
             *((0, depth) for depth in range(1, np.count_nonzero(lm) + 1)),
         ]
-        for free, lm in zip(given.free, given.lm, strict=True)
+        for free, lm in zip(given.lookup, given.lm, strict=True)
     ]
     for pairs in itertools.product(*choices):
         if sum(map(sum, pairs)) <= given.budget:
@@ -232,7 +232,7 @@ def net_of(
 ) -> float:
     """Expected tokens beyond the price of their rows and of the draft model's passes."""
     gain = sum(
-        given.free[row, :count].sum() + given.lm[row, :depth].sum()
+        given.lookup[row, :count].sum() + given.lm[row, :depth].sum()
         for row, (count, depth) in enumerate(pairs)
     )
     chosen = sum(map(sum, pairs))

@@ -22,11 +22,11 @@ CHEAP = StepProfile({n: 0.010 + 0.0001 * n for n in ROWS}, {1: PASS_S, 64: 2 * P
 
 
 def candidates(
-    free: ArrayLike, lm: ArrayLike = (), *, budget: int = 99, num_uncached_draft_tokens: int = 0
+    lookup: ArrayLike, lm: ArrayLike = (), *, budget: int = 99, num_uncached_draft_tokens: int = 0
 ) -> StepCandidates:
-    table = np.array(free, dtype=float)
+    table = np.array(lookup, dtype=float)
     return StepCandidates(
-        free=table,
+        lookup=table,
         lm=np.array(lm, dtype=float).reshape(len(table), -1),
         num_uncached_draft_tokens=np.full(len(table), num_uncached_draft_tokens),
         budget=budget,
@@ -56,7 +56,7 @@ def trials(
 def test_a_trial_is_one_token_of_the_request_that_lacks_least() -> None:
     controller = Controller(CostModel(CHEAP))
     given = StepCandidates(
-        free=np.zeros((4, 0)),
+        lookup=np.zeros((4, 0)),
         lm=np.array([[0.02, 0.01], [0.0, 0.0], [0.02, 0.01], [0.02, 0.01]]),
         num_uncached_draft_tokens=np.array([30, 1, 5, 20]),  # the second may not be drafted for
         budget=9,
@@ -66,7 +66,7 @@ def test_a_trial_is_one_token_of_the_request_that_lacks_least() -> None:
         controller.observe(STEP_S, num_lm_drafted=0, num_lm_hits=0)
     found = controller.allocate(given)
     assert found.lm_depth.tolist() == [0, 0, 1, 0]
-    assert found.num_free.tolist() == [0] * 4
+    assert found.num_lookup.tolist() == [0] * 4
 
 
 def test_trials_that_fail_are_made_ever_more_rarely() -> None:
@@ -132,12 +132,12 @@ def test_without_measurements_the_first_steps_are_plain() -> None:
     controller = Controller(costs := CostModel())
     given = candidates([[0.99] * 3], [[0.9]])
     found: Allocation = controller.allocate(given)
-    assert (found.num_free.tolist(), found.lm_depth.tolist()) == ([0], [0])
+    assert (found.num_lookup.tolist(), found.lm_depth.tolist()) == ([0], [0])
     costs.observe(
         num_rows=1, num_requests=1, num_tokens=1, forward_s=0.01, draft_s=0.0, seconds=0.01,
         with_prompts=False,
     )  # fmt: skip
-    assert controller.allocate(given).num_free.tolist() == [3]
+    assert controller.allocate(given).num_lookup.tolist() == [3]
 
 
 # -- the log ------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_the_log_shows_shares_and_prices_and_starts_anew() -> None:
         controller.observe(STEP_S, num_lm_drafted=0, num_lm_hits=0)
     lines = controller.describe()
     assert (
-        lines["share_free"]
+        lines["share_lookup"]
         == lines["share_plain"]
         == lines["share_lm"]
         == pytest.approx(1 / 3, abs=1e-4)
@@ -158,7 +158,7 @@ def test_the_log_shows_shares_and_prices_and_starts_anew() -> None:
     assert lines["share_probe"] == 0.0
     assert lines["mean_drafted"] == 1.0
     assert lines["row_price"] == pytest.approx(0.0001 / 0.0101, abs=1e-4)
-    assert controller.describe()["share_free"] == 0.0
+    assert controller.describe()["share_lookup"] == 0.0
 
 
 def test_a_trial_is_shown_as_such() -> None:

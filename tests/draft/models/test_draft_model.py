@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
@@ -167,7 +166,7 @@ class Doubting:
         self.forget, self.observe, self.taps = proposer.forget, proposer.observe, proposer.taps
         self.num_compared = self.num_calls = 0
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         self.num_calls += 1
         if self.num_calls % 2 == 0:
             return [Draft()] * len(rows)
@@ -201,9 +200,9 @@ def test_drafts_are_those_of_a_newcomer_whatever_was_rejected_shared_or_preempte
     assert (bench.driver.scheduler.num_preemptions > 0) == (num_pages == 40)
 
 
-def row_of(tokens: list[int], max_draft: int = 4) -> DraftRow:
+def row_of(tokens: list[int], max_draft: int = 4) -> ScheduledRequest:
     params = TokenSamplingParams(temperature=0)
-    return DraftRow(
+    return ScheduledRequest(
         request_id="a",
         tokens=array("q", tokens),
         start=len(tokens) - 1,

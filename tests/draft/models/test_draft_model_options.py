@@ -10,16 +10,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.step import SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.rejection import SampledDraft, draw
-from foretoken.core.sampling.verifier import VerifyRow, sample, verify
+from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
 from foretoken.draft.models import temperature_tuner as tuner_module
 from foretoken.draft.models.draft_model import LmProposer
 from support.tiny_pair import write_pair
@@ -39,8 +38,8 @@ def proposer_of(decoder: Decoder, **options) -> LmProposer:
     return LmProposer(decoder, decoder.make_pool(NUM_PAGES, page_size=PAGE_SIZE), **options)
 
 
-def row_of(tokens: Sequence[int], max_draft: int = 4, *, seed: int = 1, **form) -> DraftRow:
-    return DraftRow(
+def row_of(tokens: Sequence[int], max_draft: int = 4, *, seed: int = 1, **form) -> ScheduledRequest:
+    return ScheduledRequest(
         request_id="a",
         tokens=array("q", tokens),
         start=len(tokens) - 1,
@@ -178,7 +177,7 @@ def run(target: Decoder, proposer: LmProposer, num_steps: int, **form) -> tuple[
         (draft,) = proposer.propose([row])
         tail = tuple(draft.token_ids)
         logits = [logits_after(target, row.tokens, tail[:i]) for i in range(len(tail) + 1)]
-        (result,) = verify(torch.stack(logits), [VerifyRow(row.tokens, tail, row.sampling)])
+        (result,) = verify(torch.stack(logits), [VerifyRequest(row.tokens, tail, row.sampling)])
         row.tokens.extend(result.token_ids)
         proposed, accepted = proposed + len(tail), accepted + result.num_accepted
     return proposed, accepted

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment, Wanted
@@ -83,7 +82,7 @@ class Reference:
     """What a head says behind a row's tokens, by its forward pass over the whole of them."""
 
     @torch.inference_mode()
-    def __init__(self, head: BlockHead | EagleHead, target: Decoder, row: DraftRow) -> None:
+    def __init__(self, head: BlockHead | EagleHead, target: Decoder, row: ScheduledRequest) -> None:
         self._head, self._target, self._row = head, target, row
         self._tokens = list(row.tokens)
         self._last = last = len(self._tokens) - 1
@@ -128,7 +127,7 @@ class Compared:
         self.taps = proposer.taps
         self.num_calls = self.num_right = self.num_compared = self.num_trees = 0
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         self.num_calls += 1
         if self._rests and self.num_calls % 3 == 0:
             return [Draft()] * len(rows)
@@ -344,7 +343,7 @@ def test_independent_drafts_say_what_they_were_drawn_from(folder, kind) -> None:
     found: list[Draft] = []
     propose = proposer.propose
 
-    def kept(rows: Sequence[DraftRow]) -> list[Draft]:
+    def kept(rows: Sequence[ScheduledRequest]) -> list[Draft]:
         found.extend(drafts := propose(rows))
         return drafts
 

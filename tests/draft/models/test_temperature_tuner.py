@@ -9,12 +9,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata
+from foretoken.core.interface.step import SamplingMetadata, ScheduledRequest
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import Choice, sample
+from foretoken.core.sampling.verifier import SampledToken, sample
 from foretoken.draft.models.temperature_tuner import GRID, TemperatureTuner
 
 VOCAB = 30
@@ -23,9 +22,9 @@ TARGET = torch.randn(500, VOCAB, generator=GENERATOR) * 2.5
 BLUR = 0.4 * torch.randn(500, VOCAB, generator=GENERATOR)
 
 
-def row_of(tokens: array[int], temperature: float = 1.0, **form: float) -> DraftRow:
+def row_of(tokens: array[int], temperature: float = 1.0, **form: float) -> ScheduledRequest:
     params = TokenSamplingParams(temperature=temperature, **form)  # type: ignore[arg-type]
-    return DraftRow(
+    return ScheduledRequest(
         request_id="a",
         tokens=tokens,
         start=len(tokens) - 1,
@@ -35,7 +34,7 @@ def row_of(tokens: array[int], temperature: float = 1.0, **form: float) -> Draft
     )
 
 
-def drawn(logits: torch.Tensor, row: DraftRow, temperature_scale: float = 1.0) -> int:
+def drawn(logits: torch.Tensor, row: ScheduledRequest, temperature_scale: float = 1.0) -> int:
     return sample(
         logits[None], [SampleRow(row.tokens, row.sampling)], temperature_scale=temperature_scale
     )[0].token_id
@@ -152,7 +151,7 @@ def test_taus_between_two_that_agree_are_not_asked() -> None:
     class Counting(TorchSampler):
         def sample(
             self, logits: torch.Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
-        ) -> list[Choice]:
+        ) -> list[SampledToken]:
             count.append(1)
             return sample(logits, rows, temperature_scale=temperature_scale)
 

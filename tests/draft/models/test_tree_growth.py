@@ -11,10 +11,9 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.execution.model_runner import ModelRunner
-from foretoken.core.execution.proposer import DraftRow
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.sampling.gumbel import gumbel_rows, vocabulary_hashes
@@ -38,9 +37,9 @@ def row_of(
     num_spare: int = 2,
     temperature: float = 1.0,
     **prices: float,
-) -> DraftRow:
+) -> ScheduledRequest:
     params = TokenSamplingParams(temperature=temperature)
-    return DraftRow(
+    return ScheduledRequest(
         request_id="a",
         tokens=array("q", range(5, 5 + num_tokens)),
         start=num_tokens - 1,
@@ -53,7 +52,7 @@ def row_of(
     )
 
 
-def grown(row: DraftRow) -> TreeGrowth:
+def grown(row: ScheduledRequest) -> TreeGrowth:
     return TreeGrowth(row, default_odds()[True], "lm", PAGE_SIZE)
 
 
@@ -177,7 +176,7 @@ def test_what_the_target_said_is_found_again_and_its_kv_is_called_home() -> None
 
 def looked_up(
     *token_ids: int, odds: Sequence[float], num_spare: int = 2, **options: float
-) -> DraftRow:
+) -> ScheduledRequest:
     draft = Draft(array("q", token_ids), ("suffix",) * len(token_ids), odds=odds)
     row = row_of(num_spare=num_spare, row_price=0.05, **options)  # type: ignore[arg-type]
     return replace(row, draft=draft)
@@ -273,7 +272,7 @@ class Doubting:
         self.forget, self.observe, self.taps = proposer.forget, proposer.observe, proposer.taps
         self.num_trees = 0
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Draft]:
+    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         pool = self._draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
         newcomer = LmProposer(self._draft, pool, window=10_000)
         newcomer._odds = self._proposer._odds

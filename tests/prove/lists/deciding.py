@@ -160,8 +160,8 @@ MUTATIONS = (
     Mutation(
         "allocation-takes-the-worse-draft",
         "_best_with_lm",
-        "is_lm = (worth > free_worth)",
-        "is_lm = (worth < free_worth)",
+        "is_lm = (worth > lookup_worth)",
+        "is_lm = (worth < lookup_worth)",
         ("test_allocation.py",),
         "each request takes the better of its two drafts",
     ),

@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-sampler-keeps-another-vocabulary",
-        "SamplingMetadata.form",
+        "SamplingMetadata.cached",
         "key = (make, *args)",
         "key = make",
         ("test_sampler.py::test_what_is_known_of_a_request_is_known_of_one_width_of_logits",),

@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "runner-reports-refused-rows",
-        "_verified_rows",
+        "_verified_requests",
         "*(behind + node for node in outcome.path)",
         "*range(behind, behind + output.num_proposed)",
         ("test_the_rows_of_refused_draft_tokens_are_left_out",),

@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "ahead-goes-beyond-the-length",
         "_continuing",
-        "row.stop + 1 < request.max_len",
-        "row.stop + 1 <= request.max_len",
+        "scheduled.stop + 1 < request.max_len",
+        "scheduled.stop + 1 <= request.max_len",
         ("test_who_ends_by_length_gets_no_row",),
         "who ends by length gets no row in vain",
     ),
@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         "ahead-of-rows-that-read-the-text",
         "StepPlan.is_decode_only",
-        " and not row.sampling.reads_text",
+        "            and not scheduled.sampling.reads_text\n",
         "",
         ("test_nothing_is_planned_where_a_row_reads_the_text",),
         "penalties see every token",
@@ -137,14 +137,14 @@ MUTATIONS = (
     Mutation(
         "flight-computes-rows-without-a-token",
         "launch_behind",
-        "if (tokens := chosen[row.request_id])]",
-        "if (tokens := chosen[row.request_id] or [0])]",
+        "if (tokens := chosen[scheduled.request_id])",
+        "if (tokens := chosen[scheduled.request_id] or [0])",
         ("test_a_row_without_a_token_yields_nothing_and_the_others_go_on",),
         "a row that failed fails alone",
     ),
     Mutation(
         "flight-hands-on-another-token",
-        "_known",
+        "_with_token",
         "tokens.append(token_id)",
         "tokens.append(token_id ^ 1)",
         ("test_overlap_answers.py",),
@@ -153,8 +153,8 @@ MUTATIONS = (
     Mutation(
         "launched-goes-on-from-anothers-token",
         "PendingStep.lend",
-        "sources[batch_rows[row.request_id]] = index",
-        "sources[batch_rows[row.request_id]] = 0",
+        "sources[batch_rows[scheduled.request_id]] = index",
+        "sources[batch_rows[scheduled.request_id]] = 0",
         ("test_overlap_engine.py",),
         "law 1: the same tokens whatever overlaps",
     ),

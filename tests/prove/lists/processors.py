@@ -143,7 +143,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-rules-of-another-vocabulary",
-        "SamplingMetadata.form",
+        "SamplingMetadata.cached",
         "key = (make, *args)",
         "key = (make,)",
         (

@@ -7,7 +7,7 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "layout-tail-leaves-out-ancestors",
-        "row_segments",
+        "request_segments",
         'tail=array("q", ancestors + own),',
         'tail=array("q", own),',
         ("test_known_trees_change_no_token",),
@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "layout-moves-every-node-home-one-early",
         "moves",
-        "natural_slots(row, row.stop, len(path), page_size)",
-        "natural_slots(row, row.stop - 1, len(path), page_size)",
+        "natural_slots(scheduled, scheduled.stop, len(path), page_size)",
+        "natural_slots(scheduled, scheduled.stop - 1, len(path), page_size)",
         ("test_known_trees_change_no_token",),
         "I7: accepted nodes go to the slots of their positions",
     ),

@@ -15,7 +15,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-keeps-what-a-failed-row-wrote",
-        "Scheduler._commit_row",
+        "Scheduler._commit_request",
         "self._finish(request, delta, now, keep=out.error is None)",
         "self._finish(request, delta, now)",
         ("test_a_failed_row_fails_its_request_alone_and_publishes_nothing",),
@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-rejected-drafts-keep-their-pages",
-        "Scheduler._commit_row",
+        "Scheduler._commit_request",
         "                self.cache.shrink(request.lease, len(request.tokens))\n",
         "                pass\n",
         ("test_pages_of_rejected_drafts_are_given_back",),
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         "scheduler-chunks-beyond-the-budget",
         "Scheduler._plan_chunks",
-        "                budget -= row.stop - row.start\n",
+        "                budget -= scheduled.stop - scheduled.start\n",
         "",
         ("test_drafts_and_chunks_share_the_token_budget",),
         "a step stays within its token budget",
@@ -111,7 +111,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scheduler-publishes-at-the-end-alone",
-        "Scheduler._commit_row",
+        "Scheduler._commit_request",
         "                publish(self.cache, request)\n",
         "                pass\n",
         ("test_a_common_prefix_is_computed_once_in_chunks",),

@@ -16,7 +16,7 @@ MUTATIONS = (
     Mutation(
         "verify-counts-the-bonus-token",
         "verified",
-        "path = row.follow(token_ids if error is not None else token_ids[:-1])",
+        "path = request.follow(token_ids if error is not None else token_ids[:-1])",
         "path = tuple(range(len(token_ids)))",
         ("test_a_wholly_accepted_draft_is_followed_by_the_bonus_token",),
         "accepted tokens leave out the recovered or bonus one",
@@ -24,8 +24,8 @@ MUTATIONS = (
     Mutation(
         "verify-forgets-the-draft-before-a-place",
         "_Walk.place",
-        "SampleRow(row.tokens, row.sampling, row.tail(node))",
-        "SampleRow(row.tokens, row.sampling)",
+        "request.sampling, request.tail(node)\n",
+        "request.sampling\n",
         ("test_streams_equal_plain_decoding",),
         "law 4: noise and penalties belong to the position",
     ),

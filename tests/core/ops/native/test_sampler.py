@@ -23,9 +23,9 @@ from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
-    Choice,
+    SampledToken,
     Verified,
-    VerifyRow,
+    VerifyRequest,
 )
 from support.draft_trees import tree_of
 from support.sampling_rows import (
@@ -251,7 +251,7 @@ def test_the_best_of_a_greedy_row_are_its_greatest_logits(sampler: NativeSampler
 def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> None:
     rng, vocab = random.Random(5), 61
     logits = logits_of(900, vocab, 4.0)
-    rows, at = list[VerifyRow](), 0
+    rows, at = list[VerifyRequest](), 0
     while at + 8 < 900:
         form = random_wishes(rng, vocab) | {"logprobs": rng.choice([None, None, 2])}
         if rng.random() < 0.3:
@@ -259,7 +259,7 @@ def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> No
         depth = rng.randrange(6)
         draft = best_of(logits[at : at + depth], rng)
         tokens = array("q", [rng.randrange(vocab) for _ in range(4)])
-        rows.append(VerifyRow(tokens, draft, sampling_of(rng.getrandbits(64), **form)))
+        rows.append(VerifyRequest(tokens, draft, sampling_of(rng.getrandbits(64), **form)))
         at += depth + 1
     logits = logits[:at]
     logits[::37, 0] = NAN
@@ -272,7 +272,7 @@ def test_drafts_are_followed_as_torch_follows_them(sampler: NativeSampler) -> No
 def test_trees_are_followed_as_torch_follows_them(sampler: NativeSampler) -> None:
     rng, vocab = random.Random(6), 61
     logits = logits_of(1500, vocab, 4.0)
-    rows, at = list[VerifyRow](), 0
+    rows, at = list[VerifyRequest](), 0
     while at + 20 < 1500:
         form = random_wishes(rng, vocab) | {"logprobs": rng.choice([None, None, 2])}
         if rng.random() < 0.3:
@@ -285,7 +285,7 @@ def test_trees_are_followed_as_torch_follows_them(sampler: NativeSampler) -> Non
             (choice,) = ORACLE.sample(logits[at : at + 1], [SampleRow(tokens, sampling, said)])
             said.append(max(0, choice.token_id))
         draft = tree_of([*paths[:2], said, *paths[2:]])
-        row = VerifyRow(tokens, draft.token_ids, sampling, draft.parents)
+        row = VerifyRequest(tokens, draft.token_ids, sampling, draft.parents)
         logits[at + 1 : at + len(draft.token_ids) + 1] = logits[at]
         rows.append(row)
         at += len(draft.token_ids) + 1
@@ -301,7 +301,7 @@ def test_a_constraint_is_asked_about_no_place_that_is_not_reached(sampler: Nativ
     constraint, logits = Countdown(12), torch.zeros(5, 12)
     logits[range(5), [11, 3, 4, 5, 6]] = 3.0
     sampling = sampling_of(temperature=0.0, constraint=constraint)
-    row = VerifyRow(array("q", (0, 0)), (0, 3, 9, 5), sampling)
+    row = VerifyRequest(array("q", (0, 0)), (0, 3, 9, 5), sampling)
     assert sampler.verify(logits, [row]) == [Verified((0, 3, 4), (0, 1))]
     assert constraint.asked == [0, 1, 2]
 
@@ -309,8 +309,8 @@ def test_a_constraint_is_asked_about_no_place_that_is_not_reached(sampler: Nativ
 def test_what_a_constraint_fails_with_is_the_requests_own_fault(sampler: NativeSampler) -> None:
     sampling = sampling_of(temperature=0.0, constraint=Countdown(12, fails_at=1))
     rows = [
-        VerifyRow(array("q", (0, 0)), (0,), sampling),
-        VerifyRow(array("q", (0,)), (), sampling_of(temperature=0.0)),
+        VerifyRequest(array("q", (0, 0)), (0,), sampling),
+        VerifyRequest(array("q", (0,)), (), sampling_of(temperature=0.0)),
     ]
     first, second = sampler.verify(torch.zeros(3, 12), rows)
     assert (first.token_ids, first.num_accepted, first.error) == ((0,), 1, "no way on")
@@ -328,7 +328,7 @@ def test_an_answer_that_must_end_may_be_shorter_than_min_tokens(
         temperature=0.0, constraint=Countdown(12), min_tokens=50, stop_ids=frozenset({0})
     )
     logits = torch.arange(12.0, 0.0, -1.0)[None]
-    assert sampler.sample(logits, [SampleRow(tokens, sampling)]) == [Choice(chosen)]
+    assert sampler.sample(logits, [SampleRow(tokens, sampling)]) == [SampledToken(chosen)]
 
 
 def test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read(sampler: NativeSampler) -> None:
@@ -338,7 +338,7 @@ def test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read(sampler: Nati
 
 
 def test_a_wrong_number_of_logits_is_refused(sampler: NativeSampler) -> None:
-    row = VerifyRow(array("q", (0, 0)), (), sampling_of())
+    row = VerifyRequest(array("q", (0, 0)), (), sampling_of())
     with pytest.raises(ValueError, match="2 rows of logits for 1 drafts"):
         sampler.verify(torch.zeros(2, 5), [row])
     assert sampler.verify(torch.zeros(0, 5), []) == []
@@ -368,16 +368,20 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(
     for place in (0, vocab - 1):
         broken = logits.clone()
         broken[1, place] = bad
-        assert sampler.sample(broken, rows) == [healthy[0], Choice(-1, NOT_FINITE), healthy[2]]
+        assert sampler.sample(broken, rows) == [
+            healthy[0],
+            SampledToken(-1, NOT_FINITE),
+            healthy[2],
+        ]
     logits[1] = -INF
-    assert sampler.sample(logits, rows)[1] == Choice(-1, NOT_FINITE)
+    assert sampler.sample(logits, rows)[1] == SampledToken(-1, NOT_FINITE)
 
 
 def test_a_request_that_bans_every_token_fails_alone(sampler: NativeSampler) -> None:
     banned = row_of(allowed_token_ids=[0], bad_words_ids=((0,),))
     logits = torch.tensor([[3.0, 1.0, -INF]] * 2)
     found = sampler.sample(logits, [banned, row_of(temperature=0.0)])
-    assert found == [Choice(-1, ALL_BANNED), Choice(0)]
+    assert found == [SampledToken(-1, ALL_BANNED), SampledToken(0)]
 
 
 def test_ids_outside_the_vocabulary_fail_their_own_request_only(sampler: NativeSampler) -> None:
@@ -387,9 +391,9 @@ def test_ids_outside_the_vocabulary_fail_their_own_request_only(sampler: NativeS
     assert failed == ORACLE.sample(logits, rows)[0]
     assert failed.error is not None
     assert "token id 5" in failed.error
-    assert served == Choice(4)
+    assert served == SampledToken(4)
     logits[0, 0] = NAN
-    assert sampler.sample(logits, rows)[0] == Choice(-1, NOT_FINITE)
+    assert sampler.sample(logits, rows)[0] == SampledToken(-1, NOT_FINITE)
 
 
 def test_what_is_known_of_a_request_is_known_of_one_width_of_logits(
@@ -422,7 +426,7 @@ def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite(
 def test_ties_go_to_the_lowest_id_and_zeros_of_either_sign_tie(sampler: NativeSampler) -> None:
     logits = torch.full((1, 200), -1.0)
     logits[0, [150, 151, 70]] = torch.tensor([0.0, 0.0, -0.0])
-    assert sampler.sample(logits, [row_of(temperature=0.0)]) == [Choice(70)]
+    assert sampler.sample(logits, [row_of(temperature=0.0)]) == [SampledToken(70)]
 
 
 def test_half_precision_and_strided_logits_are_accepted_and_only_read(

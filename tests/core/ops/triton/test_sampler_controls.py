@@ -10,8 +10,8 @@ from collections import Counter
 
 import numpy as np
 
+from foretoken.core.ops.triton.encoded_sampling import EncodedSampling
 from foretoken.core.ops.triton.history import History
-from foretoken.core.ops.triton.sampling_form import SamplingForm
 from foretoken.core.ops.triton.sampling_inputs import write_controls
 from foretoken.core.sampling.logits_processors import SampleRow
 from support.sampling_rows import Countdown, row_of, sampling_of
@@ -66,8 +66,8 @@ def test_min_tokens_edits_nothing_once_they_are_there() -> None:
 def test_what_is_known_of_a_request_goes_with_it() -> None:
     row = row_of()
     write_controls([(0, row)], VOCAB, 1.0)
-    known = row.sampling.form(SamplingForm, VOCAB)
-    assert row.sampling.form(SamplingForm, VOCAB) is known
+    known = row.sampling.cached(EncodedSampling, VOCAB)
+    assert row.sampling.cached(EncodedSampling, VOCAB) is known
     gone = weakref.ref(known)
     del row, known
     gc.collect()

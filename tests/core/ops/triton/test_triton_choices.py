@@ -15,9 +15,9 @@ from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
     Draft,
-    PlanRow,
-    RowOutput,
+    RequestOutput,
     SamplingMetadata,
+    ScheduledRequest,
     StepPlan,
 )
 from foretoken.core.ops.batch import SamplingPlan, Segment, Wanted
@@ -31,10 +31,10 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from foretoken.core.ops.triton import step, tile_schedule
+from foretoken.core.ops.triton.encoded_sampling import NUM_COLUMNS, ROW
 from foretoken.core.ops.triton.graph_inputs import GraphInputs
 from foretoken.core.ops.triton.gumbel_argmax import GumbelArgmax
 from foretoken.core.ops.triton.input_fields import fields, fill_controls, fill_idle
-from foretoken.core.ops.triton.sampling_form import NUM_COLUMNS, ROW
 from foretoken.core.ops.triton.sampling_inputs import write_controls, write_plain_controls
 from support.fake_graph import _fresh
 from support.graph_fixture import PAGE_SIZE, VOCAB, CountedGraph, Graphs, make_decoder, make_pool
@@ -56,7 +56,7 @@ PARAMS: dict[str, TokenSamplingParams] = {
     "prompt": TokenSamplingParams(temperature=0.0, prompt_logprobs=1),
 }
 NAMES = tuple(PARAMS)
-Rows = Sequence[PlanRow]
+Rows = Sequence[ScheduledRequest]
 
 
 class Twins:
@@ -77,11 +77,11 @@ class Twins:
 
         sampler._begin = counted
 
-    def step(self, rows: Rows, *, in_graph: bool) -> Sequence[RowOutput]:
+    def step(self, rows: Rows, *, in_graph: bool) -> Sequence[RequestOutput]:
         """The same outcome and content of both."""
         self.num_behind = 0
-        plan = StepPlan(rows=rows, newly_allocated_pages=array("q"))
-        found, expected = (runner.step(plan).rows for runner in self.runners)
+        plan = StepPlan(requests=rows, newly_allocated_pages=array("q"))
+        found, expected = (runner.step(plan).requests for runner in self.runners)
         assert found == expected
         pools = [runner.pool.data for runner in self.runners]
         assert torch.equal(*(each.nan_to_num(77.0) for each in pools))
@@ -98,12 +98,12 @@ def twins(device: torch.device) -> Iterator[Twins]:
         yield Twins()
 
 
-def row(name: str, more: Sequence[int] = (), *, pending: int = 1) -> PlanRow:
+def row(name: str, more: Sequence[int] = (), *, pending: int = 1) -> ScheduledRequest:
     """The next step of a request that has said ``more``; its pages are its own."""
     at = NAMES.index(name)
     tokens = array("q", [(3 * i + at) % VOCAB for i in range(LENGTH)])
     tokens.extend(more)
-    return PlanRow(
+    return ScheduledRequest(
         request_id=name,
         tokens=tokens,
         start=len(tokens) - pending,
@@ -113,7 +113,7 @@ def row(name: str, more: Sequence[int] = (), *, pending: int = 1) -> PlanRow:
     )
 
 
-def part(name: str, start: int, stop: int) -> PlanRow:
+def part(name: str, start: int, stop: int) -> ScheduledRequest:
     """A piece of a prompt that yields no token."""
     return replace(row(name), start=start, stop=stop)
 
@@ -240,7 +240,7 @@ def test_a_step_of_few_rows_is_a_copy_a_graph_and_a_copy_back(
         InterpretedFunction, "run", lambda kernel, *_, **__: asked.log.append(str(kernel))
     )
     with asked:
-        twins.runners[0].step(StepPlan(rows=rows, newly_allocated_pages=array("q")))
+        twins.runners[0].step(StepPlan(requests=rows, newly_allocated_pages=array("q")))
     assert asked.log == ["copy_", "replay", "copy_"]
 
 
@@ -334,6 +334,8 @@ def test_a_constraint_is_asked_once_though_its_row_is_not_for_the_graph(twins: T
         params=PARAMS["drawn"], seed=1, prompt_len=LENGTH, constraint=constraint
     )
     twins.runners[0].step(
-        StepPlan(rows=[replace(row("drawn"), sampling=sampling)], newly_allocated_pages=array("q"))
+        StepPlan(
+            requests=[replace(row("drawn"), sampling=sampling)], newly_allocated_pages=array("q")
+        )
     )
     assert constraint.asked == [0]

@@ -211,7 +211,7 @@ def test_an_engine_that_launches_a_step_before_the_last_is_read_says_the_same(
         on_kernels_started: OnKernelsStarted = ignore_kernels,
     ) -> Pending:
         if after is not None:
-            behind.append(len(plan.rows))
+            behind.append(len(plan.requests))
         return launch(runner, plan, after, on_kernels_started)
 
     monkeypatch.setattr(ModelRunner, "launch", counted)

@@ -16,15 +16,15 @@ from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import (
     Draft,
-    PlanRow,
-    RowOutput,
+    RequestOutput,
     SamplingMetadata,
+    ScheduledRequest,
     StepOutput,
     StepPlan,
 )
 from foretoken.core.interface.step_runner import StepRunner
 from foretoken.core.sampling.sampler import TorchSampler
-from foretoken.core.sampling.verifier import NOT_FINITE, Choice
+from foretoken.core.sampling.verifier import NOT_FINITE, SampledToken
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.draft.models.tree_growth import frontiers
 
@@ -87,13 +87,13 @@ class Lab:
     def plan(self, names: Sequence[str], num_ahead: int = 0) -> StepPlan:
         """The step behind as many whose tokens nobody has."""
         rows = [self._row(name, num_ahead) for name in names]
-        return StepPlan(rows=rows, newly_allocated_pages=array("q"), is_plain=True)
+        return StepPlan(requests=rows, newly_allocated_pages=array("q"), is_plain=True)
 
-    def _row(self, name: str, num_ahead: int) -> PlanRow:
+    def _row(self, name: str, num_ahead: int) -> ScheduledRequest:
         first = EVERYBODY.index(name) * PAGES_EACH
         tokens = self.tokens[name]
         stop = len(tokens) + num_ahead
-        return PlanRow(
+        return ScheduledRequest(
             request_id=name,
             tokens=tokens,
             start=stop - 1,
@@ -103,19 +103,19 @@ class Lab:
             is_ahead=num_ahead > 0,
         )
 
-    def take(self, output: StepOutput) -> Sequence[RowOutput]:
+    def take(self, output: StepOutput) -> Sequence[RequestOutput]:
         """Commit a step."""
-        assert output.num_rows == len(output.rows)
+        assert output.num_rows == len(output.requests)
         assert list(output.times) == ["draft", "forward", "verify"]
-        for row in output.rows:
+        for row in output.requests:
             self.tokens[row.request_id].extend(row.token_ids)
-        return output.rows
+        return output.requests
 
-    def step(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
+    def step(self, rounds: Rounds) -> list[Sequence[RequestOutput]]:
         """One by one."""
         return [self.take(self.runner.step(self.plan(names))) for names in rounds]
 
-    def launch(self, rounds: Rounds) -> list[Sequence[RowOutput]]:
+    def launch(self, rounds: Rounds) -> list[Sequence[RequestOutput]]:
         """Each asked for before the one ahead of it is read, and nothing waited for but that."""
         launcher: StepRunner = self.runner
         found, stream = [], self.stream
@@ -207,7 +207,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_the_next_step_has_it_without_h
     with lab.is_slow():
         found = lab.launch(rounds)
     for rows, sound in zip(found, expected, strict=True):
-        assert rows[1] == RowOutput(request_id="drawn", error=NOT_FINITE)
+        assert rows[1] == RequestOutput(request_id="drawn", error=NOT_FINITE)
         assert [rows[0], rows[2]] == [sound[0], sound[2]]
 
 
@@ -228,9 +228,9 @@ def test_a_row_that_the_host_knows_may_stand_beside_rows_that_it_does_not(lab: L
     with lab.is_slow():
         first = lab.runner.launch(lab.plan(("greedy", "cut")))
         rows = [lab._row(name, int(name != "drawn")) for name in EVERYBODY]
-        second = lab.runner.launch(replace(lab.plan(()), rows=rows), first)
+        second = lab.runner.launch(replace(lab.plan(()), requests=rows), first)
         first.finish()
-        assert second.finish().rows == expected
+        assert second.finish().requests == expected
 
 
 @only_eager
@@ -252,19 +252,19 @@ def test_the_proposer_forgets_what_a_launched_step_says_and_observes_it(lab: Lab
 @only_eager
 def test_a_launch_that_cannot_follow_the_one_before_is_refused(lab: Lab) -> None:
     steady, behind = lab.plan(["greedy"]), lab.plan(["greedy"], num_ahead=1)
-    (row,) = steady.rows
+    (row,) = steady.requests
     reads = SamplingMetadata(params=TokenSamplingParams(logprobs=1), seed=0, prompt_len=PROMPT_LEN)
     for plan in (
         replace(steady, is_plain=False),
-        replace(steady, rows=[replace(row, start=0)]),
-        replace(steady, rows=[replace(row, start=1, stop=2)]),
-        replace(steady, rows=[replace(row, sampling=reads)]),
+        replace(steady, requests=[replace(row, start=0)]),
+        replace(steady, requests=[replace(row, start=1, stop=2)]),
+        replace(steady, requests=[replace(row, sampling=reads)]),
     ):
         with pytest.raises(ValueError, match="decides more than a token for each row"):
             lab.runner.launch(behind, lab.runner.launch(plan))
     with pytest.raises(ValueError, match="is not under way"):
         lab.runner.launch(behind)
-    reading = replace(behind, rows=[replace(behind.rows[0], sampling=reads)])
+    reading = replace(behind, requests=[replace(behind.requests[0], sampling=reads)])
     with pytest.raises(ValueError, match="reads the text"):
         lab.runner.launch(reading, lab.runner.launch(steady))
 
@@ -277,13 +277,13 @@ def test_a_row_that_is_ahead_may_have_a_draft(lab: Lab) -> None:
     lab.restart()
     with lab.is_slow():
         under_way = lab.runner.launch(lab.plan(["greedy"]))
-        (row,) = lab.plan(["greedy"], num_ahead=1).rows
+        (row,) = lab.plan(["greedy"], num_ahead=1).requests
         row = replace(row, draft=Draft.of([second, (third + 1) % VOCAB], "a"))
         following = lab.runner.launch(
-            StepPlan(rows=[row], newly_allocated_pages=array("q")), under_way
+            StepPlan(requests=[row], newly_allocated_pages=array("q")), under_way
         )
-        assert list(under_way.finish().rows[0].token_ids) == [first]
-        (found,) = following.finish().rows
+        assert list(under_way.finish().requests[0].token_ids) == [first]
+        (found,) = following.finish().requests
     assert (list(found.token_ids), found.num_accepted) == ([second, third], 1)
 
 
@@ -291,10 +291,10 @@ def test_a_row_that_is_ahead_may_have_a_draft(lab: Lab) -> None:
 def test_who_launches_computes_behind_the_hosts_back_and_verifies_no_drafts_by_rejection(
     lab: Lab,
 ) -> None:
-    assert lab.runner.launches
-    assert not ModelRunner(lab.decoder, lab.pool, rejection=True).launches
+    assert lab.runner.is_async
+    assert not ModelRunner(lab.decoder, lab.pool, rejection=True).is_async
     decoder: Any = SimpleNamespace(device=lab.decoder.device, sampler=TorchSampler())
-    assert not ModelRunner(decoder, cast("Any", None)).launches
+    assert not ModelRunner(decoder, cast("Any", None)).is_async
 
 
 # -- a draft model -------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class Drafter:
             return found + self._propose(proposer, depths)
 
     def _propose(self, proposer: LmProposer, depths: dict[str, int]) -> list[list[int]]:
-        rows = self.lab.plan(list(depths)).rows
+        rows = self.lab.plan(list(depths)).requests
         self.log.clear()
         drafts = proposer.propose([replace(row, max_draft=depths[row.request_id]) for row in rows])
         for row, draft in zip(rows, drafts, strict=True):
@@ -408,11 +408,11 @@ def test_a_draft_ends_before_the_token_that_cannot_be_drawn(
     whole = drafter.draft(DEPTHS)[0]
     choices, num_calls = TritonPendingTokens.choices, 0
 
-    def failing(tokens: TritonPendingTokens) -> list[Choice]:
+    def failing(tokens: TritonPendingTokens) -> list[SampledToken]:
         nonlocal num_calls
         num_calls += 1
         found = choices(tokens)
-        return [Choice(-1, NOT_FINITE), *found[1:]] if num_calls == 3 else found
+        return [SampledToken(-1, NOT_FINITE), *found[1:]] if num_calls == 3 else found
 
     monkeypatch.setattr(TritonPendingTokens, "choices", failing)
     drawn, greedy, cut = drafter.draft(DEPTHS)[:3]

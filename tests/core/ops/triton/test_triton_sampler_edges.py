@@ -15,7 +15,13 @@ pytest.importorskip("triton")
 
 from foretoken.core.interface.step import Refusal
 from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.core.sampling.verifier import ALL_BANNED, NOT_FINITE, Choice, Verified, VerifyRow
+from foretoken.core.sampling.verifier import (
+    ALL_BANNED,
+    NOT_FINITE,
+    SampledToken,
+    Verified,
+    VerifyRequest,
+)
 from support.sampling_rows import (
     Countdown,
     best_of,
@@ -38,14 +44,14 @@ def test_logits_that_are_not_finite_fail_their_own_request_only(bad: float) -> N
         logits = logits_of(5, vocab)
         healthy, broken = SAMPLER.sample(logits, rows), logits.clone()
         broken[1:, place], broken[3] = bad, -INF
-        assert SAMPLER.sample(broken, rows) == [healthy[0]] + [Choice(-1, NOT_FINITE)] * 4
+        assert SAMPLER.sample(broken, rows) == [healthy[0]] + [SampledToken(-1, NOT_FINITE)] * 4
 
 
 def test_a_request_that_bans_every_token_fails_alone() -> None:
     banned = row_of(allowed_token_ids=[0], bad_words_ids=((0,),))
     logits = torch.tensor([[3.0, 1.0, -INF]] * 2)
     found = SAMPLER.sample(logits, [banned, row_of(temperature=0.0)])
-    assert found == [Choice(-1, ALL_BANNED), Choice(0)]
+    assert found == [SampledToken(-1, ALL_BANNED), SampledToken(0)]
 
 
 def test_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
@@ -53,7 +59,7 @@ def test_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
     logits = torch.zeros(2, 5)
     assert SAMPLER.sample(logits, rows) == oracle(logits, rows)
     logits[0, 0] = NAN
-    assert SAMPLER.sample(logits, rows) == [Choice(-1, NOT_FINITE), Choice(4)]
+    assert SAMPLER.sample(logits, rows) == [SampledToken(-1, NOT_FINITE), SampledToken(4)]
 
 
 def test_what_is_known_of_a_request_is_known_of_one_width_of_logits() -> None:
@@ -65,7 +71,7 @@ def test_what_is_known_of_a_request_is_known_of_one_width_of_logits() -> None:
 
 def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite() -> None:
     logits = logits_of(20, 50, 3.0)
-    greedy = [Choice(token_id) for token_id in logits.argmax(-1).tolist()]
+    greedy = [SampledToken(token_id) for token_id in logits.argmax(-1).tolist()]
     for form, temperature_scale in (
         ({"temperature": 0.0}, 1.0),
         ({"temperature": 1e-30}, 1.0),
@@ -82,7 +88,7 @@ def test_tiny_temperatures_are_greedy_and_huge_ones_know_no_favourite() -> None:
 def test_ties_go_to_the_lowest_id_and_zeros_of_either_sign_tie() -> None:
     logits = torch.full((1, 600), -1.0)
     logits[0, [550, 551, 470]] = torch.tensor([0.0, 0.0, -0.0])
-    assert SAMPLER.sample(logits, [row_of(temperature=0.0)]) == [Choice(470)]
+    assert SAMPLER.sample(logits, [row_of(temperature=0.0)]) == [SampledToken(470)]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,7 @@ def test_a_wrong_number_of_logits_is_refused() -> None:
     with pytest.raises(ValueError, match="2 rows of logits for 3 tokens"):
         SAMPLER.sample(logits_of(2, 9), [row_of(), row_of(), row_of()])
     with pytest.raises(ValueError, match="2 rows of logits for 1 drafts"):
-        SAMPLER.verify(torch.zeros(2, 5), [VerifyRow(array("q", (0, 0)), (), sampling_of())])
+        SAMPLER.verify(torch.zeros(2, 5), [VerifyRequest(array("q", (0, 0)), (), sampling_of())])
     assert SAMPLER.verify(torch.zeros(0, 5), []) == []
 
 
@@ -140,7 +146,7 @@ def test_a_wrong_number_of_logits_is_refused() -> None:
 def test_drafts_are_followed_as_torch_follows_them() -> None:
     rng, vocab = random.Random(5), 61
     logits = logits_of(70, vocab, 8.0)
-    rows, at = list[VerifyRow](), 0
+    rows, at = list[VerifyRequest](), 0
     while at + 8 < 70:
         form = rng.choice([random_wishes(rng, vocab), {"temperature": 0.0}])
         form["logprobs"] = rng.choice([None, 2])
@@ -150,7 +156,7 @@ def test_drafts_are_followed_as_torch_follows_them() -> None:
         best = logits[at : at + depth]
         draft = rng.choice([best_of(best, rng), best.argmax(-1).tolist()])
         tokens = array("q", [rng.randrange(vocab) for _ in range(4)])
-        rows.append(VerifyRow(tokens, draft, sampling_of(rng.getrandbits(64), **form)))
+        rows.append(VerifyRequest(tokens, draft, sampling_of(rng.getrandbits(64), **form)))
         at += depth + 1
     logits = logits[:at]
     logits[::17, 0] = NAN
@@ -177,8 +183,8 @@ def test_the_places_of_a_draft_may_be_decided_all_at_once() -> None:
 def test_what_a_constraint_fails_with_is_the_requests_own_fault() -> None:
     sampling = sampling_of(temperature=0.0, constraint=Countdown(12, fails_at=1))
     rows = [
-        VerifyRow(array("q", (0, 0)), (0,), sampling),
-        VerifyRow(array("q", (0,)), (), sampling_of(temperature=0.0)),
+        VerifyRequest(array("q", (0, 0)), (0,), sampling),
+        VerifyRequest(array("q", (0,)), (), sampling_of(temperature=0.0)),
     ]
     first, second = SAMPLER.verify(torch.zeros(3, 12), rows)
     assert (first.token_ids, first.num_accepted, first.error) == ((0,), 1, "no way on")
@@ -196,12 +202,12 @@ def test_an_answer_that_must_end_may_be_shorter_than_min_tokens(
     )
     row = SampleRow(array("q", [5] * (12 - num_allowed)), sampling)
     logits = torch.arange(12.0, 0.0, -1.0)[None]
-    assert SAMPLER.sample(logits, [row]) == [Choice(chosen)]
+    assert SAMPLER.sample(logits, [row]) == [SampledToken(chosen)]
 
 
 def test_what_one_list_allows_and_the_constraint_too_is_left() -> None:
     row = row_of(temperature=0.0, allowed_token_ids=[9, 33, 35], constraint=Countdown(40))
-    assert SAMPLER.sample(torch.zeros(1, 40), [row]) == [Choice(9)]
+    assert SAMPLER.sample(torch.zeros(1, 40), [row]) == [SampledToken(9)]
 
 
 def test_a_mask_of_another_vocabulary_is_an_error_and_no_wild_read() -> None:

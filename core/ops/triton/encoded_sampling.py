@@ -1,4 +1,4 @@
-"""SamplingForm: one request's sampling parameters as the kernels of the sampler read them."""
+"""EncodedSampling: one request's sampling parameters as the kernels of the sampler read them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RECORD = np.dtype([
 _NOTHING: Edits = (np.empty(0, np.int32), np.empty(0, np.float32))
 
 
-class SamplingForm:
+class EncodedSampling:
     """What follows from a request alone: a form of its `SamplingMetadata`.
 
     ``record``: bytes of its columns, with the start of its noise in `KEY`.
