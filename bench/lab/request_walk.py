@@ -48,7 +48,7 @@ PACKAGES = ("radix_cache", "core", "draft")
 MODULES = tuple(f"foretoken.{package}." for package in PACKAGES)
 VOCAB_SIZE, CYCLE = 64, 5
 PROMPT = array("q", range(20, 29))
-NO_DRAFTS, FREE_DRAFTS = "none", "radix,suffix"  # a prediction and a grammar come with the latter
+NO_DRAFTS, LOOKUPS = "none", "radix,suffix"  # a prediction and a grammar come with the latter
 
 
 @dataclass
@@ -162,7 +162,7 @@ def _nodes(folder: Path) -> Iterator[ast.AST]:
 def main() -> None:
     """Print the counts."""
     print(f"9 prompt tokens, 4 tokens, no drafts:     {walk(NO_DRAFTS, 4)}")
-    print(f"9 prompt tokens, 40 tokens, free drafts:  {walk(FREE_DRAFTS, 40)}")
+    print(f"9 prompt tokens, 40 tokens, look-ups:     {walk(LOOKUPS, 40)}")
     for package in PACKAGES:
         lengths = function_lengths(package)
         p90 = lengths[len(lengths) * 9 // 10]

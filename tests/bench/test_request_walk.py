@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from foretoken.bench.lab.request_walk import FREE_DRAFTS, NO_DRAFTS, Walk, function_lengths
+from foretoken.bench.lab.request_walk import LOOKUPS, NO_DRAFTS, Walk, function_lengths
 
 CODE = """
 import json, sys
@@ -35,7 +35,7 @@ def test_a_plain_request_meets_few_files_and_classes() -> None:
 
 
 def test_a_request_with_drafts_meets_the_speculator_and_its_sources() -> None:
-    found = walked(FREE_DRAFTS, 40)
+    found = walked(LOOKUPS, 40)
     assert {"foretoken.draft.speculator", "foretoken.draft.sources.suffix"} <= found.modules
     assert len(found.modules) <= 46
     assert len(found.classes) <= 73

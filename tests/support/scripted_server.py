@@ -28,7 +28,7 @@ from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.execution.layout import num_logits
-from foretoken.core.execution.model_runner import ModelRunner, Work
+from foretoken.core.execution.model_runner import LaunchedStep, ModelRunner
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.sampling.verifier import Verified
 
@@ -143,7 +143,7 @@ class ScriptedRunner(ModelRunner):
         vars(steered).update(vars(runner), tokens=tokens, scripts={})
         return steered
 
-    def _verify(self, work: Work) -> list[Verified]:
+    def _verify(self, work: LaunchedStep) -> list[Verified]:
         at, logits = 0, work.output.logits
         for row, draft in zip(work.plan.requests, work.drafts, strict=True):
             num_draft = len(draft.token_ids)
