@@ -260,7 +260,7 @@ def test_a_launch_that_cannot_follow_the_one_before_is_refused(lab: Lab) -> None
         replace(steady, requests=[replace(row, start=1, stop=2)]),
         replace(steady, requests=[replace(row, sampling=reads)]),
     ):
-        with pytest.raises(ValueError, match="decides more than a token for each row"):
+        with pytest.raises(ValueError, match="decides more than a token for each request"):
             lab.runner.launch(behind, lab.runner.launch(plan))
     with pytest.raises(ValueError, match="is not under way"):
         lab.runner.launch(behind)
