@@ -6,11 +6,19 @@ torch may do so whenever it likes; a language that is half compiled and half int
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # a busy machine breaks no promise
 settings.load_profile("untimed")
+# Every client of a test speaks plain HTTP to this machine. Most read all certificates when they are
+# made nevertheless, which takes longer than the test: here is a folder without any.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+# A thread that has nothing to do sleeps. OpenMP's would spin, and hold up whoever has work: two
+# workers of pytest on two cores are far slower wherever a test computes in two threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/ops/triton/conftest.py
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
