@@ -110,9 +110,7 @@ class _Options(NamedTuple):
     quantize: Quantize
     kv_dtype: KvDtype
 
-    def ops(
-        self, dtype: torch.dtype, heads: HeadLayout | None, *, has_experts: bool = False
-    ) -> Ops:
+    def ops(self, dtype: torch.dtype, heads: HeadLayout | None) -> Ops:
         """The backend."""
         return choose_ops(
             self.device,
@@ -122,7 +120,6 @@ class _Options(NamedTuple):
             heads=heads,
             quantize=self.quantize,
             kv_dtype=self.kv_dtype,
-            has_experts=has_experts,
         )
 
 
@@ -164,8 +161,7 @@ def _own(path: str | Path, options: _Options) -> Decoder:
     config = read_config(path) if checkpoint is None else checkpoint.config
     stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
     chosen = _choose_dtype(dtype, stored, device)
-    has_experts = any(layer.experts is not None for layer in config.layers)
-    ops = options.ops(chosen, head_layout(config), has_experts=has_experts)
+    ops = options.ops(chosen, head_layout(config))
     read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()

@@ -28,11 +28,8 @@ def choose_ops(
     heads: HeadLayout | None = None,
     quantize: Quantize = "none",
     kv_dtype: KvDtype = "auto",
-    has_experts: bool = False,
 ) -> Ops:
     """The backend for a device, a dtype, a shape of heads and what keys and values are kept as.
-
-    ``has_experts``: whether the model has mixtures of experts.
 
     ``auto`` takes the kernels of the device, native or Triton's, where they can be had, else
     torch; a log line says why. Raises `ModelLoadError` when the device is not there, or kernels
@@ -41,7 +38,7 @@ def choose_ops(
     device = choose_device(device)
     found: Ops | str = "torch was asked for"
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        found = _triton_ops(device, exact, dtype, heads, quantize, kv_dtype, has_experts)
+        found = _triton_ops(device, exact, dtype, heads, quantize, kv_dtype)
     elif backend != "torch":
         found = _native_ops(device, dtype, heads, quantize, kv_dtype)
     if not isinstance(found, str):
@@ -72,14 +69,13 @@ def _triton_ops(
     heads: HeadLayout | None,
     quantize: Quantize,
     kv_dtype: KvDtype,
-    has_experts: bool,
 ) -> Ops | str:
     """The Triton kernels, or why they do not suit. Triton is imported only if they do."""
     from .triton.availability import launch_problem, unsuited
 
     if quantize == "int4":
         return "there are no Triton kernels for int4; device cpu has native ones"
-    if problem := unsuited(device, dtype, heads, kv_dtype, has_experts=has_experts):
+    if problem := unsuited(device, dtype, heads, kv_dtype):
         return problem
     from .triton.triton_ops import TritonOps
 

@@ -172,7 +172,7 @@ class Routing(NamedTuple):
     factor: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ExpertWeights:
     """A mixture of experts: each row's are chosen by a router, their outputs added up.
 
@@ -320,8 +320,11 @@ class Ops(Protocol):
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
         """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
 
-    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
-        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
+    def experts(self, x: Tensor, weights: ExpertWeights, plan: ForwardPlan | None = None) -> Tensor:
+        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape.
+
+        ``plan``: of the pass whose rows these are; those that it lacks may choose no expert.
+        """
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32, capped as scores are; R is at least `min_rows`."""

@@ -67,7 +67,8 @@ def _layer(
         _, residual = ops.add_norm(attended, residual, None)
     else:
         x, residual = ops.add_norm(attended, residual, layer.mlp_norm)
-    x = ops.experts(x, mlp) if isinstance(mlp := layer.mlp, ExpertWeights) else run_mlp(ops, x, mlp)
+    mlp = layer.mlp
+    x = ops.experts(x, mlp, plan) if isinstance(mlp, ExpertWeights) else run_mlp(ops, x, mlp)
     if layer.mlp_out_norm is not None:
         x = ops.norm(x, layer.mlp_out_norm)
     return ops.add_norm(x, residual, next_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor
 from foretoken.core.model import Decoder
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.rope import RopeSpec
-from foretoken.core.ops.base import DecoderWeights, HeadNorm, LayerWeights, MlpWeights, Norm, Ops
+from foretoken.core.ops.base import (
+    DecoderWeights,
+    ExpertWeights,
+    HeadNorm,
+    LayerWeights,
+    MlpWeights,
+    Norm,
+    Ops,
+    Routing,
+)
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
 from foretoken.core.ops.triton.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
@@ -69,7 +79,7 @@ class Graphs:
         return sum(graph.num_replayed for graph in self.made)
 
 
-def make_decoder(graphs: MakeGraph | None) -> Decoder:
+def make_decoder(graphs: MakeGraph | None, *, has_experts: bool = False) -> Decoder:
     """Seeded weights; linears are the library's, which the interpreter does not slow down.
 
     But for the output layer: a graph computes it for as many rows as it has.
@@ -77,6 +87,8 @@ def make_decoder(graphs: MakeGraph | None) -> Decoder:
     ops = TritonOps(exact="off", graphs=graphs or "off")
     torch.manual_seed(0)
     layers = tuple(make_layer(ops, layer.window) for layer in CONFIG.layers)
+    if has_experts:
+        layers = (layers[0], replace(layers[1], mlp=make_mixture(ops)))
     embedding = torch.randn(VOCAB, SIZE)
     head = TritonOps(exact="spec").pack_linear(embedding)
     weights = DecoderWeights(embedding, layers, make_norm(), head)
@@ -90,11 +102,24 @@ def make_layer(ops: Ops, window: int | None) -> LayerWeights:
         head_norm=HeadNorm(torch.rand(3, 16) + 0.5, 1e-6),
         o=ops.pack_linear(torch.randn(SIZE, 2 * 16) / 4),
         mlp_norm=make_norm(),
-        mlp=MlpWeights(
-            gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
-            down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
-        ),
+        mlp=make_mlp(ops),
         window=window,
+    )
+
+
+def make_mlp(ops: Ops) -> MlpWeights:
+    return MlpWeights(
+        gate_up=ops.pack_linear(torch.randn(2 * SIZE, SIZE) / 4),
+        down=ops.pack_linear(torch.randn(SIZE, SIZE) / 4),
+    )
+
+
+def make_mixture(ops: Ops) -> ExpertWeights:
+    return ExpertWeights(
+        router=ops.pack_linear(torch.randn(5, SIZE), plain=True),
+        routing=Routing(2, renorm=0.0),
+        experts=tuple(make_mlp(ops) for _ in range(5)),
+        shared=make_mlp(ops),
     )
 
 

@@ -10,14 +10,10 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-import transformers
-
-from foretoken.core.model.families import FAMILIES, parse_config
-from foretoken.core.model.fields import Fields
+from foretoken.core.model.families import FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
-from support.checkpoints import KINDS, SHAPE
 from support.known_models import KNOWN
 from support.tiny_models import TYPES
 
@@ -44,7 +40,7 @@ def page() -> str:
 def _families() -> str:
     rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
     rows += [
-        f"| `{name}` | {_formats(name)} | {_backends(name)} | the same | transformers |"
+        f"| `{name}` | {_formats(name)} | torch, native, Triton | the same | transformers |"
         for name in FAMILIES
     ]
     rows += [
@@ -53,14 +49,6 @@ def _families() -> str:
         " | measured at the start; the same for the tiny models of the tests | transformers |"
     ]
     return "\n".join(rows)
-
-
-def _backends(model_type: str) -> str:
-    """Of a tiny config that the tests compare with transformers."""
-    differences = next(more for name, more in KINDS.values() if name == model_type)
-    config = transformers.AutoConfig.for_model(model_type, **(SHAPE | differences))
-    layers = parse_config(Fields(config.to_dict(), model_type)).layers
-    return "torch, native" if any(layer.experts for layer in layers) else "torch, native, Triton"
 
 
 def _formats(model_type: str) -> str:

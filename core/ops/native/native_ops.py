@@ -161,7 +161,12 @@ class NativeOps:
         )
         return out
 
-    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        weights: ExpertWeights,
+        plan: ForwardPlan | None = None,  # noqa: ARG002 - all its rows are there
+    ) -> Tensor:
         """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
         x, structs = x.contiguous(), ExpertStructs(weights)
         out = torch.empty_like(x)

@@ -161,7 +161,12 @@ class TorchOps:
             activated = _gelu_tanh(wide)
         return activated.to(x.dtype) if factor is None else activated.to(x.dtype) * factor
 
-    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        weights: ExpertWeights,
+        plan: ForwardPlan | None = None,  # noqa: ARG002 - all its rows are there
+    ) -> Tensor:
         """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
         return run_experts(self, x, weights)
 

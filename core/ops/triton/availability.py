@@ -23,12 +23,8 @@ def unsuited(
     dtype: torch.dtype,
     heads: HeadLayout | None,
     kv_dtype: KvDtype = "auto",
-    *,
-    has_experts: bool = False,
 ) -> str:
     """Why the kernels cannot compute such a model on this device, or nothing."""
-    if has_experts:
-        return "there are no Triton kernels for experts"
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     return _unsuited_device(device, dtype, kv_dtype) or _unsuited_model(dtype, heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from math import gcd
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .attention import attend_kernel, merge_kernel
 from .elementwise import activate_kernel, norm_kernel, rope_write_kernel
+from .experts import ExpertTables, run_experts
 from .graphs import MakeGraph, cuda_graphs
 from .input_fields import ITEM_WORDS
 from .plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
@@ -73,6 +75,7 @@ class TritonOps:
         self.quantize: Quantize = quantize
         self.sampler = TritonSampler()
         self._graphs = graphs
+        self._experts: WeakKeyDictionary[ExpertWeights, ExpertTables] = WeakKeyDictionary()
 
     def set_threads(self, count: int) -> None:
         """The host's threads, for what little it computes."""
@@ -82,6 +85,9 @@ class TritonOps:
         """One graph per number of rows: all layers, and where rows are few the tokens, too."""
         make_graph = self._make_graph(weights.embedding.device)
         one_tile = self.exact == "batch"
+        for layer in weights.layers:
+            if isinstance(layer.mlp, ExpertWeights):
+                self._tables(layer.mlp)  # not while a graph is captured
         return TritonStep(self, weights, self.sampler, one_tile=one_tile, make_graph=make_graph)
 
     def _make_graph(self, device: torch.device) -> MakeGraph | None:
@@ -175,9 +181,16 @@ class TritonOps:
         )  # fmt: skip
         return out
 
-    def experts(self, x: Tensor, weights: ExpertWeights) -> Tensor:  # noqa: ARG002
-        """Not supported: `availability.unsuited` says so before weights are read."""
-        raise ModelLoadError("there are no Triton kernels for experts; use the torch backend")
+    def experts(self, x: Tensor, weights: ExpertWeights, plan: ForwardPlan | None = None) -> Tensor:
+        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
+        slots = None if plan is None else _on_device(plan).slots
+        return run_experts(self, x, weights, self._tables(weights), slots)
+
+    def _tables(self, weights: ExpertWeights) -> ExpertTables:
+        tables = self._experts.get(weights)
+        if tables is None:
+            tables = self._experts[weights] = ExpertTables.of(weights)
+        return tables
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32."""

@@ -6,32 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.ops.base import Activation, ExpertWeights, MlpWeights, Ops, Routing
+from foretoken.core.ops.base import Activation, ExpertWeights, Routing
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.quantize import Quantize
 from foretoken.core.ops.torch.experts import route, run_experts
 from foretoken.core.ops.torch.torch_ops import TorchOps
+from support.expert_weights import CLOSE, COUNT, HIDDEN, ROUTINGS, make_experts
 from support.native_variants import every_variant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HIDDEN, WIDTH, COUNT = 50, 37, 12
-CLOSE = {
-    torch.float32: {"atol": 2e-5, "rtol": 1e-4},
-    torch.bfloat16: {"atol": 4e-2, "rtol": 4e-2},
-}
-ROUTINGS = {
-    "softmax": Routing(3),
-    "renormed": Routing(3, renorm=0.0),
-    "of the chosen": Routing(3, of_chosen=True),
-    "sigmoid": Routing(4, score="sigmoid", renorm=1e-20, factor=1.7),
-    "sigmoid of the chosen": Routing(1, score="sigmoid", of_chosen=True),
-    "groups": Routing(3, score="sigmoid", num_groups=4, kept_groups=2, renorm=1e-20),
-    "groups by their best": Routing(3, num_groups=3, kept_groups=1, groups_by="best"),
-}
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(params=every_variant())
@@ -44,48 +31,16 @@ def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
     library.set_threads(1)
 
 
-def make(
-    ops: Ops,
-    routing: Routing,
-    dtype: torch.dtype,
-    *,
-    activation: Activation = Activation(),  # noqa: B008 - immutable
-    bias: bool = False,
-) -> ExpertWeights:
-    """The same random weights for any operations."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    def mlp(width: int) -> MlpWeights:
-        first, second = draw(2 * width, HIDDEN).to(dtype), draw(HIDDEN, width).to(dtype)
-        biases = (draw(2 * width).to(dtype), draw(HIDDEN).to(dtype)) if bias else (None, None)
-        packed = (ops.pack_linear(w, b) for w, b in zip((first, second), biases, strict=True))
-        return MlpWeights(*packed, activation)
-
-    return ExpertWeights(
-        router=ops.pack_linear((draw(COUNT, HIDDEN) * 3).to(dtype), plain=True),
-        routing=routing,
-        experts=tuple(mlp(WIDTH) for _ in range(COUNT)),
-        choice_bias=draw(COUNT) if routing.score == "sigmoid" and not routing.of_chosen else None,
-        shared=mlp(WIDTH + 8) if routing.renorm is not None else None,
-        shared_gate=ops.pack_linear(draw(1, HIDDEN).to(dtype), plain=True)
-        if routing.renorm == 0.0
-        else None,
-    )
-
-
-@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_experts_equal_the_oracle_and_rows_stand_alone(
     name: str, dtype: torch.dtype, ops: NativeOps
 ) -> None:
     """From one row to more than there are experts, on one thread and on two."""
     x = torch.randn(70, HIDDEN).to(dtype)
-    weights = make(ops, ROUTINGS[name], dtype)
+    weights = make_experts(ops, ROUTINGS[name], dtype)
     whole = ops.experts(x, weights)
-    expected = TorchOps().experts(x, make(TorchOps(), ROUTINGS[name], dtype))
+    expected = TorchOps().experts(x, make_experts(TorchOps(), ROUTINGS[name], dtype))
     torch.testing.assert_close(whole, expected, **CLOSE[dtype])
     for threads in (1, 2):
         ops.set_threads(threads)
@@ -93,12 +48,13 @@ def test_experts_equal_the_oracle_and_rows_stand_alone(
             assert torch.equal(ops.experts(x[at : at + count], weights), whole[at : at + count])
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_clamped_experts_with_biases_equal_the_oracle(dtype: torch.dtype, ops: NativeOps) -> None:
     x = torch.randn(9, HIDDEN).to(dtype) * 2
     clamped = Activation("clamped_swiglu", True, 0.5)
     made = [
-        make(each, Routing(4), dtype, activation=clamped, bias=True) for each in (ops, TorchOps())
+        make_experts(each, Routing(4), dtype, activation=clamped, bias=True)
+        for each in (ops, TorchOps())
     ]
     found = ops.experts(x, made[0])
     torch.testing.assert_close(found, TorchOps().experts(x, made[1]), **CLOSE[dtype])
@@ -111,10 +67,10 @@ def test_quantised_experts_are_those_of_one_linear_after_another(
     """And a router is never quantised: it would choose others."""
     quantised = NativeOps(ops.library, quantize)
     x = torch.randn(33, HIDDEN).bfloat16()
-    weights = make(quantised, Routing(3, renorm=0.0), torch.bfloat16)
+    weights = make_experts(quantised, Routing(3, renorm=0.0), torch.bfloat16)
     found = quantised.experts(x, weights)
     torch.testing.assert_close(found, run_experts(quantised, x, weights), **CLOSE[torch.bfloat16])
-    plain = make(ops, Routing(3, renorm=0.0), torch.bfloat16)
+    plain = make_experts(ops, Routing(3, renorm=0.0), torch.bfloat16)
     assert torch.equal(quantised.logits(x, weights.router), ops.logits(x, plain.router))
     for at, count in ((0, 1), (4, 20)):
         assert torch.equal(quantised.experts(x[at : at + count], weights), found[at : at + count])
@@ -122,7 +78,7 @@ def test_quantised_experts_are_those_of_one_linear_after_another(
 
 def test_a_row_of_nan_stays_so_and_harms_no_other(ops: NativeOps) -> None:
     x = torch.randn(3, HIDDEN)
-    weights = make(ops, Routing(3, renorm=0.0), torch.float32)
+    weights = make_experts(ops, Routing(3, renorm=0.0), torch.float32)
     expected = ops.experts(x, weights)
     x[1] = torch.nan
     found = ops.experts(x, weights)
@@ -132,7 +88,7 @@ def test_a_row_of_nan_stays_so_and_harms_no_other(ops: NativeOps) -> None:
 
 def test_of_equal_experts_the_first_are_chosen(ops: NativeOps) -> None:
     """A router of zeros: the same experts as the oracle's, in the same order."""
-    weights, x = make(ops, Routing(3), torch.float32), torch.randn(4, HIDDEN)
+    weights, x = make_experts(ops, Routing(3), torch.float32), torch.randn(4, HIDDEN)
     still = ops.pack_linear(torch.zeros(COUNT, HIDDEN), plain=True)
     even = ExpertWeights(still, Routing(3), weights.experts)
     _, chosen = route(torch.zeros(4, COUNT), Routing(3), None)
@@ -141,7 +97,7 @@ def test_of_equal_experts_the_first_are_chosen(ops: NativeOps) -> None:
 
 
 def test_more_experts_than_there_is_room_for_are_refused(ops: NativeOps) -> None:
-    weights = make(ops, Routing(3), torch.float32)
+    weights = make_experts(ops, Routing(3), torch.float32)
     many = ExpertWeights(weights.router, Routing(3), weights.experts * 100)
     with pytest.raises(ModelLoadError, match="1024 experts"):
         ops.experts(torch.randn(1, HIDDEN), many)

@@ -25,6 +25,18 @@ from foretoken.core.ops.triton.elementwise import (
     norm_kernel,
     rope_write_kernel,
 )
+from foretoken.core.ops.triton.experts import (
+    EXPERT_OPTIONS,
+    SORTED_CHUNK,
+    SUMMED_TILE,
+    expert_constants,
+)
+from foretoken.core.ops.triton.experts_kernels import (
+    add_up_kernel,
+    expert_linear_kernel,
+    route_kernel,
+    sort_kernel,
+)
 from foretoken.core.ops.triton.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
 from foretoken.core.ops.triton.gumbel_argmax_kernels import (
     gumbel_argmax_kernel,
@@ -58,7 +70,7 @@ POINTERS = {  # others are int32
     "bias_ptr": "bf16", "qkv_ptr": "bf16", "norm_ptr": "bf16", "residual_ptr": "bf16",
     "total_ptr": "bf16", "parts_ptr": "fp32",
 }  # fmt: skip
-SCALARS = {"eps": "fp32", "scale": "fp32"}  # others are int32
+SCALARS = dict.fromkeys(("eps", "scale", "least", "factor"), "fp32")  # others are int32
 DIVISIBLE = ("IN", "OUT", "logits_stride")  # scalars that are multiples of 16; pointers all are
 
 HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "PAGE_SIZE": 32}
@@ -169,6 +181,50 @@ VARIANTS |= {
     "linear odd": _LINEAR._replace(constants={**_LINEAR.constants, "IS_EVEN": False}),
     "linear float16": _LINEAR._replace(dtypes=FLOAT16),
     "linear float16 int8": _LINEAR_INT8._replace(dtypes={**FLOAT16, "weight_ptr": "i16"}),
+}
+
+ROUTE = {
+    "NUM_EXPERTS": 128, "TILE": 128, "TOP_K": 8, "TOP_TILE": 8, "IS_SIGMOID": False,
+    "OF_CHOSEN": False, "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "BY_TWO": True, "RENORMS": True,
+    "HAS_BIAS": False, "HAS_SLOTS": True,
+}  # fmt: skip
+ROUTED = dict.fromkeys(("logits_ptr", "bias_ptr", "weights_ptr", "shared_ptr", "gate_ptr"), "fp32")
+GROUPED = {"IS_SIGMOID": True, "NUM_GROUPS": 8, "KEPT_GROUPS": 4, "HAS_BIAS": True}
+SORT = {"NUM_EXPERTS": 128, "TILE_ROWS": 64, "IS_FEW": False, "CHUNK": SORTED_CHUNK}
+ADD_UP = {
+    "WIDTH": 2048, "TILE": SUMMED_TILE, "TOP_K": 8, "NUM_EXPERTS": 128,
+    "HAS_SHARED": True, "HAS_GATE": True,
+}  # fmt: skip
+ADDRESSES = {
+    **dict.fromkeys(("weights_ptr", "scales_ptr", "biases_ptr"), "i64"),
+    "items_ptr": "bf16", "floats_ptr": "fp32",
+}  # fmt: skip
+
+
+def expert_variants() -> dict[str, Variant]:
+    """Both matrices of Qwen3 30B-A3B's experts, and what other models' have besides."""
+    variants = {}
+    for is_int8, in_features, has_bias in (
+        (False, 2048, False), (False, 768, True), (False, 2080, False), (True, 2048, True),
+    ):  # fmt: skip
+        sharers = 1 if in_features == 768 else 8
+        constants = expert_constants(
+            torch.bfloat16, in_features, sharers=sharers, is_int8=is_int8, has_bias=has_bias
+        )
+        kind = "int8" if is_int8 else "bf16"
+        dtypes = {**ADDRESSES, "items_ptr": "i16"} if is_int8 else ADDRESSES
+        name = f"expert linear {kind} of {in_features}"
+        variants[name] = Variant(expert_linear_kernel, constants, dtypes, EXPERT_OPTIONS)
+    return variants
+
+
+VARIANTS |= expert_variants()
+VARIANTS |= {
+    "route": Variant(route_kernel, ROUTE, ROUTED, {"num_warps": 4}),
+    "route groups": Variant(route_kernel, {**ROUTE, **GROUPED}, ROUTED, {"num_warps": 4}),
+    "sort": Variant(sort_kernel, SORT),
+    "sort few": Variant(sort_kernel, {**SORT, "IS_FEW": True}),
+    "add up": Variant(add_up_kernel, ADD_UP, {**ROUTED, "y_ptr": "bf16", "shared_ptr": "bf16"}),
 }
 
 

@@ -87,6 +87,13 @@ def test_every_linear_uses_hoppers_tensor_cores_and_copies_ahead(kernels) -> Non
         assert kernel["bytes of a copy"] == [16], name
 
 
+def test_every_linear_of_experts_does_so_by_addresses_that_it_reads(kernels) -> None:
+    for name, kernel in those(kernels, "expert linear").items():
+        assert kernel["tensor cores"] == "wgmma", name
+        assert kernel["bytes of a copy"] == [16], name
+        assert kernel["multiplies"] == ["m64n64k16.f32.bf16.bf16"], name
+
+
 def test_a_part_is_written_before_it_is_counted_and_read_after(kernels) -> None:
     order = "st.global bar.sync atom.global.gpu.acq_rel bar.sync st.global"  # that is the reset
     apart = {name: kernel for name, kernel in those(kernels, "linear").items() if "apart" in name}

@@ -55,9 +55,11 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 class Twins:
     """A decoder with graphs and one without, each over a pool of its own with the same content."""
 
-    def __init__(self, kv_dtype: KvDtype = "auto") -> None:
+    def __init__(self, kv_dtype: KvDtype = "auto", *, has_experts: bool = False) -> None:
         self.graphs = Graphs()
-        self.graphed, self.eager = make_decoder(self.graphs), make_decoder(None)
+        self.graphed, self.eager = (
+            make_decoder(graphs, has_experts=has_experts) for graphs in (self.graphs, None)
+        )
         self.pools = make_pool(self.graphed, kv_dtype), make_pool(self.eager, kv_dtype)
 
     def check(self, segments: Sequence[Segment]) -> None:
@@ -109,6 +111,14 @@ def test_passes_one_after_another_have_the_bits_of_kernels_launched_one_by_one(
         twins.check(PASSES[name])
     assert twins.graphs.num_replayed == len(names)
     assert len(twins.graphs.made) == num_graphs, "one for each number of rows"
+
+
+def test_a_graph_has_room_for_whatever_experts_its_rows_choose() -> None:
+    """Also where rows of its bucket are not there, which choose none."""
+    twins = Twins(has_experts=True)
+    for name in ("decode", "fewer rows on other pages", "decode again"):
+        twins.check(PASSES[name])
+    assert twins.graphs.num_replayed == 3
 
 
 def test_taps_of_graphs_are_those_of_kernels_launched_one_by_one_and_outlive_other_graphs() -> None:
