@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -93,7 +95,8 @@ def _measure(
     """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
     few rounds. A spell in which the machine is slow so harms no batch alone.
     """
-    cases = [_segments(pool, requests) for requests in batches]
+    vocab_size = decoder.config.vocab_size
+    cases = [_segments(pool, requests, vocab_size) for requests in batches]
     watch = make_stopwatch(decoder.device)
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
         _compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
@@ -110,13 +113,20 @@ def _measure(
     return best
 
 
-def _segments(pool: KVPool, requests: Sequence[tuple[int, int]]) -> list[Segment]:
+def _segments(
+    pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
+) -> list[Segment]:
+    """Rows of random tokens, the first ones the same in every pass: of a mixture of experts each
+    row reads experts of its own, as rows of drafts do; equal tokens would all read the same ones.
+    """
+    generator = random.Random(0)  # noqa: S311 - the same at every start
+    token_ids = iter(lambda: generator.randrange(vocab_size), -1)
     segments = []
     for index, (start, n) in enumerate(requests):
         count = -(-(start + n) // pool.page_size)
         # Pages of its own, where there are enough: read twice they would come from a near cache.
         pages = (page % pool.num_pages for page in range(index * count, (index + 1) * count))
-        segments.append(Segment(array("q", [0] * n), start, array("q", pages), n))
+        segments.append(Segment(array("q", islice(token_ids, n)), start, array("q", pages), n))
     return segments
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KVPool
+from foretoken.core.ops.torch import experts
 from foretoken.draft.control import profiler as profiler_module
 from foretoken.draft.control.cost_model import CostModel
 from foretoken.draft.control.profiler import profile_step
+from support.checkpoints import make_checkpoint
 from support.tiny_pair import write_pair
 
 
@@ -80,3 +84,25 @@ def test_a_slow_spell_of_the_machine_is_no_price(pair, monkeypatch, slow) -> Non
     profile = profile_step((target, target.make_pool(400, page_size=16)), None)
     for num_rows, seconds in profile.forward.items():
         assert seconds == pytest.approx(1e-3 + 1e-4 * num_rows + 32e-6)
+
+
+def test_rows_that_are_timed_choose_different_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the price of a row holds what drafts cost a mixture of experts: weights of others."""
+    target = load_decoder(make_checkpoint(tmp_path, "qwen3_moe", num_experts=32, num_local_experts=32))
+    touched: dict[int, list[int]] = {}
+    route = experts.route
+
+    def counted(logits: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        scores, chosen = route(logits, *more)
+        touched.setdefault(len(logits), []).append(len(chosen.unique()))
+        return scores, chosen
+
+    monkeypatch.setattr(experts, "route", counted)
+    monkeypatch.setattr(profiler_module, "SECONDS", 0.0)  # one round
+    profile_step((target, target.make_pool(50, page_size=16)), None)
+    fewest = {num_rows: min(counts) for num_rows, counts in touched.items()}
+    assert fewest[8] >= 12, "of 32; rows of one token choose 5, and no more than 10 in any number"
+    assert fewest[8] < fewest[16] < fewest[32]
+    assert fewest[128] >= 28
