@@ -113,13 +113,11 @@ def _measure(
     return best
 
 
-def _segments(
-    pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int
-) -> list[Segment]:
+def _segments(pool: KVPool, requests: Sequence[tuple[int, int]], vocab_size: int) -> list[Segment]:
     """Rows of random tokens, the first ones the same in every pass: of a mixture of experts each
     row reads experts of its own, as rows of drafts do; equal tokens would all read the same ones.
     """
-    generator = random.Random(0)  # noqa: S311 - the same at every start
+    generator = random.Random(0)
     token_ids = iter(lambda: generator.randrange(vocab_size), -1)
     segments = []
     for index, (start, n) in enumerate(requests):

@@ -90,7 +90,8 @@ def test_rows_that_are_timed_choose_different_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the price of a row holds what drafts cost a mixture of experts: weights of others."""
-    target = load_decoder(make_checkpoint(tmp_path, "qwen3_moe", num_experts=32, num_local_experts=32))
+    counts = {"num_experts": 32, "num_local_experts": 32}
+    target = load_decoder(make_checkpoint(tmp_path, "qwen3_moe", **counts))
     touched: dict[int, list[int]] = {}
     route = experts.route
 
@@ -102,7 +103,7 @@ def test_rows_that_are_timed_choose_different_experts(
     monkeypatch.setattr(experts, "route", counted)
     monkeypatch.setattr(profiler_module, "SECONDS", 0.0)  # one round
     profile_step((target, target.make_pool(50, page_size=16)), None)
-    fewest = {num_rows: min(counts) for num_rows, counts in touched.items()}
+    fewest = {num_rows: min(found) for num_rows, found in touched.items()}
     assert fewest[8] >= 12, "of 32; rows of one token choose 5, and no more than 10 in any number"
     assert fewest[8] < fewest[16] < fewest[32]
     assert fewest[128] >= 28
