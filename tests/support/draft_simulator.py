@@ -121,12 +121,18 @@ class Regime:
     kind: Callable[[int], int] = lambda at: 0  # of the source's guess at a place: 0 or 1
 
 
+@cache
+def _draws(seed: int) -> list[float]:
+    """What decides for each token of a text whether a guess comes true: only read."""
+    return np.random.default_rng(seed).random(20_000).tolist()
+
+
 class Seat:
     """A place in the batch. One answer follows another; the same guesses come true for all."""
 
     def __init__(self, regime: Regime, seed: int) -> None:
         self.regime = regime
-        self._draws: list[float] = np.random.default_rng(seed).random(20_000).tolist()
+        self._draws = _draws(seed)
         self.at = 0  # tokens said
         self.request: Request | None = None
 

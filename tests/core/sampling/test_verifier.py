@@ -260,7 +260,7 @@ def first_pairs(num_samples: int, **form: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("num_samples", "form"),
     [
-        (200_000, {}),
+        (50_000, {}),
         (20_000, {"temperature": 0.7, "top_p": 0.9, "top_k": 8, "min_p": 0.01}),
         (5_000, {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}}),
     ],
@@ -289,7 +289,7 @@ def test_the_distribution_test_notices_a_lossy_rule(monkeypatch: pytest.MonkeyPa
     take = verify_module._Walk.take
 
     def lenient(walk: verify_module._Walk, node: int, choice: SampledToken) -> None:
-        drafted = walk._row.draft[node + 1 : node + 2]
+        drafted = walk._request.draft[node + 1 : node + 2]
         last = [*PROMPT, *walk._token_ids][-2:]
         if drafted and TARGET[last[0], last[1]].softmax(0)[drafted[0]] > 0.1:
             choice = SampledToken(drafted[0])

@@ -8,7 +8,9 @@ fast anything runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 
@@ -17,6 +19,7 @@ from support.draft_simulator import Auto, Machine, Regime, best_constant, run
 
 pytestmark = pytest.mark.slow
 
+T = TypeVar("T")
 ROW_SHARES = (0.01, 0.03, 0.1, 0.3)  # what a row costs, in passes of a plain step
 LM_DEPTHS = (0, 1, 2, 4, 6)
 LEAST = 0.95  # of the tokens a second of the best constant depth
@@ -71,6 +74,19 @@ REGIMES: dict[str, tuple[Regime, int]] = {  # and tokens of each request's seat
 }
 
 
+def in_pairs(names: Iterable[str], prices: Sequence[T]) -> list[tuple[str, int, T]]:
+    """Every text with every number of requests and with every price, though not all three at once.
+
+    Neighbours in the lists of texts and of prices, which differ little, take turns.
+    """
+    return [
+        (name, num_requests, price)
+        for at, name in enumerate(names)
+        for turn, num_requests in enumerate((1, 4, 16))
+        for price in prices[(at + turn) % 2 :: 2]
+    ]
+
+
 def num_tokens_of(length: int, num_requests: int) -> int:
     """What many requests have in common is learnt from all of them: each may say less."""
     return length * {1: 1, 4: 4, 16: 8}[num_requests]
@@ -85,9 +101,7 @@ def share_of_best(
     return run(machine, regime, policy, num_requests=num_requests, num_tokens=num_tokens) / best
 
 
-@pytest.mark.parametrize("row", ROW_SHARES)
-@pytest.mark.parametrize("num_requests", [1, 4, 16])
-@pytest.mark.parametrize("name", REGIMES)
+@pytest.mark.parametrize(("name", "num_requests", "row"), in_pairs(REGIMES, ROW_SHARES))
 def test_it_keeps_up_with_the_best_constant_depth(name: str, num_requests: int, row: float) -> None:
     regime, length = REGIMES[name]
     number = num_tokens_of(length, num_requests)
@@ -163,13 +177,15 @@ LM_REGIMES: dict[str, tuple[Regime, int]] = {
 }
 
 
-@pytest.mark.parametrize(("row", "draft_pass"), [(0.02, 0.05), (0.02, 0.2), (0.1, 0.2), (0.3, 0.2)])
-@pytest.mark.parametrize("num_requests", [1, 4, 16])
-@pytest.mark.parametrize("name", LM_REGIMES)
+LM_PRICES = [(0.02, 0.05), (0.02, 0.2), (0.1, 0.2), (0.3, 0.2)]  # a row's, a draft pass's
+
+
+@pytest.mark.parametrize(("name", "num_requests", "prices"), in_pairs(LM_REGIMES, LM_PRICES))
 def test_a_draft_model_is_used_about_as_well_as_at_the_best_constant_depth(
-    name: str, num_requests: int, row: float, draft_pass: float
+    name: str, num_requests: int, prices: tuple[float, float]
 ) -> None:
     regime, length = LM_REGIMES[name]
+    row, draft_pass = prices
     machine = Machine(row, draft_pass)
     number = {
         "num_requests": num_requests,
