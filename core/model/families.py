@@ -35,11 +35,12 @@ _BEFORE_AND_AFTER = NormNames(
     "post_feedforward_layernorm",
 )
 _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
@@ -388,6 +389,31 @@ def _starcoder2(fields: Fields) -> DecoderConfig:
     )
 
 
+def _arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    bias = fields.flag("attention_bias", False)
+    shape: dict[str, Any] = {"eps": 1e-5} | differences
+    return _base(
+        fields,
+        activation=("hidden_act", "relu2"),
+        is_gated=False,
+        mlp_names=MlpNames(None),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        **shape,
+    )
+
+
+def _nemotron(fields: Fields) -> DecoderConfig:
+    return _arcee(
+        fields,
+        partial=0.5,
+        norm_eps=fields.number("norm_eps", 1e-5),
+        layer_norm="bias",
+        fold=Fold(norm_offset=1.0),
+    )
+
+
 # -- families with experts ------------------------------------------------------------------------
 
 
@@ -531,6 +557,7 @@ def _gpt_oss(fields: Fields) -> DecoderConfig:
 
 
 FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "arcee": _arcee,
     "cohere": _cohere,
     "cohere2": _cohere2,
     "dots1": _dots1,
@@ -550,6 +577,7 @@ FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mixtral": _mixtral,
+    "nemotron": _nemotron,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "olmoe": _olmoe,

@@ -63,7 +63,7 @@ class Activation(NamedTuple):
     ``-limit`` to ``limit``.
     """
 
-    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
     gated: bool = True
     limit: float = 0.0  # of the clamped kind
 

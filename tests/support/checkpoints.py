@@ -136,6 +136,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                      | {"layer_types": ["full_attention"] * 3}),
     "starcoder2": ("starcoder2", {"sliding_window": 50, "pad_token_id": None}
                    | {"intermediate_size": 140}),
+    "arcee": ("arcee", {"intermediate_size": 140, "mlp_bias": True, "pad_token_id": None}),
+    "nemotron": ("nemotron", {"intermediate_size": 140, "head_dim": 16, "pad_token_id": None}
+                 | _rope("default", partial_rotary_factor=0.5)),
     "ministral3": ("ministral3", {"head_dim": 16, "pad_token_id": None}
                    | _yarn(llama_4_scaling_beta=0.3)),
     "mixtral": ("mixtral", {"head_dim": 16, "sliding_window": 50} | _EXPERTS),

@@ -68,7 +68,7 @@ void ft_norm_rows(const void *x, void *residual, const ft_norm *norm, void *out,
 void ft_add_rows(const void *x, void *residual, int64_t rows, int64_t width, int dtype);
 
 /* What stands between the two matrices of an MLP. */
-enum { FT_SILU = 0, FT_GELU_TANH = 1, FT_CLAMPED_SWIGLU = 2 };
+enum { FT_SILU = 0, FT_GELU_TANH = 1, FT_CLAMPED_SWIGLU = 2, FT_RELU2 = 3 };
 typedef struct {
     int32_t kind;
     int32_t gated; /* whether a row is a gate and then a factor */

@@ -139,6 +139,17 @@ FT_INLINE ft_vec gelu_tanh(ft_vec x) {
     return v_div(x, v_add(v_exp(inner), v_set(1.0f)));
 }
 
+/* relu(x) ** 2: arXiv 2109.08668. NaN stays so. */
+FT_INLINE ft_vec relu2(ft_vec x) {
+    ft_vec positive = v_max(v_set(0.0f), x);
+    return v_mul(positive, positive);
+}
+
+FT_INLINE ft_vec activated_by(ft_vec x, int kind) {
+    if (kind == FT_RELU2) return relu2(x);
+    return kind == FT_SILU ? silu(x) : gelu_tanh(x);
+}
+
 /* Of gpt-oss (arXiv 2508.10925): (factor + 1) * gate * sigmoid(1.702 gate), both clamped. */
 FT_INLINE ft_vec clamped_swiglu(ft_vec gate, ft_vec factor, float limit, int dtype) {
     ft_vec top = v_set(limit), bottom = v_set(-limit);
@@ -160,7 +171,7 @@ FT_INLINE void activate_row(const activation_job *job, int64_t row, int dtype, i
             v_put(out, i, clamped_swiglu(x, y, job->activation.limit, dtype), width - i, dtype);
             continue;
         }
-        ft_vec activated = v_as(kind == FT_SILU ? silu(x) : gelu_tanh(x), dtype);
+        ft_vec activated = v_as(activated_by(x, kind), dtype);
         if (gated) activated = v_mul(activated, v_get(factor, i, width - i, dtype));
         v_put(out, i, activated, width - i, dtype);
     }
@@ -180,7 +191,7 @@ static void activate_piece(void *context, int64_t begin, int64_t end) {
     int kind = job->activation.kind;
     if (kind == FT_CLAMPED_SWIGLU) activate_rows(job, begin, end, FT_CLAMPED_SWIGLU, 1);
     else if (job->activation.gated && kind == FT_SILU) activate_rows(job, begin, end, FT_SILU, 1);
-    else if (job->activation.gated) activate_rows(job, begin, end, FT_GELU_TANH, 1);
+    else if (job->activation.gated) activate_rows(job, begin, end, kind, 1);
     else activate_rows(job, begin, end, kind, 0);
 }
 

@@ -48,7 +48,7 @@ class ActivationStruct(ctypes.Structure):
     _fields_ = (("kind", _I32), ("gated", _I32), ("limit", _F32))
 
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu2": 3}
 
 
 def norm_struct(norm: Norm) -> NormStruct:

@@ -157,6 +157,8 @@ class TorchOps:
             return (activated.to(x.dtype) * factor).to(x.dtype)
         if activation.kind == "silu":
             activated = wide / torch.exp(-wide).add_(1.0)
+        elif activation.kind == "relu2":  # arXiv 2109.08668
+            activated = wide.relu().square_()
         else:
             activated = _gelu_tanh(wide)
         return activated.to(x.dtype) if factor is None else activated.to(x.dtype) * factor

@@ -163,6 +163,8 @@ def activate_kernel(
         return
     if KIND == "silu":
         activated = wide / (1.0 + tl.exp(-wide))
+    elif KIND == "relu2":  # arXiv 2109.08668; NaN is not below 0
+        activated = tl.where(wide < 0.0, 0.0, wide * wide)
     else:  # as x / (1 + exp(-2 u)): arXiv 1606.08415, section 2
         inner = (wide * wide * wide * 0.044715 + wide) * -1.5957691216057308
         activated = wide / (1.0 + tl.exp(inner))

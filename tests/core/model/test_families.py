@@ -133,7 +133,17 @@ def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     "kind",
-    ["gemma2", "olmo3", "cohere2", "starcoder2", "ministral3", "gpt_oss", "glm4_moe", "qwen2_moe"],
+    [
+        "gemma2",
+        "olmo3",
+        "cohere2",
+        "starcoder2",
+        "ministral3",
+        "nemotron",
+        "gpt_oss",
+        "glm4_moe",
+        "qwen2_moe",
+    ],
 )
 def test_triton_kernels_compute_what_torch_computes(kind: str, tmp_path: Path) -> None:
     """Under the interpreter: one prompt in two chunks, of several windows."""

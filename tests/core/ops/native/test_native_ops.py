@@ -35,7 +35,7 @@ from support.rope_fixture import Turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.float32, torch.bfloat16)
-KINDS = ("silu", "gelu_tanh")
+KINDS = ("silu", "gelu_tanh", "relu2")
 CLOSE = {
     torch.float32: {"atol": 2e-5, "rtol": 1e-5},
     torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},

@@ -123,6 +123,7 @@ VARIANTS: dict[str, Variant] = {
     "rope write int8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_INT8),
     "rope write fp8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_FP8),
     "silu mul": Variant(activate_kernel, ACTIVATION),
+    "relu2": Variant(activate_kernel, {**ACTIVATION, "IS_GATED": False, "KIND": "relu2"}),
     "gelu": Variant(activate_kernel, {**ACTIVATION, "IS_GATED": False, "KIND": "gelu_tanh"}),
 }
 

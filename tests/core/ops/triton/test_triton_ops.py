@@ -180,7 +180,11 @@ def test_norms_and_activation_agree_with_the_oracle() -> None:
         torch.testing.assert_close(out, expected)
     x[0, 0] = -1e5  # exp overflows, the product must not
     torch.testing.assert_close(ops.activate(x), oracle.activate(x))
-    for activation in (Activation("gelu_tanh"), Activation("silu", gated=False)):
+    for activation in (
+        Activation("gelu_tanh"),
+        Activation("silu", gated=False),
+        Activation("relu2"),
+    ):
         got, expected = (each.activate(x, activation) for each in (ops, oracle))
         torch.testing.assert_close(got, expected)
 
