@@ -9,6 +9,9 @@ slowest answer takes. Each run begins with a few tokens that are not timed: the 
 seen another setting's steps, at 16 requests those of 272 rows. The ratio is that of ``auto``
 against the best fixed depth, ``off`` included.
 
+With ``--draft`` naming a draft model or head, "chain-N" and "tree-N" are drafts of it alone, of so
+many tokens, "look-ups" is the controller without it, and "auto" has both.
+
 ``--model random-0.6b`` has that shape's step times on the same text: SmolLM2's recorded answers are
 replayed on it, so acceptance is that of the text. The kind ``adversarial`` is replayed, too: random
 order of five tokens, on which speculation must cost next to nothing.
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import tempfile
 import time
 from array import array
@@ -28,20 +32,30 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ..api.build.drafts import AUTO, DraftSpec, make_sources, parse_draft
 from ..api.build.engine_builder import Built, build
 from ..api.text.tokenizer import Tokenizer
 from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
+from ..core.interface.speculator import GuardedSpeculator, Speculator
 from ..core.interface.step import SamplingMetadata
 from ..core.model.families import read_config
+from ..draft.control.acceptance import AcceptanceModel
+from ..draft.control.controller import Controller
+from ..draft.speculator import DraftSpeculator
+from .drafting import chain, tree
 from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
 from .replay import ReplayRunner
 from .report import Spread, command, machine, table, write_json
 from .shapes import qwen3_06b
 
 SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
+LOOK_UPS = "look-ups"
+DRAFT_SETTINGS = (
+    "off", LOOK_UPS, "chain-2", "chain-4", "chain-8", "tree-8", "tree-16", "auto",
+)  # fmt: skip
 RANDOM = "random-0.6b"
 LAPS = 2  # requests by seats, where there are several
 LEAD_IN = 40  # tokens that a request of each seat gets before a run is timed
@@ -93,6 +107,8 @@ class Bench:
     ) -> None:
         self._built, self._max_tokens, self._recorded = built, max_tokens, recorded
         self._runner = built.engine.runner
+        self._own = built.engine.scheduler.speculator
+        self._others: dict[str, GuardedSpeculator] = {}
 
     async def cell(
         self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], repeats: int
@@ -116,6 +132,7 @@ class Bench:
         self, cell: Cell, group: Sequence[Sequence[int]], setting: str, figures: Figures
     ) -> list[list[int]]:
         """Answers to prompts; there are ``LAPS`` times as many as seats, or more."""
+        self._built.engine.scheduler.speculator = self._speculator(setting)
         run, laps = next(_NUMBERS), 1
         if cell.concurrency > 1:
             laps = -(-LAPS * cell.concurrency // len(group))
@@ -160,6 +177,24 @@ class Bench:
         figures.add([each.usage for each in requests])
         return answers
 
+    def _speculator(self, setting: str) -> GuardedSpeculator:
+        """What plans the drafts of a setting; the engine is idle."""
+        if not is_of_draft(setting):
+            return self._own
+        if setting not in self._others:
+            self._others[setting] = GuardedSpeculator(self._make_speculator(setting))
+        return self._others[setting]
+
+    def _make_speculator(self, setting: str) -> Speculator:
+        if setting != LOOK_UPS:
+            kind, _, count = setting.partition("-")
+            return chain(int(count)) if kind == "chain" else tree(int(count))
+        inner = self._own.inner
+        assert isinstance(inner, DraftSpeculator)
+        controller = Controller(copy.deepcopy(inner.controller.costs))
+        sources = make_sources(DraftSpec(AUTO), self._built.vocab_size)
+        return DraftSpeculator(sources, controller, AcceptanceModel())
+
     def _request(
         self,
         name: str,
@@ -170,7 +205,9 @@ class Bench:
         seed: int,
         most: int | None = None,
     ) -> Request:
-        depth = setting if setting == "auto" else 0 if setting == "off" else int(setting)
+        depth: int | str = "auto"
+        if setting not in ("auto", LOOK_UPS) and not is_of_draft(setting):
+            depth = 0 if setting == "off" else int(setting)
         max_tokens, stop_ids = most or self._max_tokens, self._built.eos_token_ids
         if self._recorded is not None:
             max_tokens = most or len(self._recorded[tuple(prompt)])
@@ -193,6 +230,23 @@ class Bench:
             answer += delta.token_ids
 
 
+def is_of_draft(setting: str) -> bool:
+    """Whether a setting has a speculator of its own. Raises ValueError for one that is unknown."""
+    kind, _, count = setting.partition("-")
+    if setting == LOOK_UPS or (kind in ("chain", "tree") and count.isdigit() and int(count) > 0):
+        return True
+    if setting in ("off", "auto") or setting.isdigit():
+        return False
+    raise ValueError(f"no setting {setting!r}")
+
+
+def drafts_by(setting: str) -> str:
+    """What drafts in a setting, for the JSON."""
+    if is_of_draft(setting):
+        return LOOK_UPS if setting == LOOK_UPS else "draft model or head"
+    return {"off": "nothing", "auto": "everything"}.get(setting, "everything, at a fixed depth")
+
+
 def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
     """The cell's line: tokens a second by setting, and ``auto`` against the best."""
     medians = {
@@ -208,9 +262,9 @@ def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
         pairs = zip(found[best], found["auto"], strict=True)
         ratio = Spread.of([auto.rate / one.rate for one, auto in pairs])
         line |= {"best": best, "auto / best": ratio.median}
-        if "off" in found:
-            gains = zip(found["off"], found["auto"], strict=True)
-            line["auto / off"] = Spread.of([a.rate / off.rate for off, a in gains]).median
+        for name in (each for each in ("off", LOOK_UPS) if each in found):
+            gains = zip(found[name], found["auto"], strict=True)
+            line[f"auto / {name}"] = Spread.of([a.rate / one.rate for one, a in gains]).median
         last = found["auto"]
         num_proposed = sum(figures.num_proposed for figures in last)
         line |= {
@@ -224,6 +278,7 @@ def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
     """Everything of a cell, for the JSON."""
     settings = {
         setting: {
+            "drafts_by": drafts_by(setting),
             "tokens_per_s": Spread.of([figures.rate for figures in runs]),
             "tokens_per_step": sum(f.num_tokens for f in runs) / sum(f.num_steps for f in runs),
             "proposed": sum(f.num_proposed for f in runs),
@@ -315,6 +370,14 @@ async def _main(args: argparse.Namespace) -> list[dict[str, object]]:
     return reports
 
 
+def _setting(text: str) -> str:
+    try:
+        is_of_draft(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(prog="foretoken bench real", description=__doc__)
@@ -324,7 +387,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, ADVERSARIAL), default=list(KINDS))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
+    parser.add_argument(
+        "--settings", nargs="+", type=_setting, metavar="SETTING",
+        help="off, auto, a depth, look-ups, chain-N or tree-N; default: depths, or where --draft "
+        "names a model or head, drafts of it",
+    )  # fmt: skip
     parser.add_argument("--half", choices=("tune", "show"), default="show")
     parser.add_argument("--prompts", type=int, default=PER_HALF)
     parser.add_argument("--max-tokens", type=int, default=160)
@@ -332,6 +399,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--out", type=Path, default=Path("bench/results/real.json"))
     args = parser.parse_args(argv)
+    draft = parse_draft(EngineConfig(draft=args.draft or "auto"), own_draft=None)
+    if args.settings is None:
+        args.settings = list(DRAFT_SETTINGS if draft.model else SETTINGS)
+    if draft.model is None and any(each.startswith(("chain-", "tree-")) for each in args.settings):
+        parser.error("chain-N and tree-N are drafts of a model or head: name one with --draft")
     report: dict[str, object] = {"command": command(), "machine": machine()}
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     report["cells"] = asyncio.run(_main(args))

@@ -133,10 +133,19 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
 
     OpenMP's spin, and take the event loop's core from it: torch leaves one to it (measured: two
     threads on two cores were slower than one, and with the native kernels 1.2 to 1.4 times faster).
+    What is left to torch beside the native kernels is small, and has one thread: a second one would
+    have to wait until the kernels' own one sleeps.
     """
     cores = len(os.sched_getaffinity(0))
-    count = threads or (cores if isinstance(ops, NativeOps) else max(1, cores - 1))
-    return lambda: ops.set_threads(count)
+    is_native = isinstance(ops, NativeOps)
+    count = threads or (cores if is_native else max(1, cores - 1))
+
+    def set_threads() -> None:
+        ops.set_threads(count)
+        if is_native:
+            torch.set_num_threads(1)
+
+    return set_threads
 
 
 def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:

@@ -24,7 +24,7 @@ from ...core.config import EngineConfig
 from ...core.execution.model_runner import ModelRunner
 from ...core.interface.request import Request
 from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.speculator import DraftPlan, NoSpeculation, Speculator
+from ...core.interface.speculator import DraftPlan, Speculator
 from ...core.interface.step import SamplingMetadata
 from ...core.scheduling.admission import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
@@ -36,6 +36,7 @@ from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
 from ...radix_cache import PrefixCache
+from ..drafting import FixedDrafts
 from ..report import Row, command, machine, table, write_json
 from .streams import builtin_tokenizer, streams
 
@@ -45,35 +46,10 @@ KINDS = ("fresh code", "agent edit")
 
 
 @dataclass(frozen=True)
-class Setting(NoSpeculation):
+class Setting(FixedDrafts):
     """Every step drafts by the same plan."""
 
-    plan_: DraftPlan
     name: str
-
-    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:  # noqa: ARG002
-        """Never."""
-        return False
-
-    def plan(
-        self,
-        requests: Sequence[Request],
-        limits: Sequence[int],
-        *,
-        budget: int,  # noqa: ARG002
-        num_prefill: int,  # noqa: ARG002
-    ) -> Sequence[DraftPlan]:
-        """The setting's plan, within the limits."""
-        plan = self.plan_
-        return [
-            DraftPlan(
-                max_draft=min(limit, plan.max_draft),
-                may_branch=plan.may_branch,
-                row_price=plan.row_price,
-                pass_price=plan.pass_price,
-            )
-            for limit, _ in zip(limits, requests, strict=True)
-        ]
 
 
 def settings() -> list[Setting]:

@@ -7,12 +7,41 @@ the same scores. The torch sampler is the oracle.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from .gumbel import vocabulary_hashes
 from .logits_processors import SampleRow
 from .verifier import Best, SampledToken, Verified, VerifyRequest, best, sample, verify
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Which tokens the columns of logits are, where these are a part of the vocabulary alone."""
+
+    token_ids: Tensor  # [num_columns] distinct
+    vocab_size: int
+
+    @cached_property
+    def hashes(self) -> Tensor:
+        """`vocabulary_hashes` of these tokens, [num_columns]."""
+        return vocabulary_hashes(self.vocab_size, self.token_ids.device)[self.token_ids]
+
+    @cached_property
+    def names(self) -> list[int]:
+        """These tokens."""
+        ids: list[int] = self.token_ids.tolist()
+        return ids
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """``[n, num_columns]`` to float32 ``[n, vocab_size]``; other tokens are banned."""
+        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf, dtype=torch.float32)
+        wide[:, self.token_ids] = logits.float()
+        return wide
 
 
 class Sampler(Protocol):
@@ -33,8 +62,12 @@ class Sampler(Protocol):
         num_best: int,
         *,
         temperature_scale: float = 1.0,
+        columns: Columns | None = None,
     ) -> list[Best]:
-        """The tokens nearest to being drawn; see `core.sampling.verifier.best`."""
+        """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
+
+        ``columns``: the tokens of the columns of ``logits``, unless they are the vocabulary.
+        """
 
 
 class PendingTokens(Protocol):
@@ -85,6 +118,8 @@ class TorchSampler:
         num_best: int,
         *,
         temperature_scale: float = 1.0,
+        columns: Columns | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn."""
+        logits = logits if columns is None else columns.widened(logits)
         return best(logits, rows, num_best, temperature_scale=temperature_scale)

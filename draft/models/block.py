@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from .head_layers import (
     attend,
     init_weights,
 )
+
+if TYPE_CHECKING:
+    from .block_pass import BlockPass
 
 MarkovKind: TypeAlias = Literal["vanilla", "gated", "rnn"]
 
@@ -148,6 +151,7 @@ class BlockHead(Vocabulary):
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.rotary = RotaryTable(config.rope, config.head_dim)
+        self.block_pass: BlockPass | None = None  # what computes the layers in service, if it can
         init_weights(self)
         if self.markov_head is not None:
             nn.init.zeros_(self.markov_head.markov_w2.weight)
@@ -157,9 +161,14 @@ class BlockHead(Vocabulary):
 
         Keys and values are ``[.., num_kv_heads, head_dim]``.
         """
-        features = self.hidden_norm(self.fc(taps))
+        features = self.context_vectors(taps)
         rotary = self.rotary(positions)
-        return [layer.self_attn.keys_values(features, rotary) for layer in self._layers()]
+        return [layer.self_attn.keys_values(features, rotary) for layer in self.decoder_layers()]
+
+    def context_vectors(self, taps: Tensor) -> Tensor:
+        """``[.., num_taps * target_hidden]`` to ``[.., hidden]``, which every layer reads."""
+        out: Tensor = self.hidden_norm(self.fc(taps))
+        return out
 
     def block(
         self, anchor_ids: Tensor, anchors: Tensor, context: list[KeysValues], seen: Tensor
@@ -175,7 +184,7 @@ class BlockHead(Vocabulary):
         x = self._rows(anchor_ids)
         positions = anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)
         rotary = self.rotary(positions)
-        for layer, each in zip(self._layers(), context, strict=True):
+        for layer, each in zip(self.decoder_layers(), context, strict=True):
             x = layer(x, rotary, each, _within(seen, positions, layer.window))
         x = cast(Tensor, self.norm(x))
         return x if self.config.predicts_at_anchor else x[:, :, 1:]
@@ -231,7 +240,8 @@ class BlockHead(Vocabulary):
         )
         return self.embed(torch.cat((anchor_ids.unsqueeze(-1), masks), dim=-1))
 
-    def _layers(self) -> list[BlockLayer]:
+    def decoder_layers(self) -> list[BlockLayer]:
+        """The layers; none where a `BlockPass` has them."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
 

@@ -15,24 +15,34 @@ from torch import Tensor, nn
 
 from ...core.errors import ModelLoadError
 from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.step import SamplingMetadata, ScheduledRequest
 from ...core.model.decoder import Decoder
 from ...core.ops.base import Ops, PackedLinear
 from ...core.ops.batch import Segment, Taps, Wanted
 from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
 from ...core.sampling.logits_processors import SampleRow
 from .block import BlockHead
+from .block_pass import BLOCKS_A_PASS, BlockPass, BlockPlace, ContextRows, can_pass
 from .eagle import EagleHead
 from .head_files import Head, open_head
-from .head_layers import KeysValues, Vocabulary
-from .head_proposer import Anchors, Drafting, HeadProposer, Place, Written
+from .head_layers import KeysValues
+from .head_proposer import (
+    Anchors,
+    Drafting,
+    DraftStart,
+    HeadProposer,
+    IntArray,
+    Place,
+    Written,
+)
+from .medusa import MedusaConfig, MedusaHead
 
 logger = logging.getLogger(__name__)
 MOST_PASSES = 64  # tokens of a draft of EAGLE-3
 NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that tell two readings of tap ids apart
 
 
-def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Tensor]) -> None:
+def join_target(head: Head, target: Decoder, read_output: Callable[[], Tensor]) -> None:
     """Move a head beside its target and lend it what it lacks; for inference only.
 
     Its matrices are laid out for the target's kernels, quantised if the target's are.
@@ -41,6 +51,12 @@ def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Ten
     """
     head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     weights, ops = target.weights, target.ops
+    if isinstance(head, MedusaHead):  # it has its own output layers
+        _pack_linears(head, ops)
+        return
+    if isinstance(head, BlockHead):
+        head.borrow(weights.embedding)
+        _give_pass(head, target)
     _pack_linears(head, ops)
     packed = weights.lm_head
     if head.draft_ids is not None and head.lm_head is None:
@@ -52,22 +68,34 @@ def join_target(head: Vocabulary, target: Decoder, read_output: Callable[[], Ten
     head.borrow(weights.embedding, partial(_by_kernels, logits, packed, ops.min_rows))
 
 
-class _Packed(nn.Module):
-    """A linear layer by the backend's own kernels."""
+def _give_pass(head: BlockHead, target: Decoder) -> None:
+    """Move the layers of a head to the target's kernels, where these compute it."""
+    if can_pass(head, target):
+        head.block_pass = BlockPass(head, target, head.context_vectors)
+        head.layers = nn.ModuleList()  # packed by now
 
-    def __init__(self, linear: nn.Linear, ops: Ops) -> None:
+
+class _Packed(nn.Module):
+    """A linear layer by the backend's own kernels. ``wide``: of logits, which are float32."""
+
+    def __init__(self, linear: nn.Linear, ops: Ops, *, wide: bool) -> None:
         super().__init__()
         self._packed = ops.pack_linear(linear.weight.detach().contiguous(), linear.bias)
-        self._ops = ops
+        self._min_rows = ops.min_rows
+        self._kernel: Callable[[Tensor, PackedLinear], Tensor] = ops.logits if wide else ops.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return _by_kernels(self._ops.linear, self._packed, self._ops.min_rows, x)
+        return _by_kernels(self._kernel, self._packed, self._min_rows, x)
+
+
+_WIDE = ("lm_head", "markov_w2")
 
 
 def _pack_linears(module: nn.Module, ops: Ops) -> None:
     for name, each in module.named_children():
         if isinstance(each, nn.Linear):
-            setattr(module, name, _Packed(each, ops))
+            wide = name in _WIDE or isinstance(module, nn.Sequential)  # the last of a Medusa head
+            setattr(module, name, _Packed(each, ops, wide=wide))
         else:
             _pack_linears(each, ops)
 
@@ -81,6 +109,13 @@ def _by_kernels(
     if count < min_rows:
         flat = torch.cat((flat, flat[-1:].expand(min_rows - count, -1)))
     return kernel(flat.contiguous(), packed)[:count].view(*x.shape[:-1], -1)
+
+
+def _num_spare_pages(head: Head, page_size: int) -> int:
+    """Pages behind those of the target's ids, where a pass keeps blocks."""
+    if not isinstance(head, BlockHead) or head.block_pass is None:
+        return 0
+    return -(-BLOCKS_A_PASS * head.config.block_size // page_size)
 
 
 class _PoolShape(TypedDict):
@@ -103,6 +138,7 @@ class JoinedHead:
         """
         del kv_dtype
         dtype, device = self.target.dtype, self.target.device
+        num_pages += _num_spare_pages(self.head, page_size)
         return KVPool(num_pages, **self._shape, page_size=page_size, dtype=dtype, device=device)
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
@@ -116,11 +152,15 @@ class JoinedHead:
         """What drafts with it. ``independent``: for rejection sampling."""
         if isinstance(self.head, BlockHead):
             return BlockProposer(self.head, pool, self.target, independent=independent)
+        if isinstance(self.head, MedusaHead):
+            return MedusaProposer(self.head, pool, self.target, independent=independent)
         return EagleProposer(self.head, pool, self.target, independent=independent)
 
     @property
     def _shape(self) -> _PoolShape:
         config = self.head.config
+        if isinstance(config, MedusaConfig):
+            return {"num_layers": 0, "num_kv_heads": 1, "head_dim": 1}  # there is no KV
         return {
             "num_layers": config.num_layers,
             "num_kv_heads": config.num_kv_heads,
@@ -211,6 +251,7 @@ class BlockProposer(HeadProposer):
     ) -> None:
         super().__init__(head.config, pool, target.sampler, independent=independent)
         self.head = head
+        self._first_spare = pool.num_pages - _num_spare_pages(head, pool.page_size)
 
     @property
     def tokens_a_pass(self) -> int:
@@ -237,17 +278,53 @@ class BlockProposer(HeadProposer):
     def keep_page_feature(self, page_id: int, feature: Tensor) -> None:
         """A block head has none."""
 
-    def begin(self, anchors: Anchors, num_drafted: int) -> Drafting:
+    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """One pass for the whole block."""
-        return _Block(self.head, anchors, num_drafted)
+        if self.head.block_pass is not None:
+            hidden = self._pass(self.head.block_pass, starts)
+            first = not self.head.config.predicts_at_anchor
+            return _Block(self.head, hidden[:, first : first + num_drafted])
+        anchors = self.anchors(starts)
+        ids, positions = anchors.token_ids.unsqueeze(1), anchors.positions.unsqueeze(1)
+        hidden = self.head.block(ids, positions, anchors.context, anchors.seen.unsqueeze(1))
+        return _Block(self.head, hidden[:, 0, :num_drafted])
+
+    # -- by the target's kernels ----------------------------------------------------------------
+
+    def _pass(self, block_pass: BlockPass, starts: Sequence[DraftStart]) -> Tensor:
+        """Hidden states of the rows of blocks, ``[b, block_size, hidden]``."""
+        page_size = self.pool.page_size
+        places = [BlockPlace(start.row, start.first // page_size) for start in starts]
+        parts = [
+            block_pass.hidden(self.pool, self._first_spare, places[at : at + BLOCKS_A_PASS])
+            for at in range(0, len(places), BLOCKS_A_PASS)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _write_context(self, written: Written, slots: IntArray, lens: IntArray) -> Tensor | None:
+        block_pass = self.head.block_pass
+        if block_pass is None:
+            return super()._write_context(written, slots, lens)
+        positions = written.positions.numpy()
+        rows = ContextRows(positions[written.firsts], lens, positions, slots)
+        block_pass.write_context(self.pool, written.taps, rows)
+        return None
+
+    def _start(self, row: ScheduledRequest) -> DraftStart | None:
+        """A pass leaves out whole pages, and needs a position that its blocks see."""
+        start = super()._start(row)
+        if start is None or self.head.block_pass is None:
+            return start
+        first = -(-start.first // self.pool.page_size) * self.pool.page_size
+        return start._replace(first=first) if first < len(row.tokens) - 1 else None
 
 
 class _Block(Drafting):
-    def __init__(self, head: BlockHead, anchors: Anchors, num_drafted: int) -> None:
+    """``hidden`` [b, num, hidden]: of the tokens behind each anchor."""
+
+    def __init__(self, head: BlockHead, hidden: Tensor) -> None:
         self._head = head
-        ids, positions = anchors.token_ids.unsqueeze(1), anchors.positions.unsqueeze(1)
-        hidden = head.block(ids, positions, anchors.context, anchors.seen.unsqueeze(1))
-        self._hidden = hidden[:, 0, :num_drafted]  # [b, num, hidden]
+        self._hidden = hidden
         self._unary = head.project(self._hidden)  # [b, num, draft_vocab]
         self._state = head.first_state(self._hidden[:, 0])  # of the places of the call before
 
@@ -262,10 +339,77 @@ class _Block(Drafting):
         state = self._state[self._ids([each.parent for each in places]) if level else at]
         before = self._head.markov_ids(self._ids([each.token_id for each in places]))
         bias, self._state = markov(before, self._hidden[at, level], state)
-        return found + bias
+        return found.add_(bias)
 
     def _ids(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._hidden.device)
+
+
+class MedusaProposer(HeadProposer):
+    """Drafts trees of the best tokens that each head of a `MedusaHead` gives."""
+
+    source = "medusa"
+
+    def __init__(
+        self, head: MedusaHead, pool: KVPool, target: Decoder, *, independent: bool = False
+    ) -> None:
+        super().__init__(head.config, pool, target.sampler, independent=independent)
+        self.head = head
+        self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
+
+    @property
+    def tokens_a_pass(self) -> int:
+        """A token of each head."""
+        return self.longest
+
+    @property
+    def longest(self) -> int:
+        """A token of each head."""
+        return self.head.config.num_heads
+
+    def columns(self, written: Written) -> tuple[list[KeysValues], Tensor]:
+        """No KV; the features are what the target's final norm makes of its last layer's output."""
+        return [], self._final_norm(written.taps.contiguous())
+
+    def page_feature(self, page_id: int) -> None:
+        """None is read: the last position before a draft was always computed for its request."""
+
+    def keep_page_feature(self, page_id: int, feature: Tensor) -> None:
+        """None is kept."""
+
+    def _start(self, row: ScheduledRequest) -> DraftStart | None:
+        track = self._tracks.get(row.request_id)
+        if track is None or track.stop < len(row.tokens) - 1:
+            return None
+        return DraftStart(row, 0, track.feature)
+
+    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
+        """From the state before each last token."""
+        del num_drafted
+        return _Heads(self.head, _features(starts))
+
+
+def _features(starts: Sequence[DraftStart]) -> Tensor:
+    """``[b, hidden]``."""
+    known = [start.feature for start in starts if start.feature is not None]
+    assert len(known) == len(starts)
+    return torch.stack(known)
+
+
+class _Heads(Drafting):
+    """``hidden`` [b, hidden]: the state before each anchor."""
+
+    def __init__(self, head: MedusaHead, hidden: Tensor) -> None:
+        self._head, self._hidden = head, hidden
+
+    def logits(self, places: Sequence[Place]) -> Tensor:
+        """What the level's own head says; the same behind every token of a request."""
+        requests = sorted({each.request for each in places})
+        found = self._head.logits(self._hidden[requests], places[0].level)
+        if len(requests) == len(places):
+            return found
+        at = {request: index for index, request in enumerate(requests)}
+        return found[[at[each.request] for each in places]]
 
 
 class EagleProposer(HeadProposer):
@@ -319,21 +463,19 @@ class EagleProposer(HeadProposer):
             before[first] = 0.0 if feature is None else feature
         return [self.head.context(before, written.token_ids, written.positions)], features
 
-    def begin(self, anchors: Anchors, num_drafted: int) -> Drafting:
+    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """A pass for each token."""
         del num_drafted
-        return _Columns(self.head, anchors)
+        return _Columns(self.head, self.anchors(starts), _features(starts))
 
 
 class _Columns(Drafting):
     """Each place of a level is a column of its own beside those of the same request."""
 
-    def __init__(self, head: EagleHead, anchors: Anchors) -> None:
+    def __init__(self, head: EagleHead, anchors: Anchors, features: Tensor) -> None:
         self._head = head
         self._positions = anchors.positions
-        known = [each for each in anchors.features if each is not None]
-        assert len(known) == len(anchors.features)
-        self._features = torch.stack(known)  # [places of the call before, hidden]
+        self._features = features  # [places of the call before, hidden]
         self._context, self._seen = anchors.context[0], anchors.seen
         self._own: list[KeysValues] = []  # of each level, [places, num_kv_heads, head_dim]
         self._paths: list[list[int]] = []  # of each place of the call before, itself included

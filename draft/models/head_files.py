@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -25,13 +25,17 @@ from ...core.model.rope import RopeSpec, parse_rope
 from ...core.ops.batch import Taps
 from .block import BlockConfig, BlockHead, MarkovKind
 from .eagle import EagleConfig, EagleHead
+from .medusa import MedusaConfig, MedusaHead
 
-Kind: TypeAlias = Literal["block", "eagle3"]
-Head: TypeAlias = BlockHead | EagleHead
+Kind: TypeAlias = Literal["block", "eagle3", "medusa"]
+Head: TypeAlias = BlockHead | EagleHead | MedusaHead
+HeadConfigs: TypeAlias = BlockConfig | EagleConfig | MedusaConfig
 Tensors: TypeAlias = dict[str, Tensor]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"  # read without running any of its code
+# read without running any of their code
+PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 OWN_KEY = "foretoken"  # our own keys in a config.json
 _NAMES_SHOWN = 4
 _LEAST_LAYERS = 8  # with fewer the default boundaries coincide
@@ -39,6 +43,7 @@ _KINDS: dict[str, Kind] = {  # by a word of architectures or of speculators_mode
     "eagle3": "eagle3",
     "dflash": "block",
     "dspark": "block",
+    "medusa": "medusa",
 }
 _UNSUPPORTED = ("dflash2", "domino", "lilicorr", "peagle", "mtp")
 _ALIASES = {  # of tensor names, behind the prefixes below
@@ -63,7 +68,7 @@ class HeadFolder:
 
     path: Path
     kind: Kind
-    config: BlockConfig | EagleConfig
+    config: HeadConfigs
     shifted_taps: Taps | None = None
 
     def load(self) -> Head:
@@ -89,6 +94,8 @@ def head_kind(path: Path) -> Kind | None:
     found = {kind for word, kind in _KINDS.items() if any(word in each for each in words)}
     if not found and "dflash_config" in values:
         return "block"
+    if not found and "medusa_num_heads" in values:
+        return "medusa"
     if not found and _has_eagle_tensors(path, values):
         return "eagle3"
     return next(iter(found), None)
@@ -104,7 +111,7 @@ def _words(values: Mapping[str, Any]) -> list[str]:
 def _has_eagle_tensors(path: Path, values: Mapping[str, Any]) -> bool:
     """The first EAGLE-3 heads name a plain architecture; their draft vocabulary gives them away."""
     return "draft_vocab_size" in values and (
-        (path / WEIGHTS).is_file() or (path / PICKLE).is_file()
+        (path / WEIGHTS).is_file() or (path / PICKLES[0]).is_file()
     )
 
 
@@ -115,6 +122,8 @@ def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
         raise ModelLoadError(f"{path / CONFIG}: no head that is known")
     fields = _flattened(Fields(read_json(path / CONFIG), str(path / CONFIG)))
     names = set(_normalised(read_tensors(path)))
+    if kind == "medusa":
+        return HeadFolder(path, kind, _parse_medusa(fields, target))
     parse = _parse_block if kind == "block" else _parse_eagle
     config, shifted = parse(fields, target, names)
     return HeadFolder(path, kind, config, shifted)
@@ -289,6 +298,23 @@ def _parse_eagle(
     return config, shifted
 
 
+def _parse_medusa(fields: Fields, target: DecoderConfig) -> MedusaConfig:
+    """Medusa-1. All else than the number of heads and of their blocks is the target's."""
+    for name, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        value = fields.positive(name, own)
+        if value != own:
+            raise fields.error(name, f"is {value}, but the target's is {own}")
+    return MedusaConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        hidden_size=target.hidden_size,
+        taps=(target.num_layers,),
+        num_heads=fields.positive("medusa_num_heads"),
+        num_blocks=fields.positive("medusa_num_layers", 1),
+    )
+
+
 def default_taps(num_layers: int) -> Taps:
     """The boundaries of an EAGLE-3 head whose config names none."""
     return (2, num_layers // 2, num_layers - 3)
@@ -308,13 +334,16 @@ def read_tensors(path: Path) -> Tensors:
             for name in sorted(set(named.values())):
                 tensors |= load_file(path / name)
             return tensors
-        if (path / WEIGHTS).is_file():
-            return load_file(path / WEIGHTS)
-        if (path / PICKLE).is_file():
-            return _unpickled(path / PICKLE)
+        for name in (WEIGHTS, MEDUSA_WEIGHTS):
+            if (path / name).is_file():
+                return load_file(path / name)
+        for name in PICKLES:
+            if (path / name).is_file():
+                return _unpickled(path / name)
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    raise ModelLoadError(f"{path} has neither {WEIGHTS} nor {PICKLE}")
+    names = ", ".join((WEIGHTS, MEDUSA_WEIGHTS, *PICKLES))
+    raise ModelLoadError(f"{path} holds no weights: there is none of {names}")
 
 
 def _unpickled(file: Path) -> Tensors:
@@ -334,6 +363,8 @@ def _normalised(tensors: Tensors) -> Tensors:
     for name, tensor in tensors.items():
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
+        if name[:1].isdigit():  # Medusa heads that were saved alone
+            name = f"medusa_head.{name}"
         found[_ALIASES.get(name, name)] = tensor
     return found
 
@@ -341,8 +372,10 @@ def _normalised(tensors: Tensors) -> Tensors:
 def _load(folder: HeadFolder) -> Head:
     tensors = _normalised(read_tensors(folder.path))
     where, config = folder.path, folder.config
+    if isinstance(config, MedusaConfig):
+        return _filled(where, MedusaHead(config), tensors)
     draft_ids = _draft_ids(where, tensors.pop("d2t", None), config.vocab_size)
-    head: Head
+    head: BlockHead | EagleHead
     if isinstance(config, BlockConfig):
         config = _with_markov_size(where, config, tensors)
         head = BlockHead(config)
@@ -350,14 +383,23 @@ def _load(folder: HeadFolder) -> Head:
         tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
         head = EagleHead(config)
     tensors = {name: each for name, each in tensors.items() if not name.startswith(_IGNORED)}
-    _check(where, head, tensors)
-    matrices = [t.dtype for t in tensors.values() if t.ndim == 2]
-    head.to(matrices[0])
-    head.load_state_dict(tensors)
+    _filled(where, head, tensors)
     if config.is_reduced:
         if draft_ids is None or len(draft_ids) != config.draft_vocab_size:
             raise ModelLoadError(f"{where}: tensor d2t must have {config.draft_vocab_size} items")
         head.set_draft_ids(draft_ids)
+    return head
+
+
+_AnyHead = TypeVar("_AnyHead", BlockHead, EagleHead, MedusaHead)
+
+
+def _filled(where: Path, head: _AnyHead, tensors: Tensors) -> _AnyHead:
+    """A head with its tensors, of the dtype in which they are stored."""
+    _check(where, head, tensors)
+    matrices = [t.dtype for t in tensors.values() if t.ndim == 2]
+    head.to(matrices[0])
+    head.load_state_dict(tensors)
     return head
 
 
@@ -412,7 +454,9 @@ def _refuse(where: Path, verb: str, names: list[str]) -> None:
 # -- saving ---------------------------------------------------------------------------------------
 
 
-def save_head(head: Head, folder: Path, *, extra: Mapping[str, object] | None = None) -> None:
+def save_head(
+    head: BlockHead | EagleHead, folder: Path, *, extra: Mapping[str, object] | None = None
+) -> None:
     """Write ``config.json`` and ``model.safetensors`` as docs/heads.md describes them.
 
     ``extra``: more keys for our own part of the config.

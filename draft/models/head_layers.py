@@ -25,14 +25,25 @@ HIDDEN = -1e30  # a score that is not seen; finite, so that a row that sees noth
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
-    """Shape of a head, and of the target that it was trained for."""
+class TapConfig:
+    """What a head reads of its target, and which tokens it drafts."""
 
     vocab_size: int  # of the target
     draft_vocab_size: int  # ids that the head can draft
     target_hidden_size: int
     taps: Taps  # boundaries of the target's residual stream, see `Wanted.taps`
     hidden_size: int
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the head drafts a part of the target's vocabulary only."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(TapConfig):
+    """Shape of a head with layers."""
+
     intermediate_size: int
     num_layers: int
     num_heads: int
@@ -44,11 +55,6 @@ class HeadConfig:
     attention_bias: bool = False
     owns_embedding: bool = False  # else the target's is borrowed
     owns_output: bool = False  # else the target's is borrowed
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the head drafts a part of the target's vocabulary only."""
-        return self.draft_vocab_size < self.vocab_size
 
 
 class RmsNorm(nn.Module):
@@ -195,10 +201,15 @@ class Vocabulary(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's ids ``[..]`` to ``[.., hidden]``. Raises ValueError if none was lent."""
+        return F.embedding(token_ids, self.table)
+
+    @property
+    def table(self) -> Tensor:
+        """The embedding, ``[vocab, hidden]``. Raises ValueError if none was lent."""
         table = self._table if self.embed_tokens is None else self.embed_tokens.weight
         if table is None:
             raise ValueError("the head has no embedding: it must borrow the target's")
-        return F.embedding(token_ids, table)
+        return table
 
     def project(self, hidden: Tensor) -> Tensor:
         """``[.., hidden]`` to logits ``[.., draft_vocab]``. Raises ValueError if none was lent."""

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -29,15 +30,15 @@ from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.sampler import DeviceSampler, Sampler
-from .head_layers import HeadConfig, KeysValues
+from ...core.sampling.sampler import Columns, DeviceSampler, Sampler
+from .head_layers import KeysValues, TapConfig
 from .tree_growth import ROOT, TreeGrowth, choose, default_odds, frontiers, sample_rows
 
 IntArray: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class _Track:
+class Track:
     """The positions of one request that have head KV: ``start`` to ``stop``, and those of pages
     before that are ready.
     """
@@ -57,6 +58,14 @@ class Written(NamedTuple):
     before: Sequence[Tensor | None]  # [num_requests] the feature of the position before; or None
 
 
+class DraftStart(NamedTuple):
+    """Where a draft begins: behind the last of the row's tokens."""
+
+    row: ScheduledRequest
+    first: int  # the first position whose head KV it may see, and that of all behind
+    feature: Tensor | None  # [hidden] of the position before the last token; or None
+
+
 class Anchors(NamedTuple):
     """The last tokens of the requests that draft, and the head KV that they see."""
 
@@ -64,7 +73,6 @@ class Anchors(NamedTuple):
     positions: Tensor  # [b]
     context: list[KeysValues]  # of each layer, [b, num_kv_heads, T, head_dim] each
     seen: Tensor  # bool [b, T]
-    features: Sequence[Tensor | None]  # [b] of the position before; or None
 
 
 class Place(NamedTuple):
@@ -98,12 +106,13 @@ class HeadProposer(ABC):
     first = 0  # the first position that has a column
 
     def __init__(
-        self, config: HeadConfig, pool: KVPool, sampler: Sampler, *, independent: bool = False
+        self, config: TapConfig, pool: KVPool, sampler: Sampler, *, independent: bool = False
     ) -> None:
         self.config, self.pool = config, pool
         self._sampler, self._independent = sampler, independent
+        self._on_device = isinstance(sampler, DeviceSampler)
         self._ready = np.zeros(pool.num_pages, dtype=np.bool_)
-        self._tracks: dict[str, _Track] = {}
+        self._tracks: dict[str, Track] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._odds = default_odds()  # by whether tokens are sampled
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
@@ -118,7 +127,7 @@ class HeadProposer(ABC):
     @property
     def weighs(self) -> bool:
         """Whether drafts are to be trees, or end by prices: not on a device; see `LmProposer`."""
-        return not isinstance(self._sampler, DeviceSampler) and not self._independent
+        return not self._on_device and not self._independent
 
     # -- what heads do --------------------------------------------------------------------------
 
@@ -140,8 +149,8 @@ class HeadProposer(ABC):
         """
 
     @abstractmethod
-    def begin(self, anchors: Anchors, num_drafted: int) -> Drafting:
-        """Draft up to ``num_drafted`` tokens behind each anchor."""
+    def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
+        """Draft up to ``num_drafted`` tokens behind the last token of each request."""
 
     # -- the target's steps ---------------------------------------------------------------------
 
@@ -175,21 +184,21 @@ class HeadProposer(ABC):
         firsts = np.cumsum(counts) - counts
         device = output.taps.device
         at = torch.tensor([i for each in rows for i in each.batch_rows], device=device)
+        is_all = len(at) == len(output.taps)  # each row, in order
         owners = np.repeat(np.arange(len(rows)), counts)
         starts = np.array([each.scheduled.start for each in rows])
         positions = np.arange(len(owners)) + (starts - firsts)[owners]
         written = Written(
-            self._ordered(output.taps.index_select(0, at)),
+            self._ordered(output.taps if is_all else output.taps.index_select(0, at)),
             torch.tensor([i for each in rows for i in _token_ids(each)], device=device),
             torch.from_numpy(positions).to(device),
             firsts,
             [track.feature for track in tracks],
         )
-        columns, features = self.columns(written)
         page_size = self.pool.page_size
         at_pages = zip(owners.tolist(), (positions // page_size).tolist(), strict=True)
         pages = np.array([rows[owner].scheduled.page_ids[page] for owner, page in at_pages])
-        self._write(columns, pages, positions % page_size)
+        features = self._write_context(written, pages * page_size + positions % page_size, counts)
         for each, track, start, num in zip(rows, tracks, firsts, counts, strict=True):
             mine = None if features is None else features[start : start + num]
             self._advance(each.scheduled, track, int(num), mine)
@@ -208,11 +217,11 @@ class HeadProposer(ABC):
             and not (row.is_ahead and row.request_id not in self._tracks)
         )
 
-    def _reached(self, row: ScheduledRequest) -> _Track:
+    def _reached(self, row: ScheduledRequest) -> Track:
         """The track of a request whose columns from ``row.start`` on are about to be written."""
         track = self._tracks.get(row.request_id)
         if track is None or track.stop != row.start:
-            track = _Track(row.start, row.start, self._feature_before(row))
+            track = Track(row.start, row.start, self._feature_before(row))
             self._tracks[row.request_id] = track
         return track
 
@@ -232,7 +241,7 @@ class HeadProposer(ABC):
         """Keep the feature of a page's last position."""
 
     def _advance(
-        self, row: ScheduledRequest, track: _Track, count: int, features: Tensor | None
+        self, row: ScheduledRequest, track: Track, count: int, features: Tensor | None
     ) -> None:
         """Columns of a request were written: mark the pages that became whole."""
         begin, page_size = track.stop, self.pool.page_size
@@ -256,6 +265,16 @@ class HeadProposer(ABC):
         return torch.cat([parts[index] for index in self._order], dim=-1)
 
     # -- the pool -------------------------------------------------------------------------------
+
+    def _write_context(self, written: Written, slots: IntArray, lens: IntArray) -> Tensor | None:
+        """Compute and write the columns of positions [n] to ``slots`` [n]; returns their features.
+
+        ``lens`` [num_requests]: positions of each request.
+        """
+        del lens
+        columns, features = self.columns(written)
+        self._write(columns, *np.divmod(slots, self.pool.page_size))
+        return features
 
     def _write(self, columns: list[KeysValues], pages: IntArray, places: IntArray) -> None:
         data = self.pool.data
@@ -289,7 +308,7 @@ class HeadProposer(ABC):
             context.append((keys, values))
         return context, seen
 
-    def _first_seen(self, row: ScheduledRequest, track: _Track) -> int:
+    def _first_seen(self, row: ScheduledRequest, track: Track) -> int:
         """The lowest position from which on all head KV is there."""
         page_size = self.pool.page_size
         num_whole = (len(row.tokens) - 1) // page_size
@@ -311,8 +330,7 @@ class HeadProposer(ABC):
             max_draft=self.tokens_a_pass,
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
-        track = _Track(self.first, len(tokens), feature)
-        self._grow([row] * num_requests, [track] * num_requests, [self.first] * num_requests)
+        self._grow([DraftStart(row, self.first, feature)] * num_requests)
 
     # -- drafts ---------------------------------------------------------------------------------
 
@@ -320,33 +338,24 @@ class HeadProposer(ABC):
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         """A tree for each row that has head KV, with the verifier's noise."""
         self._trees = {}  # those of a step that failed are void
-        live = [row for row in rows if self._can_draft(row)]
-        if live:
-            tracks = [self._tracks[row.request_id] for row in live]
-            firsts = [self._first_seen(*each) for each in zip(live, tracks, strict=True)]
-            self._trees = {tree.row.request_id: tree for tree in self._grow(live, tracks, firsts)}
+        starts = [start for start in map(self._start, rows) if start is not None]
+        if starts:
+            self._trees = {tree.row.request_id: tree for tree in self._grow(starts)}
         found = [(row, self._trees.get(row.request_id)) for row in rows]
         return [row.draft if tree is None else tree.draft() for row, tree in found]
 
-    def _can_draft(self, row: ScheduledRequest) -> bool:
+    def _start(self, row: ScheduledRequest) -> DraftStart | None:
+        """Where a draft of the row begins; None where the head lacks what it reads."""
         track = self._tracks.get(row.request_id)
-        return track is not None and track.stop >= len(row.tokens) - 1
+        if track is None or track.stop < len(row.tokens) - 1:
+            return None
+        return DraftStart(row, self._first_seen(row, track), track.feature)
 
     @torch.inference_mode()
-    def _grow(
-        self, rows: Sequence[ScheduledRequest], tracks: Sequence[_Track], firsts: Sequence[int]
-    ) -> list[TreeGrowth]:
-        trees = [self._tree(row) for row in rows]
-        context, seen = self._read(rows, firsts)
-        device = self.device
-        anchors = Anchors(
-            torch.tensor([row.tokens[-1] for row in rows], device=device),
-            torch.tensor([len(row.tokens) - 1 for row in rows], device=device),
-            context,
-            seen,
-            [track.feature for track in tracks],
-        )
-        drafting = self.begin(anchors, min(self.longest, max(row.max_draft for row in rows)))
+    def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
+        trees = [self._tree(start.row) for start in starts]
+        num_drafted = min(self.longest, max(start.row.max_draft for start in starts))
+        drafting = self.begin(starts, num_drafted)
         nodes, before = [[ROOT] for _ in trees], dict[tuple[int, int], int]()
         for level in count():
             opened = [(index, node) for index, each in enumerate(nodes) for node in each]
@@ -357,6 +366,17 @@ class HeadProposer(ABC):
             before = {each: at for at, each in enumerate(opened)}
             nodes = self._next_level(trees, level + 1)
         return trees
+
+    def anchors(self, starts: Sequence[DraftStart]) -> Anchors:
+        """The last tokens of requests, and a copy of the head KV that they see."""
+        rows = [start.row for start in starts]
+        context, seen = self._read(rows, [start.first for start in starts])
+        return Anchors(
+            torch.tensor([row.tokens[-1] for row in rows], device=self.device),
+            torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device),
+            context,
+            seen,
+        )
 
     def _tree(self, row: ScheduledRequest) -> TreeGrowth:
         odds = self._odds[row.sampling.params.temperature > 0.0]
@@ -371,9 +391,12 @@ class HeadProposer(ABC):
         return Place(request, found.level, before[request, found.parent], found.token_id)
 
     def _expand(self, places: Sequence[tuple[TreeGrowth, int]], logits: Tensor) -> None:
+        columns = self._columns
+        if columns is not None and self._on_device:  # which draws of the whole vocabulary alone
+            logits, columns = columns.widened(logits), None
         found = choose(
-            places, self._widened(logits), sample_rows(places), self._sampler,
-            independent=self._independent,
+            places, logits, sample_rows(places), self._sampler,
+            independent=self._independent, columns=columns,
         )  # fmt: skip
         for (tree, node), best in zip(places, found, strict=True):
             tree.expand(node, best)
@@ -384,14 +407,11 @@ class HeadProposer(ABC):
         found = frontiers(trees, level, takes_pass=takes_pass)
         return [tree.open(nodes) for tree, nodes in zip(trees, found, strict=True)]
 
-    def _widened(self, logits: Tensor) -> Tensor:
-        """``[n, draft_vocab]`` to ``[n, vocab]`` float32: what the head cannot draft is banned."""
+    @cached_property
+    def _columns(self) -> Columns | None:
+        """The tokens that the head can draft, where it cannot draft all."""
         ids = self.draft_ids
-        if ids is None:
-            return logits.float()
-        wide = logits.new_full((len(logits), self.config.vocab_size), -torch.inf, dtype=torch.float)
-        wide[:, ids] = logits.float()
-        return wide
+        return None if ids is None else Columns(ids, self.config.vocab_size)
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -28,7 +28,7 @@ from ...core.execution.layout import natural_slots, spare_slots
 from ...core.interface.step import NO_DRAFT, Draft, ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
-from ...core.sampling.sampler import Sampler
+from ...core.sampling.sampler import Columns, Sampler
 from ...core.sampling.verifier import Best, SampledToken
 
 NUM_BEST = 4  # tokens behind a node that may become its children
@@ -380,18 +380,27 @@ def choose(
     *,
     independent: bool = False,
     temperature_scale: float = 1.0,
+    columns: Columns | None = None,
 ) -> list[Best]:
     """What may follow each node, by its logits; nothing where these are not sound.
 
-    By the target's own sampler, or ``independent``, as rejection sampling wants it.
+    By the target's own sampler, or ``independent``, as rejection sampling wants it. ``columns``:
+    the tokens of the logits' columns, unless they are the vocabulary.
     """
+    is_raced = not independent and any(tree.is_raced for tree, _ in places)
+    if is_raced:
+        return sampler.best(
+            logits, rows, NUM_BEST, temperature_scale=temperature_scale, columns=columns
+        )
+    if columns is not None and not independent:
+        first = sampler.best(logits, rows, 1, temperature_scale=temperature_scale, columns=columns)
+        return [Best(each.token_ids, (), each.error) for each in first]
+    logits = logits.float() if columns is None else columns.widened(logits)
     if independent:
         choices, drawn_from = draw(logits, rows)
         for (tree, _), probs in zip(places, drawn_from, strict=True):
             tree.drawn_from.append(probs)
         return unraced(choices)
-    if any(tree.is_raced for tree, _ in places):
-        return sampler.best(logits, rows, NUM_BEST, temperature_scale=temperature_scale)
     return unraced(sampler.sample(logits, rows, temperature_scale=temperature_scale))
 
 

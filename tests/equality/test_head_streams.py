@@ -20,7 +20,10 @@ def house(request, tmp_path_factory) -> House:
     return House.load(pair, dtype, backend)
 
 
-@pytest.mark.parametrize("drafter", ["block", "reduced", "eagle", "auto+block", "auto+eagle"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["block", "reduced", "eagle", "medusa", "auto+block", "auto+eagle", "auto+medusa"],
+)
 def test_no_head_changes_a_token(house: House, drafter) -> None:
     house.check(house.run(shuffled(3)[::2], drafter, max_running=5))
     proposed = sum(request.usage.proposed_tokens for request in house.requests)

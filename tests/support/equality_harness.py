@@ -185,8 +185,9 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
 )
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
 DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
-HEADS = {"block": "block", "reduced": "reduced", "eagle": "eagle"}  # kinds of `join_random`
-HEADS |= {"auto+block": "block", "auto+eagle": "eagle"}
+DEPTHS["auto+medusa"] = "auto"
+HEADS = {name: name for name in ("block", "reduced", "eagle", "medusa")}  # kinds of `join_random`
+HEADS |= {f"auto+{name}": name for name in ("block", "eagle", "medusa")}
 
 
 class Frozen(CostModel):
@@ -205,7 +206,7 @@ def make_speculator(name: str) -> DraftSpeculator:
         AcceptanceModel(),
         depth=DEPTHS[name],
         has_lm="+" in name,
-        lm_block=4 if name == "auto+block" else 1,
+        lm_block=4 if name in ("auto+block", "auto+medusa") else 1,
         lm_catches_up=name not in HEADS,
         clock=lambda: 0.0,
     )

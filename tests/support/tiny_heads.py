@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder
@@ -12,6 +18,8 @@ from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.models.block import BlockConfig, BlockHead
 from foretoken.draft.models.eagle import EagleConfig, EagleHead
 from foretoken.draft.models.head_drafters import JoinedHead, join_target
+from foretoken.draft.models.head_files import Head
+from foretoken.draft.models.medusa import MedusaConfig, MedusaHead
 
 TARGET = DecoderConfig(
     model_type="qwen3",
@@ -56,11 +64,23 @@ def eagle_config(target: DecoderConfig = TARGET, **changes: Any) -> EagleConfig:
     return EagleConfig(**(_shape(target) | {"num_layers": 1} | changes))
 
 
-def random_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
+def medusa_config(target: DecoderConfig = TARGET, **changes: Any) -> MedusaConfig:
+    """Four heads of one block each."""
+    return MedusaConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        hidden_size=target.hidden_size,
+        taps=(target.num_layers,),
+        **({"num_heads": 4} | changes),
+    )
+
+
+def random_head(kind: str, target: Decoder) -> Head:
     """A head of random weights, large enough that what it reads shows in what it drafts."""
     torch.manual_seed(11)
     shape: dict[str, Any] = {"intermediate_size": 40}
-    head: BlockHead | EagleHead
+    head: Head
     if kind == "block":
         head = BlockHead(block_config(target.config, block_size=5, **shape))
     elif kind == "dflash":
@@ -72,6 +92,8 @@ def random_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
         shape |= {"draft_vocab_size": 100, "markov_vocab_size": 100}
         head = BlockHead(block_config(target.config, **shape))
         head.set_draft_ids(torch.arange(100) * 2 + 3)
+    elif kind == "medusa":
+        head = MedusaHead(medusa_config(target.config))
     else:
         head = EagleHead(eagle_config(target.config, **shape))
     for name, parameter in head.named_parameters():
@@ -82,6 +104,41 @@ def random_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
 
 def join_random(kind: str, target: Decoder) -> JoinedHead:
     """The same, joined to its target."""
-    head = random_head(kind, target)
+    return join(random_head(kind, target), target)
+
+
+def join(head: Head, target: Decoder) -> JoinedHead:
+    """A head joined to its target, and `plain` of it."""
+    _PLAIN[head] = twin = copy.deepcopy(head)
+    twin.to(target.dtype).eval().requires_grad_(False)
+    if not isinstance(twin, MedusaHead):
+        twin.borrow(target.weights.embedding, target.weights.embedding)
     join_target(head, target, target.weights.embedding.clone)
     return JoinedHead(head, target)
+
+
+_PLAIN: WeakKeyDictionary[nn.Module, Head] = WeakKeyDictionary()
+
+
+def plain(head: Head) -> Head:
+    """The head of `join` as torch computes it, without its target's kernels."""
+    return _PLAIN[head]
+
+
+def save_medusa(head: MedusaHead, folder: Path, *, pickled: bool = False) -> None:
+    """As Medusa-1 heads are published: the heads alone, numbered, and a config of two numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "base_model_name_or_path": "target",
+        "medusa_num_heads": head.config.num_heads,
+        "medusa_num_layers": head.config.num_blocks,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = {
+        name.removeprefix("medusa_head."): tensor.detach().clone()
+        for name, tensor in head.state_dict().items()
+    }
+    if pickled:
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    else:
+        save_file(tensors, folder / "medusa_lm_head.safetensors")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...sampling.gumbel import vocabulary_hashes
 from ...sampling.logits_processors import SampleRow
+from ...sampling.sampler import Columns
 from ...sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
@@ -81,6 +82,7 @@ class TritonSampler:
         num_best: int,
         *,
         temperature_scale: float = 1.0,
+        columns: Columns | None = None,
     ) -> list[Best]:
         """The tokens nearest to being drawn, by torch's operations: the race keeps one winner.
 
@@ -88,6 +90,7 @@ class TritonSampler:
         from it.
         """
         _check(len(logits), len(rows))
+        logits = logits if columns is None else columns.widened(logits)
         return best(logits, rows, num_best, temperature_scale=temperature_scale)
 
     def begin(

@@ -24,6 +24,7 @@ from ....core.ops.batch import Taps
 from ...models.block import BlockConfig, BlockHead
 from ...models.eagle import EagleConfig, EagleHead
 from ...models.head_files import default_taps, open_head, save_head
+from ...models.medusa import MedusaHead
 from .students import BlockStudent, EagleStudent, LmStudent, Student
 
 Kind: TypeAlias = Literal["block", "eagle3", "lm"]
@@ -145,10 +146,10 @@ def _saved_head(head: BlockHead | EagleHead, path: Path, target: Target) -> Bloc
     """A head from a folder, which brings its own shape and vocabulary."""
     if not path.is_dir():
         raise InvalidRequest(f"init: {path} is no folder", param="init")
-    found = open_head(path, target.config).load()
-    if type(found) is not type(head):
-        kind = "block" if isinstance(found, BlockHead) else "eagle3"
-        raise InvalidRequest(f"init: {path} holds a head of kind {kind}", param="init")
+    folder = open_head(path, target.config)
+    found = folder.load()
+    if isinstance(found, MedusaHead) or type(found) is not type(head):
+        raise InvalidRequest(f"init: {path} holds a head of kind {folder.kind}", param="init")
     return found
 
 

@@ -15,7 +15,8 @@ from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_files import head_kind, open_head, save_head
-from support.tiny_heads import TARGET, block_config, eagle_config
+from foretoken.draft.models.medusa import MedusaHead
+from support.tiny_heads import TARGET, block_config, eagle_config, medusa_config, save_medusa
 
 CONFIGS = {
     "dspark": block_config(),
@@ -126,6 +127,68 @@ def test_tensors_that_the_config_does_not_imply_are_named(tmp_path: Path) -> Non
     change_tensors(tmp_path, d2t=torch.full((24,), 60))
     with pytest.raises(ModelLoadError, match="d2t must lead to distinct ids below 64"):
         open_head(tmp_path, TARGET).load()
+
+
+def medusa(**changes: int) -> MedusaHead:
+    torch.manual_seed(1)
+    return MedusaHead(medusa_config(**changes))
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_medusa_heads_load_to_the_bit(tmp_path: Path, blocks: int, pickled: bool) -> None:
+    head = medusa(num_blocks=blocks)
+    save_medusa(head, tmp_path, pickled=pickled)
+    assert head_kind(tmp_path) == "medusa"
+    found = open_head(tmp_path, TARGET).load()
+    assert found.config == head.config
+    expected = head.state_dict()
+    assert found.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.state_dict().items())
+
+
+def test_medusa_heads_under_their_other_name(tmp_path: Path) -> None:
+    """As a part of a checkpoint the heads' names have a prefix."""
+    head = medusa()
+    save_medusa(head, tmp_path)
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    save_file(head.state_dict(), tmp_path / "model.safetensors")
+    change(tmp_path, architectures=["MedusaModel"], hidden_size=TARGET.hidden_size)
+    found = open_head(tmp_path, TARGET).load()
+    assert torch.equal(found.medusa_head[3][1].weight, head.medusa_head[3][1].weight)  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"medusa_num_heads": 5}, r"lacks tensors: medusa_head\.4\.0\.linear\.bias"),
+        ({"medusa_num_heads": 3}, r"has unexpected tensors: medusa_head\.3\.0\.linear\.bias"),
+        ({"medusa_num_layers": 2}, r"lacks tensors: medusa_head\.0\.1\.linear\.bias"),
+        ({"medusa_num_heads": 0}, "medusa_num_heads"),
+        ({"hidden_size": 48}, "hidden_size is 48, but the target's is 32"),
+        ({"vocab_size": 65}, "vocab_size is 65, but the target's is 64"),
+    ],
+)
+def test_medusa_heads_of_another_shape_are_refused(
+    tmp_path: Path, keys: dict[str, object], message: str
+) -> None:
+    save_medusa(medusa(), tmp_path)
+    change(tmp_path, **keys)
+    with pytest.raises(ModelLoadError, match=message):
+        open_head(tmp_path, TARGET).load()
+
+
+def test_medusa_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+    save_medusa(MedusaHead(replace(medusa_config(), vocab_size=60)), tmp_path)
+    with pytest.raises(ModelLoadError, match=r"0\.1\.weight has shape \[60, 32\].* \[64, 32\]"):
+        open_head(tmp_path, TARGET).load()
+
+
+def test_a_folder_without_weights_says_which_it_looked_for(tmp_path: Path) -> None:
+    save_medusa(medusa(), tmp_path)
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"none of .*medusa_lm_head\.pt"):
+        open_head(tmp_path, TARGET)
 
 
 def test_a_language_model_is_no_head(tmp_path: Path) -> None:

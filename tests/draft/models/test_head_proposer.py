@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,16 +28,19 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.scheduling.admission import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.models import head_drafters
 from foretoken.draft.models.block import BlockHead
-from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.head_drafters import JoinedHead, join_target
+from foretoken.draft.models.block_pass import BlockPass
+from foretoken.draft.models.head_drafters import JoinedHead
+from foretoken.draft.models.head_files import Head
 from foretoken.draft.models.head_proposer import HeadProposer
+from foretoken.draft.models.medusa import MedusaHead
 from foretoken.draft.models.tree_growth import NUM_BEST
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
-from support.tiny_heads import block_config, join_random
+from support.tiny_heads import block_config, join, join_random, plain
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, CHUNK = 256, 4, 160, 32
@@ -54,12 +59,12 @@ def target(request, folder) -> Decoder:
     return load_decoder(folder, backend=request.param, exact="batch")
 
 
-def make_head(kind: str, target: Decoder) -> BlockHead | EagleHead:
+def make_head(kind: str, target: Decoder) -> Head:
     """Random weights, joined to the target."""
     return join_random(kind, target).head
 
 
-def make_proposer(head: BlockHead | EagleHead, target: Decoder, **options: bool) -> HeadProposer:
+def make_proposer(head: Head, target: Decoder, **options: bool) -> HeadProposer:
     pool = JoinedHead(head, target).make_pool(NUM_PAGES, page_size=PAGE_SIZE)
     pool.data.fill_(float("nan"))  # void
     return JoinedHead(head, target).proposer(pool, **options)
@@ -82,13 +87,15 @@ class Reference:
     """What a head says behind a row's tokens, by its forward pass over the whole of them."""
 
     @torch.inference_mode()
-    def __init__(self, head: BlockHead | EagleHead, target: Decoder, row: ScheduledRequest) -> None:
+    def __init__(self, head: Head, target: Decoder, row: ScheduledRequest) -> None:
         self._head, self._target, self._row = head, target, row
         self._tokens = list(row.tokens)
         self._last = last = len(self._tokens) - 1
         self._taps = taps_of(target, self._tokens, head.config.taps)
         self._taps[last:] = 0.0  # not to be looked at
         self._most = row.max_draft
+        if isinstance(head, MedusaHead):
+            self._most = min(row.max_draft, head.config.num_heads)
         if isinstance(head, BlockHead):
             self._most = min(row.max_draft, head.config.num_drafted)
             anchors = torch.tensor([[last]])
@@ -101,12 +108,17 @@ class Reference:
         if isinstance(head, BlockHead):
             before = torch.tensor([self._tokens[-1], *drafted])
             logits = head.logits(self._hidden[: depth + 1], before)[depth]
+        elif isinstance(head, MedusaHead):
+            norm = self._target.weights.final_norm
+            states = self._target.ops.norm(self._taps[: self._last].contiguous(), norm)
+            logits = head.logits(states[-1], depth)
         else:
             ids = torch.tensor([self._tokens + list(drafted)])
             padded = torch.cat([self._taps, self._taps.new_zeros(depth, self._taps.shape[1])])
             logits = head.logits(head(ids, padded[None], depth + 1)[depth][0, self._last - 1])
         wide = torch.full((1, VOCAB_SIZE), -torch.inf)
-        wide[0, head.target_ids(torch.arange(len(logits)))] = logits
+        ids = torch.arange(len(logits))
+        wide[0, ids if isinstance(head, MedusaHead) else head.target_ids(ids)] = logits
         wanted = SampleRow(self._row.tokens, self._row.sampling, list(drafted))
         return self._target.sampler.best(wide, [wanted], NUM_BEST)[0].token_ids
 
@@ -133,7 +145,8 @@ class Compared:
             return [Draft()] * len(rows)
         drafts = self.proposer.propose(rows)
         for row, draft in zip(rows, drafts, strict=True):
-            self._compare(draft, Reference(self.proposer.head, self._target, row))  # type: ignore[attr-defined]
+            head = plain(self.proposer.head)  # type: ignore[attr-defined]
+            self._compare(draft, Reference(head, self._target, row))
         return drafts
 
     def _compare(self, draft: Draft, reference: Reference) -> None:
@@ -204,7 +217,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return ids
 
 
-KINDS = ("block", "dflash", "rnn", "reduced", "eagle")
+KINDS = ("block", "dflash", "rnn", "reduced", "eagle", "medusa")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,6 +242,47 @@ def test_the_nodes_of_a_tree_are_the_references_best_behind_their_paths(target, 
     assert compared.num_right >= 0.99 * compared.num_compared
 
 
+@pytest.fixture
+def native(folder) -> Decoder:
+    if native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    return load_decoder(folder, backend="native")
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) -> None:
+    """On the CPU a block is computed by the target's kernels, some requests at a time."""
+    monkeypatch.setattr(head_drafters, "BLOCKS_A_PASS", blocks)
+    head = make_head("block", native)
+    assert head.block_pass is not None  # type: ignore[union-attr]
+    unit = Unit(native, make_proposer(head, native), speculator=TreeDepth(8))
+    unit.run_all()
+    assert unit.compared.num_right >= 0.99 * unit.compared.num_compared > 200
+
+
+def test_a_head_with_windows_is_computed_layer_by_layer(native) -> None:
+    assert make_head("dflash", native).block_pass is None  # type: ignore[union-attr]
+
+
+def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch) -> None:
+    """The negative control: rows of a block that attend as a text's do."""
+    batch_of = BlockPass._block_batch
+
+    def causal(self, *args):
+        batch = batch_of(self, *args)
+        size = self._size
+        behind = np.tile(np.arange(size), batch.num_rows // size)
+        starts = batch.starts - (size - 1) + behind
+        tails = [batch.tails[i * size : i * size + 1 + at] for i, at in enumerate(behind)]
+        lens = np.array([len(tail) for tail in tails])
+        return replace(batch, starts=starts, tail_lens=lens, tails=np.concatenate(tails))
+
+    monkeypatch.setattr(BlockPass, "_block_batch", causal)
+    unit = Unit(native, make_proposer(make_head("block", native), native))
+    unit.run_all()
+    assert unit.compared.num_right < 0.9 * unit.compared.num_compared
+
+
 @pytest.mark.parametrize("kind", ["rnn", "eagle"])
 def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
     """The negative control: each node takes its neighbour's parent for its own."""
@@ -249,7 +303,7 @@ def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
     assert unit.compared.num_right < 0.98 * unit.compared.num_compared
 
 
-@pytest.mark.parametrize("kind", ["block", "eagle"])
+@pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
 def test_drafts_are_the_reference_after_preemption(target, kind) -> None:
     unit = Unit(target, make_proposer(make_head(kind, target), target), num_pages=40)
     for i in range(4):
@@ -287,7 +341,7 @@ def test_a_hole_in_the_heads_kv_hides_what_lies_before_it(target, kind) -> None:
     assert unit.driver.served["b"] == unit.driver.served["a"]
 
 
-@pytest.mark.parametrize("kind", ["block", "eagle"])
+@pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
 def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
     """The negative control: the comparison sees taps that are off by one."""
     head = make_head(kind, target)
@@ -303,12 +357,12 @@ def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
 def test_a_slot_before_the_position_would_show(target, kind, monkeypatch) -> None:
     """The negative control: head KV that lies one slot too low."""
     proposer = make_proposer(make_head(kind, target), target)
-    write = proposer._write
+    write = proposer._write_context
 
-    def low(columns, pages, places):
-        write([(k.roll(-1, 0), v.roll(-1, 0)) for k, v in columns], pages, places)
+    def low(written, slots, lens):
+        return write(written, np.roll(slots, 1), lens)
 
-    monkeypatch.setattr(proposer, "_write", low)
+    monkeypatch.setattr(proposer, "_write_context", low)
     unit = Unit(target, proposer)
     unit.run_all()
     assert unit.compared.num_right < 0.9 * unit.compared.num_compared
@@ -328,7 +382,7 @@ def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
     head.markov_head.markov_w1.weight.copy_(normed)
     head.markov_head.markov_w2.weight.copy_(target.weights.embedding)
     head.norm.weight.zero_()
-    join_target(head, target, lambda: pytest.fail("the output is tied"))
+    join(head, target)
     for temperature in (0.0, 1.0):
         unit = Unit(target, make_proposer(head, target))
         request = unit.add("a", prompt_of(21), 60, temperature)
