@@ -63,7 +63,7 @@ def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
     } | shape
     head: BlockHead | EagleHead
     if kind == "block":
-        own = {"mask_token_id": 0, "markov_rank": MARKOV_RANK}
+        own: dict[str, Any] = {"mask_token_id": 0, "markov_rank": MARKOV_RANK}
         size = shape["draft_vocab_size"]
         head = BlockHead(BlockConfig(**same, **own, markov_vocab_size=size))
     else:
@@ -91,7 +91,7 @@ def measure(target: Decoder, kind: str, shape: dict[str, Any]) -> list[Row]:
     joined = make_head(target, kind, shape)
     proposer = joined.proposer(joined.make_pool(NUM_PAGES, page_size=PAGE_SIZE))
     pool = target.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
-    rows = []
+    rows: list[Row] = []
     for num_requests in REQUESTS:
         for near in NEAR:
             proposer.try_draft(num_requests, near)

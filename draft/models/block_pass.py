@@ -75,7 +75,10 @@ class BlockPass:
             config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5
         )
         self._rope = RopeTable(config.rope, config.head_dim, target.device)
-        layers = tuple(_packed_layer(layer, ops) for layer in head.decoder_layers())
+        layers = tuple(
+            _packed_layer(layer, ops, has_bias=config.attention_bias)
+            for layer in head.decoder_layers()
+        )
         self._weights = DecoderWeights(
             embedding=head.table.detach(),
             layers=layers,
@@ -170,12 +173,12 @@ class ContextRows:
         )
 
 
-def _packed_layer(layer: BlockLayer, ops: Ops) -> LayerWeights:
+def _packed_layer(layer: BlockLayer, ops: Ops, *, has_bias: bool) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
     return LayerWeights(
         attention_norm=_norm(layer.input_layernorm),
-        qkv=_packed_qkv(attention, ops),
+        qkv=_packed_qkv(attention, ops, has_bias=has_bias),
         head_norm=_head_norm(attention),
         o=ops.pack_linear(attention.o_proj.weight.detach().contiguous()),
         mlp_norm=_norm(layer.post_attention_layernorm),
@@ -187,10 +190,10 @@ def _packed_layer(layer: BlockLayer, ops: Ops) -> LayerWeights:
     )
 
 
-def _packed_qkv(attention: Projections, ops: Ops) -> PackedLinear:
+def _packed_qkv(attention: Projections, ops: Ops, *, has_bias: bool) -> PackedLinear:
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     weight = torch.cat([part.weight for part in parts]).detach()
-    if attention.q_proj.bias is None:
+    if not has_bias:
         return ops.pack_linear(weight)
     return ops.pack_linear(weight, torch.cat([part.bias for part in parts]).detach())
 

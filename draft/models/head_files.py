@@ -391,7 +391,7 @@ def _load(folder: HeadFolder) -> Head:
     return head
 
 
-_AnyHead = TypeVar("_AnyHead", BlockHead, EagleHead, MedusaHead)
+_AnyHead = TypeVar("_AnyHead", bound=Head)
 
 
 def _filled(where: Path, head: _AnyHead, tensors: Tensors) -> _AnyHead:
