@@ -41,8 +41,8 @@ def shapes(vocab_size: int) -> list[tuple[str, dict[str, Any]]]:
         ("block", {"num_layers": 2, "block_size": 7, "draft_vocab_size": vocab_size}),
         ("block", {"num_layers": 2, "block_size": 7, "draft_vocab_size": 8192}),
         ("block", {"num_layers": 1, "block_size": 4, "draft_vocab_size": 8192}),
-        ("eagle3", {"num_layers": 1, "draft_vocab_size": vocab_size}),
-        ("eagle3", {"num_layers": 1, "draft_vocab_size": 8192}),
+        ("eagle3", {"num_layers": 1, "block_size": 1, "draft_vocab_size": vocab_size}),
+        ("eagle3", {"num_layers": 1, "block_size": 1, "draft_vocab_size": 8192}),
     ]
 
 
@@ -60,7 +60,7 @@ def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
         "head_dim": config.head_dim,
         "rope": config.rope,
         "max_model_len": config.max_model_len,
-    } | shape
+    } | {name: value for name, value in shape.items() if kind == "block" or name != "block_size"}
     head: BlockHead | EagleHead
     if kind == "block":
         own: dict[str, Any] = {"mask_token_id": 0, "markov_rank": MARKOV_RANK}
