@@ -27,7 +27,7 @@ from ..core.interface.step import (
     StepPlan,
 )
 from .control.acceptance import AcceptanceModel, NodeWorth
-from .control.allocation import Allocation, StepCandidates
+from .control.allocation import StepCandidates
 from .control.candidates import CandidateGenerator
 from .control.controller import Controller
 from .control.cost_model import Mean
@@ -180,6 +180,7 @@ class DraftSpeculator:
             lm_shown=shown,
             lm_block=self._lm_block,
             passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
+            context_lens=np.array([len(state.request.tokens) for state in states]),
         )
 
     def _num_uncached(self, state: DraftState) -> int:
@@ -219,12 +220,17 @@ class DraftSpeculator:
         # The model weighs its own tokens: its drafts may have what is left of the rows.
         room = candidates.budget - allocation.num_rows
         spare = room // max(1, int(np.count_nonzero(allocation.lm_depth)))
+        row_prices = allocation.row_prices if self._lm_weighs else None
+        prices = [0.0] * len(states) if row_prices is None else row_prices.tolist()
         plans = []
-        for state, limit, num_nodes, depth in zip(states, limits, num_lookup, depths, strict=True):
-            if depth and not (allocation.row_price and self._lm_weighs):
+        for state, limit, num_nodes, depth, price in zip(
+            states, limits, num_lookup, depths, prices, strict=True
+        ):
+            if depth and row_prices is None:
                 plans.append(DraftPlan(max_draft=depth))
             elif depth:
-                plans.append(self._merged(state, min(limit, LM_NODES, depth + spare), allocation))
+                most = min(limit, LM_NODES, depth + spare)
+                plans.append(self._merged(state, most, price, allocation.pass_price))
             elif num_nodes and state.tree is not None:
                 plans.append(DraftPlan(state.tree.draft(num_nodes)))
             else:
@@ -233,9 +239,11 @@ class DraftSpeculator:
                 state.drafted(plans[-1].num_rows, may_back_off=may_back_off)
         return plans
 
-    def _merged(self, state: DraftState, most: int, allocation: Allocation) -> DraftPlan:
+    def _merged(
+        self, state: DraftState, most: int, row_price: float, pass_price: float
+    ) -> DraftPlan:
         """A tree of the draft model, which begins with what was looked up and is worth its rows."""
-        known, row_price = NO_DRAFT, allocation.row_price
+        known = NO_DRAFT
         if state.tree is not None:
             num_worthy = int(np.count_nonzero(state.tree.odds > row_price))
             known = state.tree.draft(min(num_worthy, most))
@@ -244,7 +252,7 @@ class DraftSpeculator:
             max_draft=most,
             may_branch=True,
             row_price=row_price,
-            pass_price=allocation.pass_price,
+            pass_price=pass_price,
         )
 
     def _is_deciding_dear(self, num_decodes: int) -> bool:
@@ -284,6 +292,10 @@ class DraftSpeculator:
             draft_s=draft_s,
             seconds=seconds,
             with_prompts=len(decodes) < len(plan.requests),
+            num_keys=sum(
+                each.start * (each.stop - each.start - 1 + out.num_proposed)
+                for each, out in zip(plan.requests, output.requests, strict=True)
+            ),
         )
         self.controller.costs.observe_draft(lm.passes, draft_s)
         self.controller.observe(seconds, num_lm_drafted=lm.num_drafted, num_lm_hits=lm.num_hits)

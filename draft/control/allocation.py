@@ -1,7 +1,8 @@
 """Chooses the draft tokens of a batch: those whose expected gain exceeds the price of their rows.
 
-A row's price in tokens is its seconds times the engine's tokens a second. The tokens of all drafts
-are sorted, most likely first, and the prefix of this order with the highest net gain is taken.
+A row's price in tokens is its seconds times the engine's tokens a second; it attends to all tokens
+behind its request, so a row of a long request is dearer. The tokens of all drafts are sorted by
+what they bring beyond that, and the prefix of this order with the highest net gain is taken.
 Chances never rise along a path, so this takes a prefix of each chain, and of each tree a smaller
 tree. The numbers of nodes of the draft model are tried one by one; at each, a request takes the
 better of its two drafts.
@@ -35,7 +36,7 @@ class StepCandidates:
     ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the draft model lacks. ``budget``:
     rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
     pass. ``num_others``: requests that decode beside these. ``lm_block``: tokens of a draft that
-    one pass of the draft model yields.
+    one pass of the draft model yields. ``context_lens`` [num_requests]: tokens behind each request.
     """
 
     lookup: FloatArray
@@ -47,6 +48,7 @@ class StepCandidates:
     lm_block: int = 1
     lm_shown: FloatArray | float = 1.0
     passes_per_node: float = 1.0
+    context_lens: IntArray | int = 0
 
     @property
     def num_decodes(self) -> int:
@@ -63,15 +65,15 @@ class StepCandidates:
 class Allocation:
     """What each request drafts: a known draft or the draft model's, never both.
 
-    ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_price``: tokens that
-    one more row for each request must bring it; ``pass_price``: that one more pass of the draft
-    model must bring the step.
+    ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_prices``: tokens that
+    one more row for each request must bring it, none where the draft model is not asked;
+    ``pass_price``: that one more pass of the draft model must bring the step.
     """
 
     num_lookup: IntArray  # [num_requests] best nodes of the known draft
     lm_depth: IntArray  # [num_requests] nodes that the draft model is expected to guess
     net: float = 0.0
-    row_price: float = 0.0
+    row_prices: FloatArray | None = None  # [num_requests]
     pass_price: float = 0.0
 
     @property
@@ -93,17 +95,26 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     if candidates.lm.size and candidates.lm.any():
         with_lm = _best_with_lm(candidates, costs, rate)
         if with_lm.net > chosen.net:
-            return replace(with_lm, row_price=_row_price(candidates, costs, rate, with_lm.num_rows))
+            prices = _row_prices(candidates, costs, rate, with_lm.num_rows)
+            return replace(with_lm, row_prices=prices)
     return chosen
 
 
-def _row_price(
+def _row_prices(
     candidates: StepCandidates, costs: CostModel, rate: float, num_drafted: int
-) -> float:
-    """Tokens that a request's next row must bring where each gets one more."""
+) -> FloatArray:
+    """Tokens that each request's next row must bring where each gets one more, [num_requests]."""
     count = len(candidates.lookup)
     num_rows = candidates.num_rows + num_drafted
-    return rate * float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
+    row_s = float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
+    return rate * row_s + _key_prices(candidates, costs, rate)
+
+
+def _key_prices(candidates: StepCandidates, costs: CostModel, rate: float) -> FloatArray:
+    """Tokens that a row of each request must bring for the keys it attends to, [num_requests]."""
+    context_lens = np.broadcast_to(candidates.context_lens, len(candidates.lookup))
+    prices: FloatArray = rate * costs.key_seconds(candidates.num_decodes) * context_lens
+    return prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +130,9 @@ def _take(
 ) -> _Taken:
     """The best prefix of the sorted tokens of ``survival`` [num_requests, width]."""
     num_requests, width = survival.shape
-    flat = survival.ravel()
+    flat = (survival - _key_prices(candidates, costs, rate)[:, None]).ravel()
     order = (-flat).argsort(kind="stable") if num_requests > 1 else np.arange(width)
-    most = min(candidates.budget, int(np.count_nonzero(flat)))
+    most = min(candidates.budget, int(np.count_nonzero(flat > 0.0)))
     order = order[:most]
     seconds = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
     overhead = costs.draft_overhead(candidates.num_decodes)
@@ -138,20 +149,20 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
     lookup, lm, uncached = candidates.lookup, candidates.lm, candidates.num_uncached_draft_tokens
     num_requests, num_depths = lm.shape
     width = max(lookup.shape[1], num_depths)
-    row_price = _row_price(candidates, costs, rate, 0)
+    row_prices = _row_prices(candidates, costs, rate, 0)[:, None]
     # A node that is not worth its row at its place is not drafted: it costs nothing.
-    lm = np.where(lm > 0.0, lm + (1.0 - candidates.lm_shown) * row_price, 0.0)
+    lm = np.where(lm > 0.0, lm + (1.0 - candidates.lm_shown) * row_prices, 0.0)
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
     late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
     owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
     entry = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
-    lookup_worth = np.maximum(lookup - row_price, 0.0).sum(axis=1)
+    lookup_worth = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
     for depth in range(1, num_depths + 1):
-        worth = np.maximum(lm[:, :depth] - row_price, 0.0).sum(axis=1) - entry
+        worth = np.maximum(lm[:, :depth] - row_prices, 0.0).sum(axis=1) - entry
         is_lm = (worth > lookup_worth) & (lm[:, 0] > 0.0)
         if not is_lm.any():
             continue

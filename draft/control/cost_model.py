@@ -1,6 +1,8 @@
 """CostModel: the time of a step, measured at start-up and corrected by every step.
 
 All times are in seconds. It knows rows, passes and tokens; it knows neither requests nor drafts.
+A pass takes what its rows take, and more for keys: every row after a request's first one attends to
+all tokens behind the request. (Those of the first rows belong to every pass, drafts or not.)
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class StepProfile:
 
     forward: Mapping[int, float] = field(default_factory=dict)  # of the target
     draft: Mapping[int, float] = field(default_factory=dict)  # of the draft model; empty: none
+    key_s: float = 0.0  # that each token behind one more row of a request adds to the target's pass
 
 
 class CostCurve:
@@ -106,7 +109,7 @@ class Mean:
 
 
 class _Fit:
-    """Seconds of a pass = slope * seconds by the curve + a residual, by running least squares.
+    """Seconds of a pass = slope * seconds by curve and keys + a residual, by running least squares.
 
     Long contexts add a residual; a machine that became slower changes the slope. If all passes have
     the same number of rows, the two cannot be distinguished, and the slope stays near 1.
@@ -180,6 +183,11 @@ class CostModel:
         load = self._loads.get(num_requests.bit_length())
         return added if load is None else load.forward.slope * added
 
+    def key_seconds(self, num_requests: int) -> float:
+        """Seconds that one more row adds to a pass for each token behind its request."""
+        load = self._loads.get(num_requests.bit_length())
+        return self.profile.key_s * (1.0 if load is None else load.forward.slope)
+
     def draft_pass(self, num_rows: int | IntArray) -> FloatArray:
         """Seconds of one pass of the draft model by its rows."""
         if self._draft.is_measured:
@@ -217,20 +225,23 @@ class CostModel:
         draft_s: float,
         seconds: float,
         with_prompts: bool,
+        num_keys: int = 0,
     ) -> None:
         """One step of ``num_requests`` that decode: rows of the target's pass, tokens of answers.
 
         ``seconds`` is all of it, from commit to commit, of which ``forward_s`` is the target's
-        pass and ``draft_s`` the draft model's.
+        pass and ``draft_s`` the draft model's. ``num_keys``: tokens behind a request, for each of
+        its rows after the first, summed.
         """
+        keys_s = self.profile.key_s * num_keys
         if with_prompts or not num_requests or not self.is_ready:
-            self._forward.observe(num_rows, forward_s)
+            self._forward.observe(num_rows, forward_s - keys_s)
         if with_prompts or not num_requests:
             return
         load = self._loads.setdefault(num_requests.bit_length(), _Load())
         by_curve = float(self._forward.at(num_rows))
-        load.forward.observe(by_curve, forward_s)
-        off = (forward_s - load.forward.at(by_curve)) / load.forward.slope
+        load.forward.observe(by_curve + keys_s, forward_s)
+        off = (forward_s - load.forward.at(by_curve + keys_s)) / load.forward.slope
         self._forward.observe(num_rows, by_curve + off)
         load.seconds.observe(seconds)
         load.tokens.observe(num_tokens / num_requests)

@@ -19,7 +19,7 @@ from .cost_model import StepProfile
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 HEAD_REQUESTS = (1, 2, 4, 8, 16, 32)
 GPU_ROWS = (*ROWS, 256, 512)  # where many rows take little longer than one
-NEAR = 32  # tokens that the requests of a measurement have behind them
+NEAR, FAR = 32, 1024  # tokens that the requests of a measurement have behind them
 DRAFTED = 8  # rows of a request with drafts
 SECONDS = 0.1  # for one measurement: slow models repeat less
 REPEATS = 6
@@ -38,11 +38,11 @@ def profile_step(
     target: tuple[Decoder, KVPool], draft: tuple[Decoder, KVPool] | TriedHead | None
 ) -> StepProfile:
     """Measure both models on the pages of their own pools, whose content is void afterwards."""
-    forward = profile_pass(*target)
+    forward, key_s = profile_pass(*target)
     if draft is None:
-        return StepProfile(forward, {})
-    by_draft = profile_pass(*draft) if isinstance(draft, tuple) else profile_head(draft)
-    return StepProfile(forward, by_draft)
+        return StepProfile(forward, {}, key_s)
+    by_draft = profile_pass(*draft)[0] if isinstance(draft, tuple) else profile_head(draft)
+    return StepProfile(forward, by_draft, key_s)
 
 
 def profile_head(head: TriedHead) -> dict[int, float]:
@@ -66,13 +66,26 @@ def profile_head(head: TriedHead) -> dict[int, float]:
     return best
 
 
-def profile_pass(decoder: Decoder, pool: KVPool) -> dict[int, float]:
-    """Seconds of a pass by its rows, all of them one request's behind `NEAR` tokens."""
+def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]:
+    """Seconds of a pass by its rows, all of them one request's behind `NEAR` tokens.
+
+    And what a token behind a request adds for each of its rows after the first: `DRAFTED` rows
+    behind `FAR` tokens are compared. 0.0 if the pool has no room for so many.
+    """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
     requested = [n for n in _rows(decoder) if near + n <= max(1, longest)]
-    seconds = _measure(decoder, pool, [_requests(decoder, near, n) for n in requested])
-    return dict(zip(requested, seconds, strict=True))
+    batches = [_requests(decoder, near, n) for n in requested]
+    far = min(FAR, longest - DRAFTED)
+    has_far = far > 4 * NEAR
+    if has_far:
+        batches += [[(far, 1)], [(far, DRAFTED)]]
+    seconds = _measure(decoder, pool, batches)
+    by_rows = dict(zip(requested, seconds, strict=False))
+    if not has_far:
+        return by_rows, 0.0
+    added_s = (seconds[-1] - seconds[-2]) - (by_rows[DRAFTED] - by_rows[1])
+    return by_rows, max(0.0, added_s) / ((DRAFTED - 1) * (far - near))
 
 
 def _rows(decoder: Decoder) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def candidates(
     *,
     budget: int = 99,
     num_uncached_draft_tokens: Sequence[int] = (),
-    **more: int,
+    **more: Any,
 ) -> StepCandidates:
     table = np.array(lookup, dtype=float)
     number = len(table)
@@ -51,6 +52,10 @@ def free_of(given: StepCandidates, rate: float = 1.0, costs: CostModel | None = 
     return found
 
 
+def behind(*context_lens: int) -> dict[str, object]:
+    return {"context_lens": np.array(context_lens)}
+
+
 # -- known drafts -------------------------------------------------------------------------------
 
 
@@ -59,6 +64,22 @@ def test_every_token_is_taken_that_is_worth_more_than_its_row() -> None:
     assert free_of(given) == [3, 1, 0]
     assert free_of(given, rate=4.0) == [2, 0, 0], "a second is worth more: a row costs 0.4 tokens"
     assert free_of(given, rate=0.1) == [4, 2, 1]
+
+
+def test_a_row_of_a_longer_request_must_bring_more() -> None:
+    keys = CostModel(StepProfile(LINE.forward, {}, key_s=1e-4))  # 0.1 s for 1,000 tokens behind
+    rows = [[0.5, 0.25, 0.15], [0.5, 0.25, 0.15]]
+    assert free_of(candidates(rows, **behind(10, 2000)), costs=keys) == [3, 1]
+    assert free_of(candidates(rows, **behind(1000, 5000)), costs=keys) == [2, 0]
+    assert free_of(candidates(rows, **behind(10, 4000), budget=2), costs=keys) == [2, 0]
+
+
+def test_the_draft_model_learns_what_a_row_must_bring_its_own_request() -> None:
+    costs = CostModel(StepProfile(LINE.forward, {1: 0.01, 101: 0.02}, key_s=1e-4))
+    lm = [[0.9, 0.8, 0.7], [0.9, 0.8, 0.7]]
+    chosen = allocate(candidates([[], []], lm, **behind(0, 1000)), costs, 1.0)
+    assert chosen.row_prices is not None
+    assert chosen.row_prices.tolist() == pytest.approx([0.1, 0.2])
 
 
 def test_nothing_is_taken_where_there_is_nothing_or_no_room() -> None:

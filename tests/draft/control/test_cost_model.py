@@ -22,6 +22,7 @@ def step(
     draft_s: float = 0.0,
     host_s: float = 0.001,
     with_prompts: bool = False,
+    num_keys: int = 0,
     times: int = 1,
 ) -> None:
     """So many steps, as they were measured where nothing else is said."""
@@ -36,6 +37,7 @@ def step(
             draft_s=draft_s,
             seconds=pass_s + draft_s + host_s,
             with_prompts=with_prompts,
+            num_keys=num_keys,
         )
 
 
@@ -252,3 +254,29 @@ def test_a_profile_loaded_later_is_a_new_beginning() -> None:
     costs.load(PROFILE)
     assert added(costs, 1, 15) == pytest.approx(0.020)
     assert costs.rate(1) == pytest.approx(1 / 0.010)
+
+
+# -- keys ---------------------------------------------------------------------------------------
+
+
+def test_keys_that_drafts_attend_to_do_not_make_rows_dearer() -> None:
+    key_s = 1e-6
+    costs = CostModel(StepProfile(TABLE, {}, key_s))
+    before = float(costs.row_seconds(1, 3, 1)[-1])
+    for context_len in (200, 2000, 8000):
+        for num_drafts in (0, 3, 7):
+            num_keys = num_drafts * context_len
+            pass_s = float(MACHINE.at(1 + num_drafts)) + key_s * num_keys
+            step(costs, 1, num_drafts=num_drafts, forward_s=pass_s, num_keys=num_keys, times=20)
+    assert float(costs.row_seconds(1, 3, 1)[-1]) == pytest.approx(before, rel=0.1)
+    assert costs.key_seconds(1) == pytest.approx(key_s, rel=0.1)
+
+
+def test_a_machine_that_became_slower_has_dearer_keys() -> None:
+    costs = CostModel(StepProfile(TABLE, {}, 1e-6))
+    for num_drafts in (0, 7, 3, 5) * 40:
+        num_keys = 1000 * num_drafts
+        pass_s = 2.0 * (float(MACHINE.at(1 + num_drafts)) + 1e-6 * num_keys)
+        step(costs, 1, num_drafts=num_drafts, forward_s=pass_s, num_keys=num_keys)
+    assert costs.key_seconds(1) == pytest.approx(2e-6, rel=0.3)
+    assert costs.key_seconds(64) == 1e-6, "nothing is known of such a load"

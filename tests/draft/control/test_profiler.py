@@ -48,6 +48,9 @@ def test_without_a_draft_model_only_the_target_is_measured(pair) -> None:
     assert not profile.draft
 
 
+KEY_S = 2e-8  # that a token behind a request takes for each row after the first
+
+
 class Machine:
     """Stands in for the clock: what a pass takes is known, and how slow the machine is when."""
 
@@ -59,7 +62,8 @@ class Machine:
     def compute(self, decoder: Decoder, pool: KVPool, segments: Sequence[Segment]) -> None:
         rows = sum(len(segment.token_ids) for segment in segments)
         seen = sum(segment.start for segment in segments)
-        seconds = 1e-3 + 1e-4 * rows + 1e-6 * seen
+        keys = sum(segment.start * (len(segment.token_ids) - 1) for segment in segments)
+        seconds = 1e-3 + 1e-4 * rows + 1e-6 * seen + KEY_S * keys
         self._seconds = seconds * self._slow.get(self.num_passes, 1.0)
         self.num_passes += 1
 
@@ -83,7 +87,9 @@ def test_a_slow_spell_of_the_machine_is_no_price(pair, monkeypatch, slow) -> Non
     target = pair[0]
     profile = profile_step((target, target.make_pool(400, page_size=16)), None)
     for num_rows, seconds in profile.forward.items():
-        assert seconds == pytest.approx(1e-3 + 1e-4 * num_rows + 32e-6)
+        keys_s = 32 * (num_rows - 1) * KEY_S
+        assert seconds == pytest.approx(1e-3 + 1e-4 * num_rows + 32e-6 + keys_s)
+    assert profile.key_s == pytest.approx(KEY_S)
 
 
 def test_rows_that_are_timed_choose_different_experts(
