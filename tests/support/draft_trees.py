@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -129,6 +130,7 @@ class TreeRows:
         self.pool.data.fill_(void_item(self.pool))
         self.pages = array("q", rng.sample(range(num_pages), num_pages))
         self.tokens = array("q", [rng.randrange(decoder.config.vocab_size) for _ in range(length)])
+        self._decoded: tuple[int, ...] = ()  # by `plain`, from the pending token on
         self.forward(Segment(self.tokens[:-1], 0, self.pages, 0))
 
     def forward(self, *segments: Segment) -> Tensor:
@@ -150,14 +152,21 @@ class TreeRows:
 
     def tree(self, draft: Draft) -> Tensor:
         """Logits of the pending token and of every node, in one pass."""
+        self._decoded = ()
         row = self.row(draft)
         return self.forward(*request_segments(row, self.tokens[-1:], draft, self.page_size))
 
     def plain(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits of the last of some tokens behind the pending one, one pass each."""
-        at = len(self.tokens) - 1
-        for position, token_id in enumerate((self.tokens[-1], *token_ids), at):
+        """Logits of the last of some tokens behind the pending one, one pass each.
+
+        What the call before has in common with this one was decoded by it.
+        """
+        tokens = (self.tokens[-1], *token_ids)
+        pairs = zip(tokens[:-1], self._decoded, strict=False)
+        known = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for position, token_id in enumerate(tokens[known:], len(self.tokens) - 1 + known):
             logits = self.forward(Segment(array("q", [token_id]), position, self.pages, 1))
+        self._decoded = tokens
         return logits[0]
 
     def check(self, draft: Draft) -> None:
