@@ -33,9 +33,8 @@ from .control.controller import Controller
 from .control.cost_model import Mean
 from .control.request_state import NO_SURVIVAL, DraftState, padded
 from .sources.grammar import GrammarSource
-from .sources.indexer import SourceIndexer
 from .sources.merge import Survival
-from .sources.source import GuardedSource, Source
+from .sources.source import GuardedSource, Source, SourceIndexer
 
 LOOKUP_LEN = 24  # longest path of a look-up in "auto"
 LM_NODES = 16  # most nodes of the model's draft in "auto"

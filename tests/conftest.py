@@ -25,7 +25,7 @@ if os.environ.get("FORETOKEN_TEST_DEVICE", "cpu") == "cpu":  # see core/ops/trit
 
 def pytest_configure() -> None:
     """Ask oneDNN for exact rows before its first call, when it reads its settings."""
-    from foretoken.core.ops.torch.onednn import (
+    from foretoken.core.ops.torch.torch_ops import (
         keep_rows_exact,  # imports torch, which may import Triton
     )
 

@@ -15,57 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ..._version import __version__
 from ..interface.request import Request
-from ..interface.step import StepPlan
 from ..scheduling.scheduler import Scheduler
 from .audit import inspect
+from .step_executor import StepLog
 
 logger = logging.getLogger(__name__)
-MAX_STEPS = 64
 CrashReport = dict[str, object]
 _NUMBERS = itertools.count(1)  # two dumps of one second
-
-
-class StepRecord(NamedTuple):
-    """One run of the model thread."""
-
-    began: float  # on the engine's clock
-    seconds: float
-    num_rows: int
-    num_tokens: int
-    failure: str | None  # the kind of exception
-
-
-class StepLog:
-    """The last runs of the model thread and the present one. Cheap: written every step."""
-
-    def __init__(self) -> None:
-        self.records: deque[StepRecord] = deque(maxlen=MAX_STEPS)
-        self.began: float | None = None  # of the run under way, on the engine's clock
-
-    def begin(self, now: float) -> None:
-        """Record the start of a run."""
-        self.began = now
-
-    def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
-        """Record its end."""
-        began, self.began = self.began, None
-        if began is not None:
-            kind = None if failure is None else type(failure).__name__
-            seconds = now - began
-            self.records.append(
-                StepRecord(began, seconds, len(plan.requests), plan.num_tokens, kind)
-            )
-
-    def seconds_under_way(self, now: float) -> float:
-        """Seconds since the present run began; 0 between two runs."""
-        return 0.0 if self.began is None else now - self.began
 
 
 def make_report(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..errors import ForetokenError
 from ..interface.circuit_breaker import CircuitBreaker
@@ -14,7 +16,6 @@ from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, St
 from ..scheduling.async_scheduling import plan_next, replan
 from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
-from .crash_dump import StepLog
 from .model_thread import Job, StepThread
 from .step_bisection import (
     StepBisection,
@@ -26,8 +27,45 @@ from .step_bisection import (
 from .watchdog import StepHung, Watchdog
 
 logger = logging.getLogger(__name__)
+MAX_RECORDS = 64  # runs of the model thread that are logged
 MAX_FAILURES = 3  # steps in a row without a successful part
 OnEvents = Callable[[list[Event]], None]
+
+
+class StepRecord(NamedTuple):
+    """One run of the model thread."""
+
+    began: float  # on the engine's clock
+    seconds: float
+    num_rows: int
+    num_tokens: int
+    failure: str | None  # the kind of exception
+
+
+class StepLog:
+    """The last runs of the model thread and the present one. Cheap: written every step."""
+
+    def __init__(self) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self.began: float | None = None  # of the run under way, on the engine's clock
+
+    def begin(self, now: float) -> None:
+        """Record the start of a run."""
+        self.began = now
+
+    def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
+        """Record its end."""
+        began, self.began = self.began, None
+        if began is not None:
+            kind = None if failure is None else type(failure).__name__
+            seconds = now - began
+            self.records.append(
+                StepRecord(began, seconds, len(plan.requests), plan.num_tokens, kind)
+            )
+
+    def seconds_under_way(self, now: float) -> float:
+        """Seconds since the present run began; 0 between two runs."""
+        return 0.0 if self.began is None else now - self.began
 
 
 class OverlapWork:

@@ -18,8 +18,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from .constraint import Constraint
-from .sampling_params import TokenSamplingParams
+from .sampling_params import Constraint, TokenSamplingParams
 
 Made = TypeVar("Made")
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least: smaller chunks are not cut

@@ -12,8 +12,7 @@ from .base import Exactness, HeadLayout, Ops
 from .device import choose_device
 from .kv_pool import KvDtype
 from .quantize import Quantize
-from .torch.onednn import keep_rows_exact
-from .torch.torch_ops import TorchOps
+from .torch.torch_ops import TorchOps, keep_rows_exact
 
 logger = logging.getLogger(__name__)
 Backend: TypeAlias = Literal["auto", "native", "triton", "torch"]

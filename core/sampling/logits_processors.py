@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.constraint import ConstraintFailed
+from ..interface.sampling_params import ConstraintFailed
 from ..interface.step import Refusal, SamplingMetadata
 from .top_k_top_p import TopKTopP, nonzero
 

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from ..interface.request import Request
 from ..interface.step import ScheduledRequest, StepPlan
-from .draft_pages import schedule_request
-from .scheduler import Scheduler
+from .scheduler import Scheduler, schedule_request
 
 
 def plan_next(scheduler: Scheduler, plan: StepPlan, now: float) -> StepPlan | None:

@@ -1,9 +1,18 @@
-"""KV operations of a request on the prefix cache, as its cache options say."""
+"""KV operations on the prefix cache: of a request, as its cache options say, and of its draft.
+
+Drafts take free pages only: cached pages are never evicted for a draft. After the step the
+scheduler shrinks the lease back to the committed tokens.
+"""
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
+
 from ...radix_cache import KVLease, PrefixCache
 from ..interface.request import Request
+from ..interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from ..interface.step import NO_PAGES
 from .admission import cache_limit
 
 
@@ -49,6 +58,30 @@ def pin_prompt(cache: PrefixCache, request: Request) -> None:
             ttl=pin.ttl,
             namespace=request.namespace,
         )
+
+
+def allocate_draft_pages(
+    cache: PrefixCache, lease: KVLease, num_tokens: int, plan: DraftPlan
+) -> tuple[DraftPlan, array[int]]:
+    """Take pages for ``plan`` behind the first ``num_tokens`` tokens; return the part that fits.
+
+    Its longest path is cut to the pages that are free. Also returns the pages for the nodes beside
+    the trunk: private ones at the lease's end, where shrinking it takes them back. Where they are
+    fewer than the plan could use, the runner drops the last nodes.
+    """
+    if plan is NO_DRAFT_PLAN:
+        return plan, NO_PAGES
+    room = (len(lease.page_ids) + cache.num_free_pages) * cache.page_size - num_tokens
+    cache.extend(lease, num_tokens + min(plan.depth, room), evict=False)
+    if plan.depth > room:
+        draft, max_draft = plan.draft.trunk().first(room), min(plan.max_draft, room)
+        return replace(plan, draft=draft, max_draft=max_draft, may_branch=False), NO_PAGES
+    wanted = -(-plan.num_beside_trunk // cache.page_size)
+    count = min(wanted, cache.num_free_pages)
+    if count == 0:
+        return plan, NO_PAGES
+    cache.extend(lease, (len(lease.page_ids) + count) * cache.page_size, evict=False)
+    return plan, lease.page_ids[-count:]
 
 
 def describe_cache(cache: PrefixCache, namespace: str | None) -> dict[str, object]:

@@ -26,8 +26,7 @@ from ..interface.speculator import (
 from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from .admission import NO_ARRIVALS, PendingArrivals, SchedulerLimits
 from .chunk_budget import ChunkBudget
-from .draft_pages import allocate_draft_pages, draft_limits, draft_row_budget, schedule_request
-from .kv_ops import acquire_kv, pin_prompt, publish, release_kv
+from .kv_ops import acquire_kv, allocate_draft_pages, pin_prompt, publish, release_kv
 from .output_processor import late_end, request_error, take_output
 from .request_table import RequestTable
 
@@ -374,3 +373,42 @@ class Scheduler:
 
 def _terminal(error: ForetokenError | None) -> Delta:
     return Delta(error=error) if error else Delta(finish_reason=FinishReason.ABORT)
+
+
+def schedule_request(
+    request: Request,
+    stop: int,
+    plan: DraftPlan = NO_DRAFT_PLAN,
+    spare_page_ids: array[int] = NO_PAGES,
+) -> ScheduledRequest:
+    """Make a request's share of a step: its tokens up to ``stop`` and its drafts."""
+    return ScheduledRequest(
+        request_id=request.request_id,
+        tokens=request.tokens,
+        start=request.num_computed,
+        stop=stop,
+        page_ids=request.lease.page_ids if request.lease is not None else array("q"),
+        sampling=request.sampling,
+        draft=plan.draft,
+        max_draft=plan.max_draft,
+        spare_page_ids=spare_page_ids,
+        row_price=plan.row_price,
+        pass_price=plan.pass_price,
+    )
+
+
+def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:
+    """Most draft tokens of each request: an answer's last token is never drafted.
+
+    0 before the first token, which drafts would delay.
+    """
+    num_left = (request.max_len - len(request.tokens) - 1 for request in requests)
+    return [
+        max(0, min(depth_cap, most)) if request.num_output else 0
+        for request, most in zip(requests, num_left, strict=True)
+    ]
+
+
+def draft_row_budget(budget: int, *, others_wait: bool) -> int:
+    """Rows for drafts: half of those that decodes leave if prompts wait, else all."""
+    return max(0, budget // 2 if others_wait else budget)

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.interface.constraint import Constraint, ConstraintFailed
 from ...core.interface.request import Request
+from ...core.interface.sampling_params import Constraint, ConstraintFailed
 from .merge import common_len
 from .source import Guess, Priors
 

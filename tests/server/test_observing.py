@@ -28,7 +28,7 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Usage
 from foretoken.core.interface.step import RequestOutput, StepOutput, StepPlan
-from foretoken.core.scheduling.draft_pages import schedule_request
+from foretoken.core.scheduling.scheduler import schedule_request
 from support.fake_model import make_request
 from support.observed_app import KEY, MODEL, Observed
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
-from foretoken.core.interface.constraint import Constraint, ConstraintFailed, Mask
+from foretoken.core.interface.sampling_params import Constraint, ConstraintFailed, Mask
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow
 

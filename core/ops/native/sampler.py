@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...interface.constraint import ConstraintFailed, Mask
+from ...interface.sampling_params import ConstraintFailed, Mask
 from ...interface.step import Refusal, SamplingMetadata
 from ...sampling.gumbel import vocabulary_hashes
 from ...sampling.logits_processors import SampleRow, out_of_vocabulary

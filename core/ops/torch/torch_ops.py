@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
@@ -27,11 +30,16 @@ from ..base import (
 )
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
+from ..native.build import cpu_flags
 from ..quantize import QuantizedWeight, WeightKind
 from .attention import attend
 from .experts import run_experts
 from .plan import TorchPlan
 
+logger = logging.getLogger(__name__)
+ONEDNN_SETTING = "ONEDNN_MAX_CPU_ISA"
+"""oneDNN's variable for the newest instruction set it may use; read once, at its first call."""
+WITHOUT_AMX = "AVX512_CORE_BF16"
 _PACK_ROWS = 8  # a layout made for 8 rows serves any number of rows equally well (measured)
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -205,3 +213,28 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos).add_(swapped.mul_(sin))
+
+
+def keep_rows_exact(
+    exact: Exactness,
+    flags: frozenset[str] | None = None,
+    environ: MutableMapping[str, str] | None = None,
+) -> bool:
+    """Forbid oneDNN the AMX instructions where exact rows are asked for; whether that was done.
+
+    With AMX a row's bits change with the number of rows beside it (measured in bfloat16). ``flags``
+    are the CPU's, by default this one's. A value that is set already stays. It takes effect only
+    before oneDNN's first call in this process.
+    """
+    flags = cpu_flags() if flags is None else flags
+    environ = os.environ if environ is None else environ
+    if exact == "off" or "amx_bf16" not in flags or ONEDNN_SETTING in environ:
+        return False
+    environ[ONEDNN_SETTING] = WITHOUT_AMX
+    logger.info(
+        "torch's linear layers do without AMX (%s=%s), so that a row has the same bits in every"
+        " batch; --exact off allows it",
+        ONEDNN_SETTING,
+        WITHOUT_AMX,
+    )
+    return True

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...interface.constraint import Mask
+from ...interface.sampling_params import Mask
 from ...interface.step import SamplingMetadata
 from ...sampling.gumbel import stream_start
 from ...sampling.logits_processors import SampleRow, out_of_vocabulary

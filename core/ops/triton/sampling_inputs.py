@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...interface.constraint import ConstraintFailed
+from ...interface.sampling_params import ConstraintFailed
 from ...interface.step import Refusal
 from ...sampling.gumbel import stream_keys
 from ...sampling.logits_processors import MIN_TEMPERATURE, SampleRow

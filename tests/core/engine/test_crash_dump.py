@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 
-from foretoken.core.engine.crash_dump import StepLog, make_report, stacks, write_report
+from foretoken.core.engine.crash_dump import make_report, stacks, write_report
 from foretoken.core.engine.engine import Engine
+from foretoken.core.engine.step_executor import StepLog
 from foretoken.core.engine.watchdog import Supervision
 from foretoken.core.errors import ForetokenError
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.core.interface.constraint import ConstraintFailed, Mask
-from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.sampling_params import ConstraintFailed, Mask, TokenSamplingParams
 from foretoken.core.interface.step import Refusal, SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow, apply_processors
 from foretoken.core.sampling.rejection import probabilities

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from foretoken.core.ops import backends
-from foretoken.core.ops.torch.onednn import SETTING, keep_rows_exact
+from foretoken.core.ops.torch.torch_ops import ONEDNN_SETTING, keep_rows_exact
 
 AMX = frozenset({"avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
 
@@ -26,7 +26,7 @@ def test_with_amx_exact_rows_lower_onednns_instruction_set_and_say_so(exact, cap
     [
         ("off", AMX, {}),
         ("spec", AMX - {"amx_bf16"}, {}),
-        ("spec", AMX, {SETTING: "AVX2"}),  # the user's own limit is lower, and stays
+        ("spec", AMX, {ONEDNN_SETTING: "AVX2"}),  # the user's own limit is lower, and stays
     ],
 )
 def test_otherwise_nothing_is_set_or_logged(exact, flags, before, caplog):

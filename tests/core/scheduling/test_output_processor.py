@@ -6,8 +6,8 @@ import pytest
 
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.interface.step import RequestOutput, TokenLogprob
-from foretoken.core.scheduling.draft_pages import schedule_request
 from foretoken.core.scheduling.output_processor import take_output
+from foretoken.core.scheduling.scheduler import schedule_request
 from support.fake_model import EOS, make_request
 
 NAMED = 5  # a stop token that the caller asked for

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.core.interface.request import Request
-from foretoken.draft.sources.indexer import MAX_ENDED, SourceIndexer
-from foretoken.draft.sources.source import INDEX_CHUNK, GuardedSource
+from foretoken.draft.sources.source import INDEX_CHUNK, MAX_ENDED, GuardedSource, SourceIndexer
 from foretoken.draft.sources.suffix import SuffixSource
 
 
