@@ -1,4 +1,4 @@
-"""EngineConfig: what `serve`, LLM and AsyncLLM may be told of the engine, resolved once."""
+"""EngineConfig: the engine's options of `serve`, LLM and AsyncLLM, checked once."""
 
 from __future__ import annotations
 

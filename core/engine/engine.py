@@ -328,7 +328,7 @@ class Engine:
             self._inbox.queue_events(self.scheduler.abort_all(self._clock(), error))
             self._deliver()
         except Exception:
-            logger.exception("the scheduler could not let go of its requests")
+            logger.exception("the scheduler could not release its requests")
         self._inbox.fail_streams(last)
         self._auditor.close(last)
         self._watchdog.close()

@@ -229,7 +229,7 @@ class ModelRunner:
         logger.exception("the proposer failed to %s; the step goes on without it", what)
         self._breakers[what].record_failure()
         if self._breakers[what].is_open:
-            logger.error("the proposer failed %d times in a row: it is let go", MAX_FAILURES)
+            logger.error("the proposer failed %d times in a row: it is dropped", MAX_FAILURES)
             self.proposer = None
 
     def _sound(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:

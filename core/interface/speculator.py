@@ -48,7 +48,7 @@ class DraftPlan:
 
     @property
     def num_beside_trunk(self) -> int:
-        """Most draft tokens whose KV cannot lie where their position wants it."""
+        """Most draft tokens whose KV needs a slot of a spare page."""
         known = len(self.draft.token_ids) - self.draft.trunk_len if self.draft.parents else 0
         return max(known, self.max_draft - 1 if self.may_branch else 0)
 

@@ -251,7 +251,7 @@ class Ops(Protocol):
         """Chooses tokens from this backend's logits."""
 
     def set_threads(self, count: int) -> None:
-        """Threads for the operations that the calling thread will ask for, itself included."""
+        """Set the threads for operations called by this thread, itself included."""
 
     def compile_forward(self, weights: DecoderWeights) -> CompiledForward | None:
         """The decoder of these weights in one call, where the backend has that."""

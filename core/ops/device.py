@@ -55,7 +55,7 @@ class Event(Protocol):
     """A mark in the device's queue of work, as `torch.cuda.Event` is one."""
 
     def record(self) -> None:
-        """Set the mark behind all that was asked for so far."""
+        """Set the mark behind all that was launched so far."""
 
     def synchronize(self) -> None:
         """Wait until the device has come to the mark, and no further."""
@@ -77,16 +77,16 @@ class _HostEvent:
 
 
 class Stopwatch(Protocol):
-    """Seconds that the device of a model took for what it was asked between two moments.
+    """Seconds that a device took for the work launched between `start` and `stop`.
 
     A GPU computes behind the host's back: what the host sees is how long asking took.
     """
 
     def start(self) -> None:
-        """Begin, behind all that was asked so far."""
+        """Begin, behind all that was launched so far."""
 
     def stop(self) -> None:
-        """End, behind all that was asked since."""
+        """End, behind all that was launched since."""
 
     def seconds(self) -> float:
         """How long that took; waits until the device is there."""

@@ -1,4 +1,4 @@
-"""Gauge: what a device is and how long it takes, by its own clock. Benchmarks ask it, steps never.
+"""Gauge: what a device is and how long it takes, by its own clock. For benchmarks, not for steps.
 
 Here, because nothing outside of ops names a kind of device.
 """

@@ -36,7 +36,7 @@ def keep_freed_memory() -> bool:
 
 
 def use_huge_pages(memory: Tensor) -> bool:
-    """Ask for huge pages behind a tensor on the CPU; whether the system took the wish.
+    """Advise the system to back a CPU tensor with huge pages; return whether it accepted.
 
     The KV of a sequence lies all over its pool: with pages of 4 KiB most of the reads wait for two
     page tables to be walked (attention over 2,048 positions took 1.2 times as long, measured).

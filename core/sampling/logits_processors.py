@@ -30,7 +30,7 @@ MIN_TEMPERATURE = 1e-30  # smaller ones would be 0 in float32
 
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
-    """Whose token a row of logits decides: the one after ``tokens`` (prompt, output) and ``tail``.
+    """A row of logits: it decides the token after ``tokens`` (prompt, output) and ``tail``.
 
     ``tail`` holds the draft tokens on this row's path, so that ``tokens`` is lent, never copied.
     ``num_ahead``: tokens between the two that the device alone knows.

@@ -201,7 +201,7 @@ def _next_nodes(
     errors: Sequence[str | None],
     nodes: Mapping[int, int],
 ) -> dict[int, int]:
-    """The nodes that a walk has come to behind which a constraint must be asked."""
+    """The nodes that walks have reached and that need a constraint's mask to go on."""
     found = {}
     for i, node in nodes.items():
         if errors[i] is None and requests[i].sampling.constraint is not None:
