@@ -18,12 +18,12 @@ FEW = 64  # page ids that one step may look at
 
 
 def run(steps: Steps) -> None:
-    """Goes through them at once."""
+    """Run all steps of the checks at once."""
     deque(steps, maxlen=0)
 
 
 def gather(nodes: Iterable[Node], into: list[Node]) -> Steps:
-    """Lists the nodes. O(nodes)."""
+    """List the nodes. O(nodes)."""
     for node in nodes:
         into.append(node)
         yield
@@ -80,25 +80,23 @@ def _check_child(node: Node, child: Node) -> None:
 
 
 def check_locks(nodes: Sequence[Node], locks: Set[LockHandle]) -> Steps:
-    """Every node is held exactly by the live receipts at or below it. O(locks * depth)."""
+    """Every node is held exactly by the live locks at or below it. O(locks * depth)."""
     live, kept = Counter[Node](), Counter[Node]()
     for lock in locks:
         path = lock.node.path()
         live.update(path)
         kept.update(path if lock.is_pin else ())
         depth = sum(len(node.page_ids) for node in path)
-        assert lock.num_pages == depth, f"a receipt for {lock.num_pages} pages holds {depth}"
-        assert lock.is_live, "a released receipt is held to be live"
+        assert lock.num_pages == depth, f"a lock for {lock.num_pages} pages holds {depth}"
+        assert lock.is_live, "a released lock is held to be live"
         yield
     for node in nodes:
         held = live.pop(node, 0)
         pins = kept.pop(node, 0)
-        assert node.ref_count == held, (
-            f"a node with {held} live receipts has {node.ref_count} locks"
-        )
+        assert node.ref_count == held, f"a node with {held} live locks counts {node.ref_count}"
         assert node.pins == pins, f"a node with {pins} live pins counts {node.pins}"
         yield
-    assert not live, "a live receipt holds a node that left the tree"
+    assert not live, "a live lock holds a node that left the tree"
 
 
 def check_leaves(nodes: Sequence[Node], index: EvictionIndex[Node], clock: int) -> Steps:

@@ -20,7 +20,7 @@ from .node import Cause, Eviction
 
 
 class Evictable(Protocol):
-    """What the order goes by, and whose the leaf is."""
+    """The rank by which leaves are evicted, and the namespace of the leaf."""
 
     namespace: str | None
     last_used: int  # tick of the tree's clock; no two leaves of a tree share one
@@ -86,7 +86,7 @@ class NamespaceQuota:
         self._used.pop(namespace, None)
 
     def check(self, namespaces: Set[str | None]) -> None:
-        """Asserts that those beyond the quota are known, and when each was used. O(namespaces)."""
+        """Assert that those beyond the quota are known, and when each was used. O(namespaces)."""
         many = {name for name, count in self.num_pages.items() if count > (self.quota or 0)}
         assert self._over_quota == (many if self.quota is not None else set()), (
             "a quota is not kept"
@@ -113,7 +113,7 @@ class _Ranks:
             self.most = 2 * len(self.heap) + SLACK
 
     def lowest(self, filed: Mapping[int, object]) -> int | None:
-        """The lowest that is still filed. O(log n) for each dropped on the way."""
+        """The lowest rank that is still filed. O(log n) for each one dropped on the way."""
         while self.heap and self.heap[0] not in filed:
             heapq.heappop(self.heap)
         return self.heap[0] if self.heap else None
@@ -129,7 +129,7 @@ class EvictionIndex(Generic[Leaf]):
         self._ranks: dict[str | None, _Ranks] | None = None
 
     def add(self, leaf: Leaf) -> None:
-        """Files a leaf under its present rank. O(log n)."""
+        """File a leaf under its present rank. O(log n)."""
         self._leaves[leaf.last_used] = leaf
         if self._ranks is not None:
             if leaf.namespace not in self._ranks:
@@ -137,13 +137,13 @@ class EvictionIndex(Generic[Leaf]):
             self._ranks[leaf.namespace].add(leaf.last_used, self._leaves)
 
     def remove(self, leaf: Leaf) -> None:
-        """Takes a filed leaf out; KeyError when it is not filed. O(log n)."""
+        """Take a filed leaf out; KeyError when it is not filed. O(log n)."""
         del self._leaves[leaf.last_used]
 
     def take(
         self, missing: int, owned: NamespaceQuota, num_evicted: int
     ) -> tuple[Leaf | None, int, bool]:
-        """Takes out the leaf to evict next; returns it, its pages to evict, and if by its quota.
+        """Take out the leaf to evict next; return it, its pages to evict, and if by its quota.
 
         At most ``missing`` pages. ``num_evicted``: pages evicted so far, by which a namespace is
         idle. O(log n), and O(namespaces over quota).
@@ -178,7 +178,7 @@ class EvictionIndex(Generic[Leaf]):
         return leaf
 
     def forget(self, namespace: str | None) -> None:
-        """A namespace has no leaf any more. O(1)."""
+        """Forget a namespace that has no leaf any more. O(1)."""
         if self._ranks is not None:
             self._ranks.pop(namespace, None)
 
@@ -196,7 +196,7 @@ class EvictionIndex(Generic[Leaf]):
         return iter(self._leaves.values())
 
     def checks(self) -> Iterator[None]:
-        """Asserts that every leaf is filed under its present rank, and as its namespace's.
+        """Assert that every leaf is filed under its present rank, and as its namespace's.
 
         In steps, O(n) in all.
         """
@@ -216,26 +216,26 @@ class EvictionIndex(Generic[Leaf]):
 
 
 class EvictionLog:
-    """Remembers the last losses by where they began, ``max_losses`` at most.
+    """Remembers the last evictions by where they began, ``max_evictions`` at most.
 
-    A place is known by its page and the one before it, so that noting a loss need not walk to the
+    A place is known by its page and the one before it, so that noting an eviction need not walk to the
     root; two equal pairs of pages at different depths are taken for one. Of one place the last
-    loss counts.
+    eviction counts.
     """
 
-    def __init__(self, page_size: int, max_losses: int = MAX_EVICTIONS) -> None:
+    def __init__(self, page_size: int, max_evictions: int = MAX_EVICTIONS) -> None:
         self.now = 0.0  # seconds
         self._page_size = page_size  # tokens
-        self._max_losses = max_losses
-        self._losses: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
+        self._max_evictions = max_evictions
+        self._evictions: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
 
     def note(self, namespace: str | None, boundary_tokens: bytes, cause: Cause) -> None:
         """Record dropped pages. ``boundary_tokens``: of the first page and of the one before it."""
         key = (namespace, hash(boundary_tokens))
-        self._losses[key] = Eviction(cause, self.now)
-        self._losses.move_to_end(key)
-        if len(self._losses) > self._max_losses:
-            self._losses.popitem(last=False)
+        self._evictions[key] = Eviction(cause, self.now)
+        self._evictions.move_to_end(key)
+        if len(self._evictions) > self._max_evictions:
+            self._evictions.popitem(last=False)
 
     def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Eviction | None:
         """Why the page behind the first ``num_cached`` tokens is gone, if it was there. O(1)."""
@@ -243,7 +243,7 @@ class EvictionLog:
         if stop > len(tokens):
             return None
         boundary_tokens = tokens[max(0, num_cached - self._page_size) : stop]
-        return self._losses.get((namespace, hash(boundary_tokens.tobytes())))
+        return self._evictions.get((namespace, hash(boundary_tokens.tobytes())))
 
     def __len__(self) -> int:
-        return len(self._losses)
+        return len(self._evictions)

@@ -44,9 +44,9 @@ class Node:
     key: array[int] = field(default_factory=_no_ids)  # tokens, [len(page_ids) * page_size]
     page_ids: array[int] = field(default_factory=_no_ids)  # KV of ``key``; owned by this node
     children: dict[bytes, Node] = field(default_factory=dict)  # by the bytes of their first page
-    ref_count: int = 0  # live receipts at or below this node
+    ref_count: int = 0  # live locks at or below this node
     pins: int = 0  # those of them that are pins
-    num_hits: int = 0  # requests that found it, for whoever looks at the tree
+    num_hits: int = 0  # requests that found it; shown on the dashboard
     last_used: int = 0  # tick when it was last locked or unlocked; equal ticks lie on one path
 
     def common_pages(self, data: bytes, start: int) -> int:
@@ -69,18 +69,18 @@ class Node:
         return same
 
     def link(self, page_size: int) -> None:
-        """Makes its parent know it."""
+        """Add this node to its parent's children."""
         assert self.parent is not None, "a root has no parent to be linked to"
         self.parent.children[self.key[:page_size].tobytes()] = self
 
     def unlink(self, page_size: int) -> Node:
-        """Makes its parent forget it, and returns that."""
+        """Remove this node from its parent's children; return the parent."""
         assert self.parent is not None, "a root is never dropped as a leaf"
         del self.parent.children[self.key[:page_size].tobytes()]
         return self.parent
 
     def cut_front(self, num_pages: int, page_size: int) -> Node:
-        """Takes the first ``num_pages`` out and returns them as a node of their own.
+        """Take the first ``num_pages`` out and return them as a node of their own.
 
         It gets this node's locks and pins and stands between this node and the parent. O(len).
         """
@@ -91,7 +91,7 @@ class Node:
         return upper
 
     def cut_tail(self, num_pages: int, page_size: int) -> array[int]:
-        """Drops the last ``num_pages`` and returns them. O(pages)."""
+        """Drop the last ``num_pages`` and return them. O(pages)."""
         tail = self.page_ids[-num_pages:]
         del self.page_ids[-num_pages:], self.key[-num_pages * page_size :]
         return tail
@@ -129,12 +129,12 @@ class PageCounts:
     """How many pages the nodes of a tree own, and how many are locked."""
 
     num_pages: int = 0
-    num_locked: int = 0  # some receipt holds them
+    num_locked: int = 0  # some lock holds them
     num_pinned: int = 0  # some pin does
     num_yielding: int = 0  # pins alone do
 
     def add(self, node: Node, sign: int = 1) -> None:
-        """Count a node, or with -1 count it no longer: before and after each change of one."""
+        """Add a node's pages to the counts; with -1 subtract them, before a node changes."""
         count = sign * len(node.page_ids)
         self.num_pages += count
         if node.ref_count:
@@ -170,9 +170,9 @@ class Match(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LockHandle:
-    """A receipt: it holds every page from the root to the end of ``node`` until unlocked.
+    """A lock: it holds every page from the root to the end of ``node`` until unlocked.
 
-    Splitting leaves the lower half in place, so a receipt stays valid.
+    Splitting leaves the lower half in place, so a lock stays valid.
     """
 
     node: Node  # the deepest node held
@@ -206,6 +206,6 @@ class KVLease:
         return self.lock.num_pages
 
     def require_live(self) -> None:
-        """Raises ValueError once it was released."""
+        """Raise ValueError once it was released."""
         if not self.lock.is_live:
             raise ValueError("the lease was released already")

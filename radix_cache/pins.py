@@ -1,4 +1,4 @@
-"""Pins: receipts of the tree with a time to live, in place of a lease.
+"""Pins: locks of the tree with a time to live, in place of a lease.
 
 A pin ranks above what is merely cached and below what requests borrow: eviction passes it over,
 and it gives way when a request could not be served otherwise. It never outgrows its quota.
@@ -27,7 +27,7 @@ class Pin:
 
     @property
     def namespace(self) -> str | None:
-        """Whose it is."""
+        """The namespace of its pages."""
         return self.lock.node.namespace
 
 
@@ -92,7 +92,7 @@ class PinnedPrefixes:
                 self._drop(pinned)
 
     def drop_below(self, node: Node) -> None:
-        """Let go of the pins that go through ``node``. O(pins * depth)."""
+        """Remove the pins that go through ``node``. O(pins * depth)."""
         for pinned in list(self._pins.values()):
             if node in pinned.lock.node.path():
                 self._drop(pinned)
@@ -106,18 +106,18 @@ class PinnedPrefixes:
         return self._num_pages[namespace]
 
     def locks(self) -> Iterator[LockHandle]:
-        """All receipts of pins."""
+        """The locks of all pins."""
         return (pinned.lock for pinned in self._pins.values())
 
     def check(self) -> None:
-        """Asserts that pins, times and page counts agree. O(pins * depth)."""
+        """Assert that pins, times and page counts agree. O(pins * depth)."""
         found: Counter[str | None] = Counter()
         nodes = {node for pinned in self._pins.values() for node in pinned.lock.node.path()}
         for node in nodes:
             found[node.namespace] += len(node.page_ids)
         for last, pinned in self._pins.items():
             assert pinned.lock.node is last, "a pin is filed under a wrong node"
-            assert pinned.lock.is_pin, "a pin holds the receipt of a lease"
+            assert pinned.lock.is_pin, "a pin holds the lock of a lease"
             assert self._due[pinned.until, pinned.serial] is pinned, "a pin has no end"
         assert len(self._due) == len(self._pins), "the end of a pin that is gone is still awaited"
         assert +found == +self._num_pages, f"{found} pages are pinned, not {self._num_pages}"
@@ -139,7 +139,7 @@ class PinnedPrefixes:
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
 
     def _shrink(self, newest: Pin) -> None:
-        """Back within the quotas, at the cost of older pins."""
+        """Remove older pins until the quotas hold."""
         own = newest.namespace
         while self._num_pages[own] > self.quota:
             self._drop(next(self._others(own, newest)))

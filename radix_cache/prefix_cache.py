@@ -115,7 +115,7 @@ class PrefixCache:
         limit: int | None = None,
         is_first: bool = True,
     ) -> KVLease:
-        """Borrows the longest cached prefix, in whole pages, of at most ``limit`` tokens.
+        """Borrow the longest cached prefix, in whole pages, of at most ``limit`` tokens.
 
         ``is_first=False`` leaves the counters alone: a preempted request finds what it wrote.
 
@@ -131,11 +131,11 @@ class PrefixCache:
             for node in lock.node.path():
                 node.num_hits += 1
         self.pins.touch(lock.node)
-        loss = self.eviction_log.find(namespace, tokens, match.num_tokens)
-        return KVLease(match.page_ids, lock, match.num_tokens, namespace, loss)
+        eviction = self.eviction_log.find(namespace, tokens, match.num_tokens)
+        return KVLease(match.page_ids, lock, match.num_tokens, namespace, eviction)
 
     def extend(self, lease: KVLease, upto: int, *, evict: bool = True) -> bool:
-        """Makes the page table reach position ``upto`` (exclusive): all or nothing.
+        """Make the page table reach position ``upto`` (exclusive): all or nothing.
 
         False means that it does not fit, and then nothing has changed. With ``evict=False`` only
         free pages are taken: drafts never push out what is committed. Pins yield when all else is
@@ -162,7 +162,7 @@ class PrefixCache:
         return self.tree.evict(num_pages)
 
     def shrink(self, lease: KVLease, upto: int) -> None:
-        """Gives private pages back that positions below ``upto`` do not need.
+        """Free private pages that positions below ``upto`` do not need.
 
         Drafts borrow pages ahead; kept, they would push out what is cached later on. Raises
         ValueError for a released lease. O(pages given back).
@@ -173,7 +173,7 @@ class PrefixCache:
         del lease.page_ids[keep:]
 
     def publish(self, lease: KVLease, tokens: array[int], num_computed: int) -> range:
-        """Gives the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
+        """Give the whole pages of ``tokens[:num_computed]`` to the tree; they stay borrowed.
 
         Where the tree has the same prefix already, the lease adopts the tree's pages and frees its
         own copies. Returns the positions that were not cached before. Raises ValueError for a
@@ -196,7 +196,7 @@ class PrefixCache:
     def release(
         self, lease: KVLease, tokens: array[int], num_computed: int, *, keep: bool = True
     ) -> range:
-        """Ends a lease: publishes what is committed, frees the rest, gives the borrowed back.
+        """End a lease: publish what is committed, free the rest, unlock the borrowed pages.
 
         With ``keep=False`` nothing more is published: what a failed request computed (NaN, say)
         must not reach others. Returns what `publish` does, and raises as it does, ValueError the
@@ -217,7 +217,7 @@ class PrefixCache:
         ttl: float,
         namespace: str | None = None,
     ) -> int:
-        """Keeps the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
+        """Keep the first ``num_tokens`` for ``ttl`` seconds past the last `tick` or later hit.
 
         Whole pages, as far as they are cached and the namespace's quota goes; returns how many
         tokens that is. Then older pins of the namespace give way. O(num_tokens + depth + pins).
@@ -229,7 +229,7 @@ class PrefixCache:
         return match.num_tokens
 
     def tick(self, now: float) -> None:
-        """Sets the time in seconds; pages of pins that are over are merely cached from now on.
+        """Set the time in seconds; remove the pins that have expired.
 
         O(1), and O(depth + log n) for each pin that is over.
         """
@@ -250,7 +250,7 @@ class PrefixCache:
         self._newly_allocated = page_ids + self._newly_allocated
 
     def flush(self, *namespaces: str | None) -> int:
-        """Drops what is cached and not borrowed, in these namespaces or in all when none is named.
+        """Drop what is cached and not borrowed, in these namespaces or in all when none is named.
 
         ``flush(None)`` empties the shared default only. Pins go, too. Returns how many pages became
         free. O(leaves + nodes dropped + pins).
@@ -261,7 +261,7 @@ class PrefixCache:
         return len(freed)
 
     def flush_prefix(self, tokens: array[int], *, namespace: str | None = None) -> int:
-        """Drops what begins with the whole pages of ``tokens`` and is not borrowed, pins or not.
+        """Drop pages behind the whole pages of ``tokens`` that no lease borrows, pinned or not.
 
         The pages of ``tokens`` go as well, up to where what begins otherwise branches off. Raises
         ValueError for less than a page. Returns how many pages became free. O(len + nodes below).
@@ -278,7 +278,7 @@ class PrefixCache:
         return len(freed)
 
     def check(self, leases: Iterable[KVLease]) -> None:
-        """Asserts that every page has exactly one owner; ``leases`` are all live ones. O(pages)."""
+        """Assert that every page has exactly one owner; ``leases`` are all live ones. O(pages)."""
         audit.run(self.checks(leases))
 
     def checks(self, leases: Iterable[KVLease]) -> audit.Steps:

@@ -15,7 +15,7 @@ class RadixTree:
     """Cached prefixes and the pages that hold them, one tree for each namespace.
 
     `match` looks and changes nothing. `lock` holds a match, `unlock` gives it back; both refresh
-    its recency. `insert_below` grows what a receipt holds. `evict` takes unlocked leaves in the
+    its recency. `insert_below` grows what a lock holds. `evict` takes unlocked leaves in the
     order of their last use; those of namespaces that own more than ``quota`` pages first, unless
     there is only one namespace or another was not used while ``idle_after`` pages were evicted.
     Raises ValueError for a page size below one token.
@@ -39,9 +39,9 @@ class RadixTree:
         self.num_evicted_by_quota = 0  # those of them whose namespace had too many
         self._page_bytes = page_size * ITEM_SIZE
         self._on_eviction = on_eviction
-        self._roots: dict[str | None, Node] = {}  # those with a child or a receipt
+        self._roots: dict[str | None, Node] = {}  # those with a child or a lock
         self._index: EvictionIndex[Node] = EvictionIndex()  # unlocked leaves, no roots
-        self._locks: set[LockHandle] = set()  # live receipts
+        self._locks: set[LockHandle] = set()  # live locks
         self._clock = 0  # one tick per lock, growth and unlock
         self.epoch = 0  # one tick per node cut or dropped: older matches are void
 
@@ -52,12 +52,12 @@ class RadixTree:
 
     @property
     def version(self) -> int:
-        """Another one whenever something has changed."""
+        """A number that changes whenever the tree does."""
         return self._clock + self.epoch
 
     @property
     def num_locked_pages(self) -> int:
-        """Pages that some receipt holds."""
+        """Pages that some lock holds."""
         return self.counts.num_locked
 
     def match(
@@ -80,7 +80,7 @@ class RadixTree:
         return Match(start // ITEM_SIZE, page_ids, namespace, node, taken, self.epoch)
 
     def lock(self, match: Match, *, is_pin: bool = False) -> LockHandle:
-        """Holds exactly the pages of ``match``, cutting the last node where the match ends.
+        """Hold exactly the pages of ``match``, cutting the last node where the match ends.
 
         Without the cut, a short match into a long node would hold pages that no request reads.
         Raises ValueError when the tree has cut or dropped a node since. O(depth + log n).
@@ -99,7 +99,7 @@ class RadixTree:
         return lock
 
     def unlock(self, lock: LockHandle) -> None:
-        """Gives a receipt back, exactly once; ValueError the second time. O(depth + log n)."""
+        """Release a lock, exactly once; ValueError the second time. O(depth + log n)."""
         self._require_live(lock)
         self._locks.remove(lock)
         lock.is_live, lock.num_pages = False, 0
@@ -126,11 +126,11 @@ class RadixTree:
     def insert_below(
         self, lock: LockHandle, tokens: array[int], page_ids: array[int]
     ) -> array[int]:
-        """Caches the tokens that follow what ``lock`` holds, and moves the receipt to their end.
+        """Cache the tokens that follow what ``lock`` holds, and move the lock to their end.
 
         Returns the page ids that the tree already had for the first of these tokens: the caller
         keeps its own copies of those. The rest of ``page_ids`` belongs to the tree from now on.
-        Raises ValueError for a released receipt or tokens that do not fill their pages.
+        Raises ValueError for a released lock or tokens that do not fill their pages.
         O(len(tokens) + nodes passed), however long the prefix above is.
         """
         self._require_live(lock)
@@ -144,7 +144,7 @@ class RadixTree:
         return found
 
     def evict(self, num_pages: int) -> array[int]:
-        """Drops unlocked pages and returns their ids, exactly ``num_pages`` if there are so many.
+        """Drop unlocked pages and return their ids, exactly ``num_pages`` if there are so many.
 
         Leaves go in the order of their last use. While namespaces are beyond their quota, those of
         idle ones go first, then their own until they keep to it. Of the last leaf only the tail
@@ -164,7 +164,7 @@ class RadixTree:
         return freed
 
     def flush(self, *namespaces: str | None) -> array[int]:
-        """Drops every unlocked node of these namespaces (of all by default); returns its pages.
+        """Drop every unlocked node of these namespaces (of all by default); return its pages.
 
         O(leaves + nodes dropped).
         """
@@ -174,7 +174,7 @@ class RadixTree:
         return self._drop_upwards(leaves)
 
     def flush_below(self, match: Match) -> array[int]:
-        """Drops every unlocked node that goes through the end of ``match``; returns its pages.
+        """Drop every unlocked node that goes through the end of ``match``; return its pages.
 
         The pages on the way there go as well, up to where others branch off. O(nodes below).
         """
@@ -190,13 +190,13 @@ class RadixTree:
         return (node for root in self._roots.values() for node in root.below())
 
     def check(self) -> None:
-        """Asserts every invariant of the tree. O(pages), for tests and for idle moments."""
+        """Assert every invariant of the tree. O(pages), for tests and for idle moments."""
         audit.run(self.checks())
 
     def checks(self, locks: Iterable[LockHandle] | None = None) -> audit.Steps:
-        """`check` in steps; ``locks``, where given, are to be all receipts that are out."""
+        """`check` in steps; ``locks``, where given, are to be all locks that are out."""
         if locks is not None:
-            assert set(locks) == self._locks, "the live receipts are not those of the live leases"
+            assert set(locks) == self._locks, "the live locks are not those of the live leases"
         nodes: list[Node] = []
         yield from audit.gather(self.nodes(), nodes)
         yield from audit.check_pages(nodes, self.counts, self.num_nodes)
@@ -208,7 +208,7 @@ class RadixTree:
     # -- walking and growing
 
     def _descend(self, lock: LockHandle, data: bytes) -> array[int]:
-        """Moves a receipt down the nodes that hold ``data``; returns their page ids."""
+        """Move a lock down the nodes that hold ``data``; return their page ids."""
         start, size, found = 0, self._page_bytes, array("q")
         while child := lock.node.children.get(data[start : start + size]):
             same = child.common_pages(data, start)
@@ -225,7 +225,7 @@ class RadixTree:
             lock.node.ref_count, lock.node.last_used = 1, self._clock
             lock.node.link(self.page_size)
             self.num_nodes += 1
-        else:  # held by this receipt alone: growing in place avoids one node per publish
+        else:  # held by this lock alone: growing in place avoids one node per publish
             self.counts.add(node, -1)
             node.key += tokens
             node.page_ids += page_ids
@@ -233,9 +233,9 @@ class RadixTree:
         self.owned.add(node.namespace, len(page_ids))
 
     def _split(self, lower: Node, num_pages: int) -> Node:
-        """Cuts a node after ``num_pages``: a new one above it takes the front.
+        """Cut a node after ``num_pages``: a new one above it takes the front.
 
-        The node itself stays the lower half, so receipts, children and the eviction index still
+        The node itself stays the lower half, so locks, children and the eviction index still
         point at the right end. The caller holds the upper half at once.
         """
         upper = lower.cut_front(num_pages, self.page_size)
@@ -246,7 +246,7 @@ class RadixTree:
         self.epoch += 1
         return upper
 
-    # -- receipts
+    # -- locks
 
     def _hold(self, node: Node, lock: LockHandle) -> None:
         if node.ref_count == 0 and not node.children and node.parent is not None:
@@ -271,7 +271,7 @@ class RadixTree:
     # -- shrinking
 
     def _settle(self, node: Node) -> None:
-        """Files a node that has become an unlocked leaf; forgets a root that holds nothing."""
+        """File a node that has become an unlocked leaf; forget a root that holds nothing."""
         if node.ref_count or node.children:
             return
         if node.parent is None:
@@ -282,7 +282,7 @@ class RadixTree:
             self._index.add(node)
 
     def _drop_upwards(self, leaves: Iterable[Node]) -> array[int]:
-        """Drops leaves, then those above them, for as long as they are unlocked leaves."""
+        """Drop leaves, then those above them, for as long as they are unlocked leaves."""
         freed = array("q")
         for node in leaves:
             while node.parent is not None and not node.ref_count and not node.children:
@@ -292,7 +292,7 @@ class RadixTree:
         return freed
 
     def _drop(self, leaf: Node, cause: Cause) -> array[int]:
-        """Forgets a leaf that is out of the index; returns its pages."""
+        """Forget a leaf that is out of the index; return its pages."""
         if self._on_eviction is not None:
             self._on_eviction(leaf.namespace, leaf.boundary_tokens(0, self.page_size), cause)
         parent = leaf.unlink(self.page_size)
@@ -304,7 +304,7 @@ class RadixTree:
         return leaf.page_ids
 
     def _trim(self, leaf: Node, num_pages: int) -> array[int]:
-        """Takes the last pages of a leaf that is out of the index, and files it again."""
+        """Take the last pages of a leaf that is out of the index, and file it again."""
         if self._on_eviction is not None:
             first = len(leaf.page_ids) - num_pages
             self._on_eviction(

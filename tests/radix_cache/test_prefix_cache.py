@@ -354,7 +354,7 @@ def test_flush_frees_what_nobody_borrows() -> None:
 def test_check_notices_a_lease_that_was_forgotten() -> None:
     cache = PrefixCache(4, 1)
     cache.acquire(seq(2))
-    with pytest.raises(AssertionError, match="receipts"):
+    with pytest.raises(AssertionError, match="locks"):
         cache.check([])
 
 
