@@ -218,8 +218,8 @@ class EvictionIndex(Generic[Leaf]):
 class EvictionLog:
     """Remembers the last evictions by where they began, ``max_evictions`` at most.
 
-    A place is known by its page and the one before it, so that noting an eviction need not walk to the
-    root; two equal pairs of pages at different depths are taken for one. Of one place the last
+    A place is known by its page and the one before it, so that noting an eviction need not walk to
+    the root; two equal pairs of pages at different depths are taken for one. Of one place the last
     eviction counts.
     """
 
