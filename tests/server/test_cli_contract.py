@@ -19,6 +19,7 @@ import torch
 
 import foretoken
 from foretoken import LLM, SamplingParams
+from foretoken.api.cli.commands import main
 from support.plain_http import get, opened, payloads, post
 from support.server_process import Server, running
 
@@ -47,6 +48,16 @@ def call(
     )
 
 
+def call_here(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:
+    """The command in this process, which has its imports: exit code, stdout and stderr."""
+    try:
+        code: object = main(args)
+    except SystemExit as end:
+        code = end.code
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
 def assert_one_line(done: subprocess.CompletedProcess[str]) -> None:
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -71,10 +82,10 @@ def test_version_is_that_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str) -> None:
-    done = call(command, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"foretoken {command}" in done.stdout
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, logged = call_here(capsys, command, "--help")
+    assert (code, logged) == (0, "")
+    assert f"foretoken {command}" in shown
 
 
 def test_help_names_every_command_and_serve_every_flag() -> None:
@@ -105,8 +116,15 @@ def test_help_names_every_command_and_serve_every_flag() -> None:
     ],
     ids=" ".join,
 )
-def test_a_bad_flag_exits_2_with_one_line(args: list[str]) -> None:
-    done = call(*args)
+def test_a_bad_flag_exits_2_with_one_line(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown, logged = call_here(capsys, *args)
+    assert (code, shown, len(logged.splitlines())) == (2, "", 1), logged
+
+
+def test_the_process_of_a_bad_flag_exits_2_with_one_line() -> None:
+    done = call("serve", "--nope")
     assert done.returncode == 2, done.stderr
     assert_one_line(done)
 
