@@ -175,6 +175,7 @@ class Bench:
         figures.seconds += seconds
         figures.num_timed += num_tokens
         figures.add([each.usage for each in requests])
+        self._built.engine.scheduler.speculator = self._own
         return answers
 
     def _speculator(self, setting: str) -> GuardedSpeculator:

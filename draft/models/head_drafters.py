@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ...core.sampling.logits_processors import SampleRow
 from .block import BlockHead
 from .block_pass import BLOCKS_A_PASS, BlockPass, BlockPlace, ContextRows, can_pass
 from .eagle import EagleHead
-from .head_files import Head, open_head
+from .head_files import Head, Odds, open_head
 from .head_layers import KeysValues
 from .head_proposer import (
     Anchors,
@@ -125,10 +125,16 @@ class _PoolShape(TypedDict):
 
 
 class JoinedHead:
-    """A head that was joined to its target: what pools and proposers are made of."""
+    """A head that was joined to its target: what pools and proposers are made of.
 
-    def __init__(self, head: Head, target: Decoder) -> None:
+    ``odds``: those of `HeadFolder`, with which its proposers begin.
+    """
+
+    def __init__(
+        self, head: Head, target: Decoder, odds: Mapping[bool, Odds] | None = None
+    ) -> None:
         self.head, self.target = head, target
+        self._odds = {} if odds is None else odds
         self.device = target.device
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
@@ -150,6 +156,11 @@ class JoinedHead:
 
     def proposer(self, pool: KVPool, *, independent: bool = False) -> HeadProposer:
         """What drafts with it. ``independent``: for rejection sampling."""
+        made = self._proposer(pool, independent=independent)
+        made.begin_with(self._odds)
+        return made
+
+    def _proposer(self, pool: KVPool, *, independent: bool) -> HeadProposer:
         if isinstance(self.head, BlockHead):
             return BlockProposer(self.head, pool, self.target, independent=independent)
         if isinstance(self.head, MedusaHead):
@@ -191,7 +202,7 @@ def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) ->
         "head %s: %s, taps %s, drafts %d of %d token ids",
         path, type(head).__name__, list(config.taps), config.draft_vocab_size, config.vocab_size,
     )  # fmt: skip
-    return JoinedHead(head, target)
+    return JoinedHead(head, target, folder.odds)
 
 
 def _choose_taps(path: Path, head: EagleHead, others: Taps, target: Decoder) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -30,6 +31,7 @@ from .medusa import MedusaConfig, MedusaHead
 Kind: TypeAlias = Literal["block", "eagle3", "medusa"]
 Head: TypeAlias = BlockHead | EagleHead | MedusaHead
 HeadConfigs: TypeAlias = BlockConfig | EagleConfig | MedusaConfig
+Odds: TypeAlias = tuple[float, float, float]
 Tensors: TypeAlias = dict[str, Tensor]
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -63,13 +65,15 @@ class HeadFolder:
     """A folder with a head: its kind, its config and where its tap ids leave a choice.
 
     ``shifted_taps``: what the boundaries are if the engine that the head was trained with counts
-    layers; None where the config leaves no doubt.
+    layers; None where the config leaves no doubt. ``odds``: the three numbers of `GapOdds` that its
+    training found, by whether tokens are sampled; none where it was trained elsewhere.
     """
 
     path: Path
     kind: Kind
     config: HeadConfigs
     shifted_taps: Taps | None = None
+    odds: Mapping[bool, Odds] = field(default_factory=dict)
 
     def load(self) -> Head:
         """The module with its weights, float32 or as they are stored. Raises `ModelLoadError`."""
@@ -126,7 +130,7 @@ def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
         return HeadFolder(path, kind, _parse_medusa(fields, target))
     parse = _parse_block if kind == "block" else _parse_eagle
     config, shifted = parse(fields, target, names)
-    return HeadFolder(path, kind, config, shifted)
+    return HeadFolder(path, kind, config, shifted, _own_odds(fields))
 
 
 def _flattened(fields: Fields) -> Fields:
@@ -191,6 +195,21 @@ def _own_taps(fields: Fields) -> Taps | None:
     """Boundaries as this engine writes them: without a doubt."""
     own = fields.object(OWN_KEY)
     return own.integers("taps") if own.has("taps") else None
+
+
+def _own_odds(fields: Fields) -> dict[bool, Odds]:
+    """The odds that training fitted."""
+    found = fields.object(OWN_KEY).object("odds").values
+    odds: dict[bool, Odds] = {}
+    for name, is_sampled in (("greedy", False), ("sampled", True)):
+        if name not in found:
+            continue
+        numbers = found[name]
+        is_sound = isinstance(numbers, list) and len(numbers) == 3
+        if not is_sound or not all(isinstance(n, int | float) and isfinite(n) for n in numbers):
+            raise fields.error(f"{OWN_KEY}.odds.{name}", "must be three numbers")
+        odds[is_sampled] = (float(numbers[0]), float(numbers[1]), float(numbers[2]))
+    return odds
 
 
 def _check_taps(fields: Fields, name: str, taps: Taps, target: DecoderConfig) -> Taps:

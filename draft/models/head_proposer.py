@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -32,7 +32,7 @@ from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
 from ...core.sampling.sampler import Columns, DeviceSampler, Sampler
 from .head_layers import KeysValues, TapConfig
-from .tree_growth import ROOT, TreeGrowth, choose, default_odds, frontiers, sample_rows
+from .tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, frontiers, sample_rows
 
 IntArray: TypeAlias = NDArray[np.int64]
 
@@ -118,6 +118,10 @@ class HeadProposer(ABC):
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
         self.dtype, self.device = pool.dtype, pool.data.device
         self._order = [self._taps.index(boundary) for boundary in config.taps]
+
+    def begin_with(self, odds: Mapping[bool, tuple[float, float, float]]) -> None:
+        """Odds that were fitted before, by whether tokens are sampled; they are learnt on from."""
+        self._odds |= {is_sampled: GapOdds(*numbers) for is_sampled, numbers in odds.items()}
 
     @property
     def taps(self) -> Taps:

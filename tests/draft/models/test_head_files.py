@@ -51,7 +51,7 @@ def make(name: str) -> BlockHead | EagleHead:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_saved_head_loads_to_the_bit(tmp_path: Path, name: str) -> None:
     head = make(name)
-    save_head(head, tmp_path, extra={"odds": [1.0, 2.0]})
+    save_head(head, tmp_path, extra={"odds": {"greedy": [0.9, 2.0, 1.5]}})
     folder = open_head(tmp_path, TARGET)
     found = folder.load()
     expected = head.config
@@ -63,7 +63,7 @@ def test_a_saved_head_loads_to_the_bit(tmp_path: Path, name: str) -> None:
         else found.config == expected
     )
     assert folder.shifted_taps is None, "our own taps leave no doubt"
-    assert json.loads((tmp_path / "config.json").read_text())["foretoken"]["odds"] == [1.0, 2.0]
+    assert folder.odds == {False: (0.9, 2.0, 1.5)}
     state, theirs = head.state_dict(), found.state_dict()
     assert state.keys() == theirs.keys()
     assert all(torch.equal(state[key], theirs[key]) for key in state)
@@ -98,6 +98,7 @@ def change_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
         ("dspark", {"markov_head_type": "deep"}, "markov_head_type 'deep' is not supported"),
         ("dspark", {"hidden_act": "gelu"}, "hidden_act other than silu"),
         ("dspark", {"foretoken": {"kind": "block", "taps": [1, 9]}}, "foretoken.taps names"),
+        ("dspark", {"foretoken": {"odds": {"sampled": [1.0, 2.0]}}}, "odds.sampled must be three"),
         ("dspark", {"architectures": ["DFlash2DraftModel"]}, "dflash2 are not supported"),
     ],
 )

@@ -35,7 +35,7 @@ from foretoken.draft.models.head_drafters import JoinedHead
 from foretoken.draft.models.head_files import Head
 from foretoken.draft.models.head_proposer import HeadProposer
 from foretoken.draft.models.medusa import MedusaHead
-from foretoken.draft.models.tree_growth import NUM_BEST
+from foretoken.draft.models.tree_growth import NUM_BEST, default_odds
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
@@ -247,6 +247,13 @@ def native(folder) -> Decoder:
     if native_library() is None:
         pytest.skip("no native kernels on this machine")
     return load_decoder(folder, backend="native")
+
+
+def test_a_proposer_begins_with_the_odds_that_training_fitted(native) -> None:
+    joined = JoinedHead(make_head("block", native), native, {True: (0.7, 1.9, 0.6)})
+    odds = joined.proposer(joined.make_pool(4, page_size=PAGE_SIZE))._odds
+    assert (odds[True].falloff, odds[True].rest, odds[True].slope) == (0.7, 1.9, 0.6)
+    assert odds[False].falloff == default_odds()[False].falloff
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
