@@ -125,7 +125,7 @@ class _Options(NamedTuple):
 
 def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     """A decoder of transformers' modules. Without it installed, the reason stands alone."""
-    from .transformers_loader import load_text_model, read_text_model
+    from .fallback.transformers_loader import load_text_model, read_text_model
 
     source = read_text_model(path)
     chosen = _choose_dtype(options.dtype, source.config.dtype, options.device)

@@ -28,7 +28,7 @@ def text_fields(folder: Path, fields: Fields) -> Fields:
     Raises `UnsupportedConfig` where transformers is not installed or does not know the model.
     """
     try:
-        from .transformers_loader import read_text_config
+        from .fallback.transformers_loader import read_text_config
     except ImportError:
         raise fields.unsupported("text_config", "needs transformers for its defaults") from None
     try:

@@ -72,8 +72,8 @@ def _own(path: Path) -> ModelReport:
 
 
 def _by_transformers(path: Path) -> ModelReport:
-    from .transformers_decoder import kv_shapes
-    from .transformers_loader import read_text_model
+    from .fallback.transformers_decoder import kv_shapes
+    from .fallback.transformers_loader import read_text_model
 
     file_format, size = _files(path)
     source = read_text_model(path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foretoken.bench.lab.gpu import tune_linear
-from foretoken.core.ops.triton.tiles import linear_launch, linear_tiles
+from foretoken.core.ops.triton.linear.tiles import linear_launch, linear_tiles
 
 
 def test_the_plan_is_printed_without_triton_or_a_gpu() -> None:

@@ -36,7 +36,7 @@ def fake_graphs() -> Callable[[], FakeGraph]:
 
 
 class FakeGraph:
-    """`Graph` of core/ops/triton/graphs.py. Those with the same ``memory`` use it in turn."""
+    """`Graph` of core/ops/triton/graph/graphs.py. Those with the same ``memory`` use it in turn."""
 
     def __init__(self, memory: Memory) -> None:
         self._calls: list[Callable[[], object]] = []

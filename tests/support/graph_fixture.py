@@ -23,7 +23,7 @@ from foretoken.core.ops.base import (
     Routing,
 )
 from foretoken.core.ops.kv_pool import KvDtype, KVPool
-from foretoken.core.ops.triton.graphs import Graph, MakeGraph, cuda_graphs
+from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from support.fake_graph import fake_graphs
 

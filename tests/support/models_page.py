@@ -10,10 +10,10 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
 from foretoken.core.model.families import FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
-from foretoken.core.model.transformers_loader import OTHER_ENGINE, REFUSED
 from support.known_models import KNOWN
 from support.tiny_models import TYPES
 

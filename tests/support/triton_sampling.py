@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from foretoken.core.ops.triton.sampler import TritonSampler
+from foretoken.core.ops.triton.sampling.sampler import TritonSampler
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import SampledToken

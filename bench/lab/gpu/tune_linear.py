@@ -1,4 +1,4 @@
-"""Times other tiles for each linear layer than those of core/ops/triton/tiles.py, on a GPU.
+"""Times other tiles for each linear layer than those of core/ops/triton/linear/tiles.py, on a GPU.
 
 ``python -m foretoken.bench.lab.gpu.tune_linear`` prints, for each shape and number of rows, the
 tiles in use beside the others, the library and the time that reading the weight takes; ``--plan``
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ....core.ops.device import choose_device
 from ....core.ops.gauge import Gauge
-from ....core.ops.triton.tiles import (
+from ....core.ops.triton.linear.tiles import (
     FEW_ROWS,
     MANY_ROWS,
     LinearLaunch,
@@ -33,7 +33,7 @@ from ....core.ops.triton.tiles import (
 from ...report import command, table, write_json
 
 if TYPE_CHECKING:
-    from ....core.ops.triton.tiled_linear import TiledLinear
+    from ....core.ops.triton.linear.tiled_linear import TiledLinear
 
 ROWS = (1, 8, 64, 256)
 REPEATS = 20
@@ -115,7 +115,7 @@ class Tuner:
 
     def shape(self, name: str) -> Iterator[dict[str, object]]:
         """A line for each number of rows and choice."""
-        from ....core.ops.triton.tiled_linear import pack_tiled
+        from ....core.ops.triton.linear.tiled_linear import pack_tiled
 
         plain = [self._weight(name) for _ in range(self._num_copies(name))]
         packed = [pack_tiled(weight, None, is_int8=self.is_int8) for weight in plain]
@@ -149,7 +149,7 @@ def _by_library(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tiled(x: Tensor, weights: Sequence[TiledLinear], launch: LinearLaunch | None) -> list[Tensor]:
-    from ....core.ops.triton.tiled_linear import tiled_linear
+    from ....core.ops.triton.linear.tiled_linear import tiled_linear
 
     return [tiled_linear(x, each, launch=launch) for each in weights]
 

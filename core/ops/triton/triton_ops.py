@@ -31,16 +31,16 @@ from ..base import (
 from ..batch import RaggedBatch
 from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
-from .attention import attend_kernel, merge_kernel
+from .attention.attention import attend_kernel, merge_kernel
+from .attention.tile_schedule import SPLIT
 from .elementwise import activate_kernel, norm_kernel, rope_write_kernel
-from .experts import ExpertTables, run_experts
-from .graphs import MakeGraph, cuda_graphs
-from .input_fields import ITEM_WORDS
-from .plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
-from .sampler import TritonSampler
-from .step import TritonStep
-from .tile_schedule import SPLIT
-from .tiled_linear import TiledLinear, pack_tiled, tiled_linear
+from .graph.graphs import MakeGraph, cuda_graphs
+from .graph.input_fields import ITEM_WORDS
+from .graph.plan import DevicePlan, Geometry, TritonPlan, Work, power_of_two
+from .graph.step import TritonStep
+from .linear.experts import ExpertTables, run_experts
+from .linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
+from .sampling.sampler import TritonSampler
 
 KEYS_TILE = 32  # positions
 ACTIVATION_TILE = 1024  # columns

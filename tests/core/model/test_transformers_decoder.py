@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
+from foretoken.core.model.fallback.transformers_decoder import TransformersDecoder
 from foretoken.core.model.fields import UnsupportedConfig
-from foretoken.core.model.transformers_decoder import TransformersDecoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, make_checkpoint, save
@@ -97,7 +97,7 @@ def test_what_is_not_exact_is_found_at_startup(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) * (1 + 1e-6 * x.shape[1])
 
-    from foretoken.core.model.transformers_loader import startup_test
+    from foretoken.core.model.fallback.transformers_loader import startup_test
 
     decoder = load(save_tiny(tmp_path, "qwen3"))
     assert startup_test(decoder)
@@ -118,7 +118,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_at_startup(
             self.state = self.state + x.mean() * 30
             return x + self.state
 
-    from foretoken.core.model.transformers_loader import startup_test
+    from foretoken.core.model.fallback.transformers_loader import startup_test
 
     decoder = load(save_tiny(tmp_path, "qwen3"))
     decoder.model.model.layers[0].mlp = Remembers()
@@ -129,7 +129,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_refused_at_startup(
 def test_rounding_that_routes_a_row_to_another_expert_is_no_reason_to_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foretoken.core.model import transformers_loader
+    from foretoken.core.model.fallback import transformers_loader
 
     by_transformers = transformers_loader._by_transformers
     wrong_rows = [4]

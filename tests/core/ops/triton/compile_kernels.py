@@ -19,35 +19,35 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foretoken.core.ops.triton.attention import attend_kernel, merge_kernel
+from foretoken.core.ops.triton.attention.attention import attend_kernel, merge_kernel
 from foretoken.core.ops.triton.elementwise import (
     activate_kernel,
     norm_kernel,
     rope_write_kernel,
 )
-from foretoken.core.ops.triton.experts import (
+from foretoken.core.ops.triton.linear.experts import (
     EXPERT_OPTIONS,
     SORTED_CHUNK,
     SUMMED_TILE,
     expert_constants,
 )
-from foretoken.core.ops.triton.experts_kernels import (
+from foretoken.core.ops.triton.linear.experts_kernels import (
     add_up_kernel,
     expert_linear_kernel,
     route_kernel,
     sort_kernel,
 )
-from foretoken.core.ops.triton.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
-from foretoken.core.ops.triton.gumbel_argmax_kernels import (
+from foretoken.core.ops.triton.linear.linear import linear_kernel
+from foretoken.core.ops.triton.linear.tiled_linear import linear_constants, linear_options
+from foretoken.core.ops.triton.linear.tiles import linear_launch, linear_tiles
+from foretoken.core.ops.triton.sampling.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
+from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import (
     gumbel_argmax_kernel,
     rank_kernel,
     take_kernel,
 )
-from foretoken.core.ops.triton.linear import linear_kernel
-from foretoken.core.ops.triton.logits_processors import copy_kernel, edit_kernel
-from foretoken.core.ops.triton.tiled_linear import linear_constants, linear_options
-from foretoken.core.ops.triton.tiles import linear_launch, linear_tiles
-from foretoken.core.ops.triton.top_k_top_p import cut_kernel
+from foretoken.core.ops.triton.sampling.logits_processors import copy_kernel, edit_kernel
+from foretoken.core.ops.triton.sampling.top_k_top_p import cut_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 NONE: Mapping[str, Any] = {}

@@ -24,7 +24,7 @@ from foretoken.core.ops import device as devices
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Segment, Wanted
 from foretoken.core.ops.device import make_stopwatch
 from foretoken.core.ops.kv_pool import KVPool
-from foretoken.core.ops.triton import tiles
+from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft import training
 

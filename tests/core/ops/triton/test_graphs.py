@@ -21,10 +21,11 @@ from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
 pytest.importorskip("triton")
 
-from foretoken.core.ops.triton import plan, step, tile_schedule
+from foretoken.core.ops.triton.attention import tile_schedule
+from foretoken.core.ops.triton.graph import plan, step
+from foretoken.core.ops.triton.graph.lm_head import FusedLmHead
+from foretoken.core.ops.triton.graph.step import TritonStep
 from foretoken.core.ops.triton.graph_inputs import GraphInputs
-from foretoken.core.ops.triton.lm_head import FusedLmHead
-from foretoken.core.ops.triton.step import TritonStep
 from support.fake_graph import fake_graphs
 from support.graph_fixture import (
     NUM_PAGES,

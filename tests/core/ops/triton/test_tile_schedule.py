@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from foretoken.core.ops.batch import RaggedBatch, Segment, build_batch
-from foretoken.core.ops.triton.tile_schedule import (
+from foretoken.core.ops.triton.attention.tile_schedule import (
     NARROW_LEN,
     SPLIT,
     TileSchedule,

@@ -15,8 +15,8 @@ from support.expert_weights import CLOSE, COUNT, HIDDEN, ROUTINGS, make_experts
 
 pytest.importorskip("triton")
 
-from foretoken.core.ops.triton import experts
-from foretoken.core.ops.triton.experts import ExpertTables, route, run_experts
+from foretoken.core.ops.triton.linear import experts
+from foretoken.core.ops.triton.linear.experts import ExpertTables, route, run_experts
 from foretoken.core.ops.triton.triton_ops import TritonOps
 
 pytestmark = [

@@ -14,8 +14,8 @@ from foretoken.core.ops.kv_pool import KvDtype, KVPool
 
 pytest.importorskip("triton")
 
-from foretoken.core.ops.triton import plan as plans
-from foretoken.core.ops.triton import tile_schedule
+from foretoken.core.ops.triton.attention import tile_schedule
+from foretoken.core.ops.triton.graph import plan as plans
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from support.attention_fixture import (
     HEADS,

@@ -31,7 +31,7 @@ from foretoken.draft.models.tree_growth import frontiers
 pytest.importorskip("triton")
 
 from foretoken.core.ops.triton import graph_inputs
-from foretoken.core.ops.triton.sampler import TritonPendingTokens, TritonSampler
+from foretoken.core.ops.triton.sampling.sampler import TritonPendingTokens, TritonSampler
 from support.fake_graph import Memory
 from support.fake_stream import FakeStream, StreamGraph
 from support.graph_fixture import PAGE_SIZE, VOCAB, Graphs, make_decoder, make_pool

@@ -13,9 +13,9 @@ from support.checkpoints import ModelDriver, make_reference, save
 
 pytest.importorskip("triton")
 
-from foretoken.core.ops.triton import tiles
-from foretoken.core.ops.triton.tiled_linear import TiledLinear, pack_tiled, tiled_linear
-from foretoken.core.ops.triton.tiles import FEW_ROWS, FILL, linear_launch, linear_tiles
+from foretoken.core.ops.triton.linear import tiles
+from foretoken.core.ops.triton.linear.tiled_linear import TiledLinear, pack_tiled, tiled_linear
+from foretoken.core.ops.triton.linear.tiles import FEW_ROWS, FILL, linear_launch, linear_tiles
 from foretoken.core.ops.triton.triton_ops import TritonOps
 
 pytestmark = pytest.mark.usefixtures("one_thread")

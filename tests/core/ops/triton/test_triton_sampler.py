@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from foretoken.core.ops.triton import gumbel_argmax as race_module
-from foretoken.core.ops.triton import sampler as sampler_module
 from foretoken.core.ops.triton.graph_inputs import AsyncCopy
-from foretoken.core.ops.triton.gumbel_argmax_kernels import ODD_1, ODD_2, gumbel
-from foretoken.core.ops.triton.sampler import TritonSampler
+from foretoken.core.ops.triton.sampling import gumbel_argmax as race_module
+from foretoken.core.ops.triton.sampling import sampler as sampler_module
+from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import ODD_1, ODD_2, gumbel
+from foretoken.core.ops.triton.sampling.sampler import TritonSampler
 from foretoken.core.sampling.gumbel import _gumbel_of_words
 from foretoken.core.sampling.logits_processors import scaled, truncate
 from support.sampling_rows import logits_of, random_row, row_of

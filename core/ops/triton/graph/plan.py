@@ -10,13 +10,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..base import HeadLayout, Rope
-from ..batch import RaggedBatch
-from ..kv_pool import KVPool
-from .device_tokens import take_device_tokens
-from .graph_inputs import GraphInputs
+from ...base import HeadLayout, Rope
+from ...batch import RaggedBatch
+from ...kv_pool import KVPool
+from ..attention.tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
+from ..graph_inputs import GraphInputs
+from ..sampling.gumbel_argmax_kernels import take_kernel
 from .input_fields import Windows, fields, fill, words_needed
-from .tile_schedule import KV_SPLIT_GROUP, TileSchedule, build_tile_schedule
 
 NARROW_TILE, WIDE_TILE = 16, 64  # queries: rows times heads of a group
 MAX_SUMS = 2**28  # bytes that items may leave between two kernels
@@ -235,6 +235,28 @@ def device_plan(
 
 def _work(views: Mapping[str, Tensor], number: int, kinds: Kinds) -> Work:
     return Work(views[f"counts{number}"], views[f"places{number}"], kinds)
+
+
+def take_device_tokens(batch: RaggedBatch, fields: Mapping[str, Tensor]) -> None:
+    """Complete a pass's inputs on the device, behind their copy and before the kernels.
+
+    Tokens that the device alone knows are taken from what the sampler left, not by the host.
+    """
+    device_tokens = batch.device_tokens
+    if device_tokens is not None:
+        take_kernel[(len(device_tokens.sources),)](
+            device_tokens.words,
+            fields["sources"],
+            fields["token_ids"],
+            device_tokens.vocab_size - 1,
+            num_warps=1,
+        )
+
+
+def warm_up_device_tokens(vocab_size: int, device: torch.device) -> None:
+    """Have the kernel of `take_device_tokens` compiled."""
+    row = torch.full((1,), -1, dtype=torch.int32, device=device)
+    take_kernel[(1,)](row.long(), row, row, vocab_size - 1, num_warps=1)
 
 
 def power_of_two(number: int) -> int:

@@ -13,12 +13,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...interface.sampling_params import ConstraintFailed
-from ...interface.step import Refusal
-from ...sampling.gumbel import stream_keys
-from ...sampling.logits_processors import MIN_TEMPERATURE, SampleRow
-from ...sampling.verifier import LogitsRow
-from ..batch import IntArray, SamplingPlan
+from ....interface.sampling_params import ConstraintFailed
+from ....interface.step import Refusal
+from ....sampling.gumbel import stream_keys
+from ....sampling.logits_processors import MIN_TEMPERATURE, SampleRow
+from ....sampling.verifier import LogitsRow
+from ...batch import IntArray, SamplingPlan
 from .encoded_sampling import (
     CUT,
     EDITED,

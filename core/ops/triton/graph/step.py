@@ -12,18 +12,27 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..base import DecoderWeights, ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
-from ..batch import SamplingPlan, Taps, Wanted
-from ..kv_pool import KVPool
-from ..layers import run_layers
-from . import device_tokens
-from .graph_inputs import NUM_BUFFERS, GraphInputs
+from ...base import DecoderWeights, ForwardPlan, HeadLayout, LayersOutput, Ops, Rope
+from ...batch import SamplingPlan, Taps, Wanted
+from ...kv_pool import KVPool
+from ...layers import run_layers
+from ..attention.tile_schedule import NARROW_LEN, SPLIT, TileSchedule
+from ..graph_inputs import NUM_BUFFERS, GraphInputs
+from ..sampling.sampler import TritonSampler
 from .graphs import Graph, MakeGraph
 from .input_fields import ITEM_WORDS, fields, fill, fill_idle, words_needed
 from .lm_head import MAX_ROWS, FusedLmHead, GraphOutputs
-from .plan import DevicePlan, Geometry, Kinds, Sums, TritonPlan, device_plan, max_places
-from .sampler import TritonSampler
-from .tile_schedule import NARROW_LEN, SPLIT, TileSchedule
+from .plan import (
+    DevicePlan,
+    Geometry,
+    Kinds,
+    Sums,
+    TritonPlan,
+    device_plan,
+    max_places,
+    take_device_tokens,
+    warm_up_device_tokens,
+)
 
 logger = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows
@@ -63,7 +72,7 @@ class _Captured:
         num_words = fill(to, batch, works)
         has_chosen = self.head is not None and self.head.fill(to, draws, batch.num_logits)
         self.graph_inputs.upload(num_words)
-        device_tokens.take_device_tokens(batch, self.graph_inputs.device)
+        take_device_tokens(batch, self.graph_inputs.device)
         self.graph.replay()
         logit_rows = self.graph_inputs.device["logit_rows"][: len(batch.logit_rows)]
         return self.outcome.of_pass(batch.num_rows, logit_rows, has_chosen=has_chosen)
@@ -154,7 +163,7 @@ class TritonStep:
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Capture every graph over a pool, the largest first: the others fit in its memory."""
-        device_tokens.warm_up(len(self._weights.embedding), pool.data.device)
+        warm_up_device_tokens(len(self._weights.embedding), pool.data.device)
         geometry = Geometry(pool, heads, ropes, self._one_tile)
         known = self._graphs.get(pool)
         if known is not None and known.num_positions < _num_positions(geometry):

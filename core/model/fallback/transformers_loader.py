@@ -18,21 +18,21 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..errors import ModelLoadError
-from ..ops.base import Ops
-from ..ops.batch import Segment
-from .checkpoint import gguf_file
-from .config import DecoderConfig, DtypeName, LayerSpec
-from .fields import Fields, read_json
-from .formats.quantized import read_scheme
-from .formats.safetensors import TensorFiles
-from .nested import TEXT_PREFIXES
-from .rope import RopeSpec
+from ...errors import ModelLoadError
+from ...ops.base import Ops
+from ...ops.batch import Segment
+from ..checkpoint import gguf_file
+from ..config import DecoderConfig, DtypeName, LayerSpec
+from ..fields import Fields, read_json
+from ..formats.quantized import read_scheme
+from ..formats.safetensors import TensorFiles
+from ..nested import TEXT_PREFIXES
+from ..rope import RopeSpec
 from .transformers_decoder import TransformersDecoder, pack
 from .transformers_probe import HOOKS, Asked, AttentionSite, probe
 
 if TYPE_CHECKING:
-    from .formats.gguf import GgufFile
+    from ..formats.gguf import GgufFile
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
 
 def _read_gguf(path: Path) -> GgufFile:
     """A file all of whose tensors transformers' modules have a place for."""
-    from .formats.gguf import GgufFile
+    from ..formats.gguf import GgufFile
 
     file = GgufFile(path)
     unknown = sorted(name for name in file.shapes if not name.startswith(("model.", "lm_head.")))

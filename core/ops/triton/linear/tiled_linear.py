@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..base import PackedLinear
-from ..quantize import quantize_weight
+from ...base import PackedLinear
+from ...quantize import quantize_weight
 from .linear import linear_kernel
 from .tiles import FILL, LinearLaunch, LinearTiles, linear_launch, linear_tiles
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...sampling.gumbel import vocabulary_hashes
-from ..base import DecoderWeights, LayersOutput, Ops
-from ..batch import SamplingPlan
-from .graph_inputs import GraphInputs, HostFields
+from ....sampling.gumbel import vocabulary_hashes
+from ...base import DecoderWeights, LayersOutput, Ops
+from ...batch import SamplingPlan
+from ..graph_inputs import GraphInputs, HostFields
+from ..sampling.sampler import TritonPendingTokens, TritonSampler
 from .input_fields import fill_controls
-from .sampler import TritonPendingTokens, TritonSampler
 
 # Rows. What is launched behind more of them is asked for while they are computed, and the logits
 # of every graph stay in memory: of all buckets up to here, 217 rows of the vocabulary.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...sampling.top_k_top_p import mass_unit
+from ....sampling.top_k_top_p import mass_unit
 from .encoded_sampling import NUM_COLUMNS, num_words
 from .gumbel_argmax_kernels import gumbel_argmax_kernel, rank_kernel
 from .logits_processors import copy_kernel, edit_kernel

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...interface.sampling_params import Mask
-from ...interface.step import SamplingMetadata
-from ...sampling.gumbel import stream_start
-from ...sampling.logits_processors import SampleRow, out_of_vocabulary
+from ....interface.sampling_params import Mask
+from ....interface.step import SamplingMetadata
+from ....sampling.gumbel import stream_start
+from ....sampling.logits_processors import SampleRow, out_of_vocabulary
 from .history import History
 
 # Columns of a place's controls, int64; of a number, the bits of a float64.

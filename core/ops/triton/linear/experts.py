@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
-from ..base import ExpertWeights, Ops, PackedLinear, Routing
-from ..layers import run_mlp
+from ...base import ExpertWeights, Ops, PackedLinear, Routing
+from ...layers import run_mlp
 from .experts_kernels import add_up_kernel, expert_linear_kernel, route_kernel, sort_kernel
-from .plan import power_of_two
 from .tiled_linear import TiledLinear
 from .tiles import FEW_ROWS
 
@@ -116,8 +116,8 @@ def route(
         logits, logits if choice_bias is None else choice_bias,
         logits if slots is None else slots, weights, chosen,
         routing.renorm or 0.0, routing.factor,
-        NUM_EXPERTS=count, TILE=power_of_two(count),
-        TOP_K=routing.top_k, TOP_TILE=power_of_two(routing.top_k),
+        NUM_EXPERTS=count, TILE=next_power_of_2(count),
+        TOP_K=routing.top_k, TOP_TILE=next_power_of_2(routing.top_k),
         IS_SIGMOID=routing.score == "sigmoid", OF_CHOSEN=routing.of_chosen,
         NUM_GROUPS=routing.num_groups, KEPT_GROUPS=routing.kept_groups,
         BY_TWO=routing.groups_by == "best two", RENORMS=routing.renorm is not None,

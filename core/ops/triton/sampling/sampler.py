@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...sampling.gumbel import vocabulary_hashes
-from ...sampling.logits_processors import SampleRow
-from ...sampling.sampler import Columns
-from ...sampling.verifier import (
+from ....sampling.gumbel import vocabulary_hashes
+from ....sampling.logits_processors import SampleRow
+from ....sampling.sampler import Columns
+from ....sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
     Best,
@@ -35,9 +35,9 @@ from ...sampling.verifier import (
     best,
     walk_drafts,
 )
-from ..batch import SamplingPlan
+from ...batch import SamplingPlan
+from ..graph_inputs import NUM_BUFFERS, AsyncCopy, Field, GraphInputs
 from . import gumbel_argmax_kernels
-from .graph_inputs import NUM_BUFFERS, AsyncCopy, Field, GraphInputs
 from .gumbel_argmax import TILE, GumbelArgmax, SentEdits
 from .sampling_inputs import EditLists, SamplingInputs, write_controls, write_plain_controls
 

@@ -22,16 +22,16 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from ..ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
-from ..ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
-from ..ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, bytes_per_mixed_page
-from ..ops.layers import linear_of_few
-from ..ops.quantize import QuantizedWeight
-from ..ops.torch.attention import attend
-from ..ops.torch.plan import TorchPlan
-from ..ops.torch.torch_ops import TorchOps
-from .config import DecoderConfig
-from .decoder import Decoder, ModelPath
+from ...ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
+from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
+from ...ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, bytes_per_mixed_page
+from ...ops.layers import linear_of_few
+from ...ops.quantize import QuantizedWeight
+from ...ops.torch.attention import attend
+from ...ops.torch.plan import TorchPlan
+from ...ops.torch.torch_ops import TorchOps
+from ..config import DecoderConfig
+from ..decoder import Decoder, ModelPath
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
 _MAX_NATIVE_DIM = 256

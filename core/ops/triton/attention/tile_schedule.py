@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import IntArray, RaggedBatch
+from ...batch import IntArray, RaggedBatch
 
 SPLIT = 256  # positions
 # Splits. A tile of 64 queries that leaves its sums of a stretch moves 8 bytes a number, against

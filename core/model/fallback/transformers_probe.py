@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from ..errors import ModelLoadError
-from ..ops.base import HeadLayout
+from ...errors import ModelLoadError
+from ...ops.base import HeadLayout
 
 HOOKS = "foretoken"  # the name under which transformers finds the three functions
 _PROBE_TOKENS = 4

@@ -1,0 +1,1 @@
+"""Models that transformers' own modules compute on our pages and kernels."""

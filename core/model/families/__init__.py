@@ -1,0 +1,8 @@
+"""Families of decoders: functions that read a config.json and declare what differs.
+
+Families are not copies of the decoder: one decoder computes all of them.
+"""
+
+from .registry import FAMILIES, parse_config, read_config, read_folder_config
+
+__all__ = ["FAMILIES", "parse_config", "read_config", "read_folder_config"]

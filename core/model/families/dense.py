@@ -1,0 +1,312 @@
+"""Families of dense decoders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..config import DecoderConfig, LayerSpec, MlpNames, NormNames
+from ..fields import Fields
+from ..fold import Fold
+from ..rope import NO_ROPE, parse_rope, parse_ropes
+from .shared import (
+    base_config,
+    cap_of,
+    kinds_of,
+    qwen_layers,
+    sliding,
+    turns_of,
+    window_of,
+    windowed,
+    without_rope_unless_windowed,
+)
+
+_BEFORE_AND_AFTER = NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def llama(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    mlp_bias = fields.flag("mlp_bias", False)
+    return base_config(fields, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+
+
+def mistral(fields: Fields) -> DecoderConfig:
+    # The class default applies where the key is absent; null means full attention.
+    absent = "sliding_window" not in fields.values
+    return base_config(fields, layers=windowed(fields, 4096 if absent else window_of(fields)))
+
+
+def ministral3(fields: Fields) -> DecoderConfig:
+    if not fields.has("rope_parameters"):
+        raise fields.unsupported("rope_parameters", "is missing")
+    rope = parse_rope(fields, max_len=fields.positive("max_position_embeddings", 262144))
+    beta = fields.object("rope_parameters").number("llama_4_scaling_beta", 0.0)
+    if beta and not rope.original_max_len:
+        raise fields.error("rope_parameters", "lacks original_max_position_embeddings")
+    return base_config(
+        fields,
+        eps=1e-5,
+        head_dim=fields.positive("head_dim", 128),
+        rope=replace(rope, query_beta=beta),
+        layers=windowed(fields, window_of(fields)),
+    )
+
+
+def qwen2(fields: Fields) -> DecoderConfig:
+    return base_config(fields, qkv_bias=True, layers=qwen_layers(fields))
+
+
+def qwen3(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    head_dim = fields.positive("head_dim", 128)
+    return base_config(
+        fields,
+        head_norm="each",
+        qkv_bias=bias,
+        o_bias=bias,
+        layers=qwen_layers(fields),
+        head_dim=head_dim,
+    )
+
+
+def phi3(fields: Fields) -> DecoderConfig:
+    fold = Fold(fused_qkv=True, fused_gate_up=True)
+    layers = windowed(fields, window_of(fields))
+    return base_config(fields, eps=1e-5, partial=1.0, layers=layers, fold=fold)
+
+
+def granite(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    fold = Fold(
+        embed_scale=fields.number("embedding_multiplier", 1.0),
+        residual_scale=fields.number("residual_multiplier", 1.0),
+        logit_scale=1 / fields.above_zero("logits_scaling", 1.0),
+    )
+    return base_config(
+        fields,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+        fold=fold,
+    )
+
+
+def glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    return base_config(
+        fields,
+        partial=0.5,
+        eps=1.5625e-07,
+        qkv_bias=fields.flag("attention_bias", True),
+        head_dim=fields.positive("head_dim", 128),
+        fold=Fold(fused_gate_up=True, interleaved=True),
+        **differences,
+    )
+
+
+def glm4(fields: Fields) -> DecoderConfig:
+    norms = NormNames(
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
+    return glm(fields, norms=norms)
+
+
+def helium(fields: Fields) -> DecoderConfig:
+    return base_config(
+        fields,
+        theta=1e5,
+        eps=1e-8,
+        qkv_bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        head_dim=fields.positive("head_dim", 128),
+        fold=Fold(interleaved=True),
+    )
+
+
+def ernie(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("use_bias", False)
+    return base_config(
+        fields,
+        theta=5e5,
+        eps=1e-5,
+        tied=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        head_dim=fields.positive("head_dim", 128),
+        fold=Fold(interleaved=True),
+    )
+
+
+def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    if fields.values.get("hidden_act") == "gelu":  # of the first release, which meant the other
+        fields = Fields({**fields.values, "hidden_act": "gelu_pytorch_tanh"}, fields.where)
+    bias = fields.flag("attention_bias", False)
+    shape: dict[str, Any] = {
+        "tied": True,
+        "activation": ("hidden_act", "gelu_pytorch_tanh"),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "head_dim": fields.positive("head_dim", 256),
+        "fold": Fold(
+            embed_scale=fields.positive("hidden_size") ** 0.5,
+            rounds_embed_scale=True,
+            norm_offset=1.0,
+        ),
+    }
+    return base_config(fields, **(shape | differences))
+
+
+def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.unsupported("use_bidirectional_attention", "is not supported")
+    shape: dict[str, Any] = {
+        "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+        "norms": _BEFORE_AND_AFTER,
+        "layers": sliding(fields, 2, window=4096),
+        "attention_scale": fields.above_zero("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_cap": cap_of(fields, "attn_logit_softcapping", 50.0),
+        "logit_cap": cap_of(fields, "final_logit_softcapping", 30.0),
+    }
+    return gemma(fields, **(shape | differences))
+
+
+def gemma3(fields: Fields) -> DecoderConfig:
+    max_len = fields.positive("max_position_embeddings", 131072)
+    full, local = parse_ropes(fields, max_len=max_len, theta=1e6, local_theta=1e4)
+    pattern = fields.positive("sliding_window_pattern", 6)
+    return gemma2(
+        fields,
+        head_norm="each",
+        rope=full,
+        layers=sliding(fields, pattern, window=4096, local=local),
+        attention_cap=None,
+        logit_cap=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    bias = fields.flag("attention_bias", False)
+    return base_config(
+        fields,
+        eps=1e-5,
+        norms=_AFTER,
+        head_norm="whole",
+        qkv_bias=bias,
+        o_bias=bias,
+        **differences,
+    )
+
+
+def olmo3(fields: Fields) -> DecoderConfig:
+    max_len = fields.positive("max_position_embeddings", 2048)
+    full, local = parse_ropes(fields, max_len=max_len, theta=5e5)
+    return olmo2(fields, rope=full, layers=sliding(fields, 4, window=4096, local=local))
+
+
+def smollm3(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    turns = turns_of(fields)
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    kinds = kinds_of(fields, (window is not None and not turn for turn in turns))
+    layers = tuple(
+        LayerSpec(window=window if is_sliding else None, rope=None if turn else NO_ROPE)
+        for is_sliding, turn in zip(kinds, turns, strict=True)
+    )
+    return base_config(
+        fields,
+        theta=2e6,
+        tied=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        layers=layers,
+    )
+
+
+def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    if fields.flag("use_qk_norm", False):
+        raise fields.unsupported("use_qk_norm", "is not supported")
+    bias = fields.flag("attention_bias", False)
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    shape: dict[str, Any] = {"theta": 5e5} | differences
+    return base_config(
+        fields,
+        tied=True,
+        norms=NormNames(mlp=None),
+        layer_norm="plain",
+        is_parallel=True,
+        norm_eps=fields.number("layer_norm_eps", 1e-5),
+        qkv_bias=bias,
+        o_bias=bias,
+        head_dim=hidden_size // num_heads,
+        fold=Fold(interleaved=True, logit_scale=fields.number("logit_scale", 0.0625)),
+        **shape,
+    )
+
+
+def cohere2(fields: Fields) -> DecoderConfig:
+    pattern = fields.positive("sliding_window_pattern", 4)
+    layers = sliding(fields, pattern, window=4096)
+    return cohere(fields, theta=1e4, layers=without_rope_unless_windowed(layers))
+
+
+def exaone4(fields: Fields) -> DecoderConfig:
+    absent = "sliding_window" not in fields.values
+    window = 4096 if absent else window_of(fields)
+    layers = (LayerSpec(),) * fields.positive("num_hidden_layers")
+    if window is not None:
+        pattern = 4 if fields.has("layer_types") else fields.positive("sliding_window_pattern", 4)
+        layers = without_rope_unless_windowed(sliding(fields, pattern, window=window))
+    return base_config(fields, eps=1e-5, norms=_AFTER, head_norm="each", layers=layers)
+
+
+def starcoder2(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("use_bias", True)
+    return base_config(
+        fields,
+        tied=True,
+        activation=("hidden_act", "gelu_pytorch_tanh"),
+        is_gated=False,
+        norm_eps=fields.number("norm_epsilon", 1e-5),
+        layer_norm="bias",
+        mlp_names=MlpNames(None, "c_fc", "c_proj"),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        layers=windowed(fields, window_of(fields)),
+    )
+
+
+def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    bias = fields.flag("attention_bias", False)
+    shape: dict[str, Any] = {"eps": 1e-5} | differences
+    return base_config(
+        fields,
+        activation=("hidden_act", "relu2"),
+        is_gated=False,
+        mlp_names=MlpNames(None),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        **shape,
+    )
+
+
+def nemotron(fields: Fields) -> DecoderConfig:
+    return arcee(
+        fields,
+        partial=0.5,
+        norm_eps=fields.number("norm_eps", 1e-5),
+        layer_norm="bias",
+        fold=Fold(norm_offset=1.0),
+    )

@@ -1,0 +1,228 @@
+"""Families with mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...ops.base import Activation, Routing
+from ..config import DecoderConfig, ExpertNames, ExpertsSpec, LayerSpec, MlpNames
+from ..fields import Fields
+from ..rope import RopeSpec
+from .shared import (
+    activation_of,
+    base_config,
+    kinds_of,
+    qwen_layers,
+    sliding,
+    window_of,
+    windowed,
+)
+
+
+def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    names = ExpertNames(
+        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.", MlpNames("w1", "w3", "w2")
+    )
+    layers = windowed(fields, window_of(fields))
+    routing = Routing(_top_k(fields), renorm=0.0)
+    shape: dict[str, Any] = {
+        "theta": 1e6,
+        "eps": 1e-5,
+        "layers": _with_experts(fields, layers, routing, names=names, width="intermediate_size"),
+    }
+    return base_config(fields, **(shape | differences))
+
+
+def minimax_m2(fields: Fields) -> DecoderConfig:
+    names = ExpertNames(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts.{}.",
+        MlpNames("w1", "w3", "w2"),
+        choice_bias="block_sparse_moe.e_score_correction_bias",
+    )
+    head_dim = fields.positive("head_dim", 128)
+    layers = windowed(fields, None)
+    routing = Routing(_top_k(fields), score="sigmoid", renorm=0.0)
+    return base_config(
+        fields,
+        theta=5e6,
+        partial=fields.positive("rotary_dim", head_dim) / head_dim,
+        head_dim=head_dim,
+        head_norm="whole",
+        has_further_layers=True,
+        layers=_with_experts(fields, layers, routing, names=names, width="intermediate_size"),
+    )
+
+
+def qwen2_moe(fields: Fields) -> DecoderConfig:
+    if fields.flag("use_sliding_window", False) and not fields.has("layer_types"):
+        raise fields.unsupported("use_sliding_window", "is not supported without layer_types")
+    names = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
+    routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
+    layers = _with_experts(
+        fields,
+        qwen_layers(fields),
+        routing,
+        names=names,
+        shared_width=fields.positive("shared_expert_intermediate_size"),
+    )
+    return base_config(fields, qkv_bias=fields.flag("qkv_bias", True), layers=layers)
+
+
+def qwen3_moe(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
+    return base_config(
+        fields,
+        head_norm="each",
+        qkv_bias=bias,
+        o_bias=bias,
+        layers=_with_experts(fields, windowed(fields, window), routing),
+    )
+
+
+def olmoe(fields: Fields) -> DecoderConfig:
+    if fields.has("clip_qkv"):
+        raise fields.unsupported("clip_qkv", "is not supported")
+    bias = fields.flag("attention_bias", False)
+    routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
+    layers = windowed(fields, None)
+    return base_config(
+        fields,
+        eps=1e-5,
+        head_norm="whole",
+        qkv_bias=bias,
+        o_bias=bias,
+        layers=_with_experts(fields, layers, routing, width="intermediate_size"),
+    )
+
+
+def glm4_moe(fields: Fields) -> DecoderConfig:
+    return base_config(
+        fields,
+        eps=1e-5,
+        partial=0.5,
+        head_norm="each" if fields.flag("use_qk_norm", False) else "none",
+        qkv_bias=fields.flag("attention_bias", False),
+        has_further_layers=True,
+        layers=_like_deepseek(fields, windowed(fields, None), renorms=True, num_default=1),
+    )
+
+
+def dots1(fields: Fields) -> DecoderConfig:
+    bias = fields.flag("attention_bias", False)
+    window = window_of(fields)
+    first = fields.integer("max_window_layers", 62)
+    num_layers = fields.positive("num_hidden_layers")
+    kinds = kinds_of(fields, (window is not None and i >= first for i in range(num_layers)))
+    layers = tuple(LayerSpec(window=window if is_sliding else None) for is_sliding in kinds)
+    return base_config(
+        fields,
+        head_norm="each",
+        qkv_bias=bias,
+        o_bias=bias,
+        layers=_like_deepseek(fields, layers, renorms=False, num_default=0),
+    )
+
+
+def gpt_oss(fields: Fields) -> DecoderConfig:
+    if fields.number("swiglu_alpha", 1.702) != 1.702:
+        raise fields.unsupported("swiglu_alpha", "other than 1.702 is not supported")
+    limit = fields.above_zero("swiglu_limit", 7.0)
+    bias = fields.flag("attention_bias", True)
+    differences: dict[str, Any] = {}
+    if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
+        differences["rope"] = RopeSpec(
+            kind="yarn", theta=15e4, factor=32.0, original_max_len=4096, truncate=False
+        )
+    layers = _with_experts(
+        fields,
+        sliding(fields, 2, window=128),
+        Routing(_top_k(fields), of_chosen=True),
+        names=ExpertNames("mlp.router", "mlp.experts.", is_stacked=True),
+        width="intermediate_size",
+        activation=Activation("clamped_swiglu", True, limit),
+        router_bias=True,
+    )
+    return base_config(
+        fields,
+        theta=15e4,
+        eps=1e-5,
+        head_dim=fields.positive("head_dim", 64),
+        qkv_bias=bias,
+        o_bias=bias,
+        has_sinks=True,
+        layers=layers,
+        **differences,
+    )
+
+
+def _top_k(fields: Fields) -> int:
+    return fields.positive("num_experts_per_tok")
+
+
+def _renorm(fields: Fields, default: bool) -> float | None:
+    return 0.0 if fields.flag("norm_topk_prob", default) else None
+
+
+def _like_deepseek(
+    fields: Fields, layers: tuple[LayerSpec, ...], *, renorms: bool, num_default: int
+) -> tuple[LayerSpec, ...]:
+    """The router of DeepSeek V3 (arXiv 2412.19437); the first layers are dense.
+
+    ``num_default``: of dense layers, and of shared experts, where the config does not say it.
+    """
+    routing = Routing(
+        _top_k(fields),
+        score="sigmoid",
+        num_groups=fields.positive("n_group", 1),
+        kept_groups=fields.positive("topk_group", 1),
+        renorm=1e-20 if fields.flag("norm_topk_prob", renorms) else None,
+        factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    width = fields.positive("moe_intermediate_size") * fields.integer(
+        "n_shared_experts", num_default
+    )
+    return _with_experts(
+        fields,
+        layers,
+        routing,
+        names=ExpertNames(choice_bias="mlp.gate.e_score_correction_bias"),
+        num_dense=num_default,
+        shared_width=width,
+    )
+
+
+def _with_experts(
+    fields: Fields,
+    layers: tuple[LayerSpec, ...],
+    routing: Routing,
+    *,
+    names: ExpertNames = ExpertNames(),  # noqa: B008 - immutable
+    width: str = "moe_intermediate_size",
+    num_dense: int = 0,
+    **differences: Any,  # noqa: ANN401 - fields of `ExpertsSpec`
+) -> tuple[LayerSpec, ...]:
+    """Experts in all layers but those that the config says are dense."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = fields.positive(next((name for name in counts if fields.has(name)), counts[0]))
+    groups, kept = routing.num_groups, routing.kept_groups
+    if count % groups or kept > groups or routing.top_k > count // groups * kept:
+        problem = f"{routing.top_k} of {count}, in {kept} of {groups} groups, cannot be chosen"
+        raise fields.error("num_experts_per_tok", problem)
+    activation = activation_of(fields, "hidden_act", "silu", is_gated=True)
+    values = {"activation": activation, **differences}
+    spec = ExpertsSpec(
+        count=count, width=fields.positive(width), routing=routing, names=names, **values
+    )
+    step = fields.positive("decoder_sparse_step", 1)
+    first = fields.integer("first_k_dense_replace", num_dense)
+    dense = fields.integers("mlp_only_layers")
+    return tuple(
+        replace(layer, experts=spec)
+        if index >= first and (index + 1) % step == 0 and index not in dense
+        else layer
+        for index, layer in enumerate(layers)
+    )

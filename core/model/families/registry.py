@@ -1,0 +1,107 @@
+"""Families by the ``model_type`` of a config.json, and the configs that they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import ModelLoadError
+from ..checkpoint import gguf_file
+from ..config import DecoderConfig
+from ..fields import Fields, read_json
+from ..formats.quantized import read_scheme
+from ..nested import is_nested, text_fields
+from . import dense, experts
+
+FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "arcee": dense.arcee,
+    "cohere": dense.cohere,
+    "cohere2": dense.cohere2,
+    "dots1": experts.dots1,
+    "ernie4_5": dense.ernie,
+    "exaone4": dense.exaone4,
+    "gemma": dense.gemma,
+    "gemma2": dense.gemma2,
+    "gemma3_text": dense.gemma3,
+    "glm": dense.glm,
+    "glm4": dense.glm4,
+    "glm4_moe": experts.glm4_moe,
+    "gpt_oss": experts.gpt_oss,
+    "granite": dense.granite,
+    "helium": dense.helium,
+    "llama": dense.llama,
+    "minimax_m2": experts.minimax_m2,
+    "ministral3": dense.ministral3,
+    "mistral": dense.mistral,
+    "mixtral": experts.mixtral,
+    "nemotron": dense.nemotron,
+    "olmo2": dense.olmo2,
+    "olmo3": dense.olmo3,
+    "olmoe": experts.olmoe,
+    "phi3": dense.phi3,
+    "qwen2": dense.qwen2,
+    "qwen2_moe": experts.qwen2_moe,
+    "qwen3": dense.qwen3,
+    "qwen3_moe": experts.qwen3_moe,
+    "smollm3": dense.smollm3,
+    "starcoder2": dense.starcoder2,
+}
+
+
+def read_config(path: str | Path) -> DecoderConfig:
+    """The config of a checkpoint. Raises `ModelLoadError` for what is not supported."""
+    file = gguf_file(Path(path))
+    if file is None:
+        return read_folder_config(Path(path))
+    from ..formats.gguf import GgufCheckpoint
+
+    return GgufCheckpoint(file).config
+
+
+def read_folder_config(folder: Path) -> DecoderConfig:
+    """The config of a folder in Hugging Face layout."""
+    if not folder.is_dir():
+        raise ModelLoadError(f"{folder} is not a folder")
+    fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    if is_nested(fields) and fields.values.get("model_type") not in FAMILIES:
+        config = replace(parse_config(text_fields(folder, fields)), is_nested=True)
+    else:
+        config = parse_config(fields)
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        return config
+    more = Fields(read_json(generation), str(generation)).integers("eos_token_id")
+    return _with_eos(config, more)
+
+
+def parse_config(fields: Fields) -> DecoderConfig:
+    """The config of one config.json."""
+    model_type = fields.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        supported = ", ".join(sorted(FAMILIES))
+        raise fields.unsupported("model_type", f"{model_type!r} is not supported; {supported} are")
+    _refuse_unsupported(fields)
+    return _check(family(fields), fields)
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse what would otherwise be computed wrongly without a word."""
+    read_scheme(fields)
+    if fields.flag("is_encoder_decoder", False):
+        raise fields.error("is_encoder_decoder", "is not supported: decoders only")
+
+
+def _check(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    if config.num_heads % config.num_kv_heads:
+        problem = f"{config.num_kv_heads} does not divide {config.num_heads} attention heads"
+        raise fields.error("num_key_value_heads", problem)
+    if config.head_dim % 2:
+        raise fields.error("head_dim", f"must be even, not {config.head_dim}")
+    return config
+
+
+def _with_eos(config: DecoderConfig, more: tuple[int, ...]) -> DecoderConfig:
+    """Chat models name further end tokens in generation_config.json only."""
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

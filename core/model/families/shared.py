@@ -1,0 +1,156 @@
+"""What several families have: the fields that all write alike, windows, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal, cast, get_args
+
+from ...ops.base import Activation
+from ..config import DecoderConfig, DtypeName, LayerSpec
+from ..fields import Fields
+from ..rope import NO_ROPE, RopeSpec, parse_rope
+
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "relu2"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+def base_config(
+    fields: Fields,
+    *,
+    partial: float | None = None,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+    tied: bool = False,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    is_gated: bool = True,
+    **differences: Any,  # noqa: ANN401 - declared fields
+) -> DecoderConfig:
+    """What all families write alike; ``differences`` are fields of `DecoderConfig`.
+
+    ``partial``: the share of a head's items that RoPE turns where the config does not say it;
+    None: the family turns all of them. ``theta``, ``eps``, ``tied``: likewise the family's
+    defaults. ``activation``: its field, and the default.
+    """
+    num_layers = fields.positive("num_hidden_layers")
+    num_heads = fields.positive("num_attention_heads")
+    hidden_size = fields.positive("hidden_size")
+    max_len = fields.positive("max_position_embeddings", 2048)
+    rope = differences.pop("rope", None)
+    if rope is None:
+        rope = parse_rope(fields, max_len=max_len, partial=partial, theta=theta)
+    if rope.kind == "longrope":  # beyond it another table turns all positions
+        max_len = rope.original_max_len
+    stretched = int(rope.factor * rope.original_max_len) if rope.kind == "yarn" else 0
+    shape: dict[str, Any] = {
+        "model_type": fields.text("model_type"),
+        "vocab_size": fields.positive("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.positive("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.positive("num_key_value_heads", num_heads),
+        "head_dim": fields.positive("head_dim", hidden_size // num_heads),
+        "norm_eps": fields.number("rms_norm_eps", eps),
+        "rope": rope,
+        "max_model_len": max(max_len, stretched),
+        "layers": (LayerSpec(),) * num_layers,
+        "dtype": _dtype(fields),
+        "eos_token_ids": fields.integers("eos_token_id"),
+        "tie_embeddings": fields.flag("tie_word_embeddings", tied),
+        "activation": activation_of(fields, *activation, is_gated=is_gated),
+    }
+    return DecoderConfig(**(shape | differences))
+
+
+def window_of(fields: Fields) -> int | None:
+    return fields.positive("sliding_window") if fields.has("sliding_window") else None
+
+
+def windowed(fields: Fields, window: int | None) -> tuple[LayerSpec, ...]:
+    """The same window in all layers."""
+    return (LayerSpec(window=window),) * fields.positive("num_hidden_layers")
+
+
+def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Windows by ``layer_types`` where given, else of the layers from max_window_layers on."""
+    num_layers = fields.positive("num_hidden_layers")
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    first = fields.integer("max_window_layers", 28)
+    kinds = kinds_of(fields, (layer >= first for layer in range(num_layers)))
+    if window is None and fields.has("layer_types") and any(kinds):
+        raise fields.error("sliding_window", "is missing, though layer_types has sliding layers")
+    return tuple(LayerSpec(window=window if is_sliding else None) for is_sliding in kinds)
+
+
+def sliding(
+    fields: Fields, pattern: int, *, window: int, local: RopeSpec | None = None
+) -> tuple[LayerSpec, ...]:
+    """Layers with a window, and by default every ``pattern``-th without.
+
+    ``window``: the default. ``local``: RoPE of the layers with a window, where they have their own.
+    """
+    num_layers = fields.positive("num_hidden_layers")
+    kinds = kinds_of(fields, ((layer + 1) % pattern != 0 for layer in range(num_layers)))
+    if any(kinds) and fields.values.get("sliding_window", window) is None:
+        raise fields.error("sliding_window", "is missing, though there are sliding layers")
+    sliding = LayerSpec(window=fields.positive("sliding_window", window), rope=local)
+    return tuple(sliding if is_sliding else LayerSpec() for is_sliding in kinds)
+
+
+def without_rope_unless_windowed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    return tuple(replace(each, rope=None if each.window else NO_ROPE) for each in layers)
+
+
+def kinds_of(fields: Fields, default: Iterable[bool]) -> tuple[bool, ...]:
+    """Whether each layer has a window, by ``layer_types`` where given."""
+    types = fields.values.get("layer_types")
+    if types is None:
+        return tuple(default)
+    num_layers = fields.positive("num_hidden_layers")
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+        raise fields.error("layer_types", f"must be {num_layers} of {', '.join(known)}")
+    return tuple(name == "sliding_attention" for name in types)
+
+
+def turns_of(fields: Fields) -> tuple[bool, ...]:
+    """Whether RoPE turns each layer's heads: 1 in ``no_rope_layers``."""
+    num_layers = fields.positive("num_hidden_layers")
+    found = fields.integers("no_rope_layers")
+    if not found:
+        every = fields.positive("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    if len(found) != num_layers:
+        raise fields.error("no_rope_layers", f"must be {num_layers} integers")
+    return tuple(each != 0 for each in found)
+
+
+def cap_of(fields: Fields, name: str, default: float) -> float | None:
+    """A soft cap; null: none. The class default applies where the key is absent."""
+    if name in fields.values and not fields.has(name):
+        return None
+    return fields.above_zero(name, default)
+
+
+def activation_of(fields: Fields, field: str, default: str, *, is_gated: bool) -> Activation:
+    name = fields.text(field, default)
+    kind = _ACTIVATIONS.get(name)
+    if kind is None:
+        supported = ", ".join(_ACTIVATIONS)
+        raise fields.unsupported(field, f"{name!r} is not supported; {supported} are")
+    return Activation(kind, is_gated)
+
+
+def _dtype(fields: Fields) -> DtypeName:
+    """``dtype`` since transformers v5, ``torch_dtype`` before."""
+    name = fields.text("dtype", fields.text("torch_dtype", "float32"))
+    if name not in get_args(DtypeName):
+        supported = ", ".join(get_args(DtypeName))
+        raise fields.error("dtype", f"{name!r} is not supported; {supported} are")
+    return cast(DtypeName, name)

@@ -1,0 +1,1 @@
+"""Attention over pages, and who computes which part of it."""

@@ -1,0 +1,1 @@
+"""Linear layers, dense and of experts."""
