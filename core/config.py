@@ -53,8 +53,8 @@ class EngineConfig:
     """Engine options; same names as the command line's flags.
 
     None means: chosen for the model and the device, as `sizes` says.
-    ``draft``: auto, none, or a comma list of free sources (auto: all of them) and the path of one
-    draft model or trained head.
+    ``draft``: auto, none, or a comma list of model-free sources (auto: all of them) and the path of
+    one draft model or trained head.
     ``draft_temperature``: a draft model draws at the request's temperature, or at a multiple of it
     that is tuned by acceptances: for draft models that are less sure than the target, or more.
     ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:

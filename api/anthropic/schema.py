@@ -6,9 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..openai.schema import Prediction, Sampling
-
-NumTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+from ..openai.schema import Count, Guess, One, Prediction, Sampling, StopTexts
 
 
 class CacheControl(Struct, kw_only=True):
@@ -114,7 +112,7 @@ class Thinking(Struct, kw_only=True):
 
 
 class JsonFormat(Struct, kw_only=True):
-    """The form of the words."""
+    """Structured output: a JSON schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -149,7 +147,7 @@ class CountRequest(Sampling, kw_only=True):
 
     @property
     def format(self) -> JsonFormat | None:
-        """The form of the words, if any is asked for."""
+        """The structured output that is asked for, if any."""
         given = None if self.output_config is None else self.output_config.format
         return given or self.output_format
 
@@ -157,7 +155,8 @@ class CountRequest(Sampling, kw_only=True):
 class MessagesRequest(CountRequest, kw_only=True):
     """Body of /v1/messages."""
 
-    max_tokens: NumTokens
-    stop_sequences: list[str] | None = None
+    max_tokens: Count
+    n: One | None = None
+    stop_sequences: StopTexts | None = None
     diagnostics: Diagnostics | None = None
-    prediction: Prediction | str | None = None  # an extension
+    prediction: Prediction | Guess | None = None  # an extension

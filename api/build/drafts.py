@@ -28,7 +28,7 @@ from ...draft.sources.radix import RadixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
-from ..text.gguf_tokenizer import load_gguf_tokenizer
+from ..text.tokenizer import load_gguf_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": RadixSource,
@@ -40,7 +40,7 @@ AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens to
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """``--draft``, read: free sources by name, and the folder or hub id of a model that drafts."""
+    """``--draft``, read: model-free sources by name, and the folder or hub id of a model that drafts."""
 
     sources: tuple[str, ...] = ()
     model: str | None = None
@@ -76,14 +76,14 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
 
 
 def _sources(name: str) -> tuple[str, ...]:
-    """The free sources that a name means; none where it names a model."""
+    """The model-free sources that a name means; none where it names a model."""
     if name == "auto":
         return AUTO
     return (name,) if name in FREE or name.startswith("oracle:") else ()
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
-    """The free sources, what a grammar forces first, then a client's own prediction."""
+    """The model-free sources, what a grammar forces first, then a client's own prediction."""
     if spec.is_empty:
         return []
     made: list[Source] = [GrammarSource(), PredictionSource()]

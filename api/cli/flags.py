@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from ...core.config import EngineConfig, parse_size
@@ -170,139 +170,116 @@ def add_show_drafts(parser: Parser) -> None:
     )
 
 
+ENGINE_FLAGS: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
+    "speculation": {
+        "draft": (
+            "SPEC",
+            "drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and the "
+            "PATH of one draft model or trained head",
+        ),
+        "draft_temperature": (
+            None,
+            "temperature of a draft model: the request's own, or a multiple tuned by acceptances",
+        ),
+        "speculation": (
+            "auto|off|K",
+            "draft tokens a step: chosen by their cost (auto), none (off), or always K",
+        ),
+        "verify": (
+            None,
+            "verification of drafts: the tokens of an answer without drafts (coupled), or only "
+            "their distribution (rejection)",
+        ),
+    },
+    "model": {
+        "exact": (
+            None,
+            "batches that give equal bits: with and without drafts (spec), all (batch), none (off)",
+        ),
+        "backend": (
+            None,
+            "kernels to use; auto: native on the CPU, Triton's on cuda, else torch",
+        ),
+        "device": (None, "device of the model; auto: cuda where there is one"),
+        "dtype": (None, "data type of weights and activations"),
+        "quantize": (None, "quantization of the weights; int4 on the CPU only"),
+        "load_format": (
+            None,
+            "weights to use: those of the checkpoint (auto), or seeded random ones (random)",
+        ),
+        "model_impl": (
+            None,
+            "implementation of the layers: this engine's decoder, or transformers' modules on its "
+            "pages and kernels; auto: the first where there is one for the model",
+        ),
+        "threads": ("N", "threads of the model on the CPU"),
+    },
+    "KV cache": {
+        "kv_cache_dtype": (
+            None,
+            "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",
+        ),
+        "kv_memory": ("SIZE", "size of the KV pool, e.g. 4GiB"),
+        "kv_tokens": ("N", "size of the KV pool in tokens"),
+        "page_size": ("N", "tokens of one KV page (16, on cuda 32)"),
+        "pin_quota": ("SHARE", "largest share of the KV pool that one cache_salt may pin"),
+        "cache_quota": (
+            "SHARE",
+            "share of the KV pool beyond which a cache_salt's pages are evicted first (1: never)",
+        ),
+    },
+    "scheduling": {
+        "max_model_len": ("N", "limit on prompt and answer together, in tokens"),
+        "max_batch_tokens": ("N", "limit on the tokens of one step (256, on cuda 2048)"),
+        "max_running": ("N", "limit on the requests in one step (64, on cuda 256)"),
+        "max_queued": ("N", "limit on waiting requests; more get 429"),
+        "max_slowdown": (
+            "X",
+            "factor by which prompts may lengthen the steps of running answers",
+        ),
+        "overlap": (
+            None,
+            "start of a step before the result of the one before it is read; auto: on a GPU",
+        ),
+        "aging_seconds": ("S", "raise the priority of a waiting request by one every S seconds"),
+        "max_priority": (
+            "N",
+            "limit on a request's priority, which may be from -N to N (0: none)",
+        ),
+    },
+    "supervision": {
+        "step_timeout": ("S", "exit if one step takes longer than S seconds (0: no limit)"),
+        "ready_step_seconds": (
+            "S",
+            "return 503 from /ready while a step takes longer than S seconds",
+        ),
+        "dump_dir": ("DIR", "folder for crash dumps; default: the temporary folder"),
+    },
+}
+"""Metavar and help of each option of `EngineConfig`; type and choices are those of the field."""
+
+
 def add_engine_flags(parser: Parser) -> None:
     """The options of `EngineConfig`."""
-    group = parser.add_argument_group("engine")
-    add = group.add_argument
-    add(
-        "--draft",
-        help="drafters: auto, none, or a comma list of auto, radix, suffix, ngram, oracle:P and "
-        "the PATH of one draft model or trained head",
-        metavar="SPEC",
-    )
-    add(
-        "--draft-temperature",
-        choices=("same", "tuned"),
-        help="temperature of a draft model: the request's own, or a multiple tuned by acceptances",
-    )
-    add(
-        "--speculation",
-        type=_depth,
-        metavar="auto|off|K",
-        help="draft tokens a step: chosen by their cost (auto), none (off), or always K",
-    )
-    add(
-        "--verify",
-        choices=("coupled", "rejection"),
-        help="verification of drafts: the tokens of an answer without drafts (coupled), or only "
-        "their distribution (rejection)",
-    )
-    add(
-        "--exact",
-        choices=("spec", "batch", "off"),
-        help="batches that give equal bits: with and without drafts (spec), all (batch), none "
-        "(off)",
-    )
-    add(
-        "--backend",
-        choices=("auto", "native", "triton", "torch"),
-        help="kernels to use; auto: native on the CPU, Triton's on cuda, else torch",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        help="device of the model; auto: cuda where there is one",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="data type of weights and activations",
-    )
-    add(
-        "--quantize",
-        choices=("none", "int8", "int4"),
-        help="quantization of the weights; int4 on the CPU only",
-    )
-    add(
-        "--kv-cache-dtype",
-        choices=("auto", "int8", "fp8"),
-        help="data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",
-    )
-    pool = group.add_mutually_exclusive_group()
-    pool.add_argument(
-        "--kv-memory", type=size, metavar="SIZE", help="size of the KV pool, e.g. 4GiB"
-    )
-    pool.add_argument("--kv-tokens", type=int, metavar="N", help="size of the KV pool in tokens")
-    add("--page-size", type=int, metavar="N", help="tokens of one KV page (16, on cuda 32)")
-    add(
-        "--pin-quota",
-        type=float,
-        metavar="SHARE",
-        help="share of the KV pool that one cache_salt may pin at most",
-    )
-    add(
-        "--cache-quota",
-        type=float,
-        metavar="SHARE",
-        help="share of the KV pool beyond which a cache_salt's pages are evicted first (1: never)",
-    )
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="limit on prompt and answer together, in tokens",
-    )
-    add("--max-batch-tokens", type=int, metavar="N", help="tokens of one step (256, on cuda 2048)")
-    add(
-        "--max-slowdown",
-        type=float,
-        metavar="X",
-        help="factor by which prompts may lengthen the steps of running answers",
-    )
-    add(
-        "--overlap",
-        choices=("auto", "on", "off"),
-        help="start a step before the result of the one before it is read; auto: on a GPU",
-    )
-    add("--max-running", type=int, metavar="N", help="requests in one step (64, on cuda 256)")
-    add("--max-queued", type=int, metavar="N", help="requests that may wait; more get 429")
-    add(
-        "--aging-seconds",
-        type=float,
-        metavar="S",
-        help="raise the priority of a waiting request by one every S seconds",
-    )
-    add(
-        "--max-priority",
-        type=int,
-        metavar="N",
-        help="limit on a request's priority, which may be from -N to N (0: none)",
-    )
-    add("--threads", type=int, metavar="N", help="threads of the model on the CPU")
-    add(
-        "--step-timeout",
-        type=float,
-        metavar="S",
-        help="exit if one step takes longer than S seconds (0: no limit)",
-    )
-    add(
-        "--ready-step-seconds",
-        type=float,
-        metavar="S",
-        help="return 503 from /ready while a step runs longer than S seconds",
-    )
-    add("--dump-dir", metavar="DIR", help="folder for crash dumps; default: the temporary folder")
-    add(
-        "--load-format",
-        choices=("auto", "random"),
-        help="weights to use: those of the checkpoint (auto), or seeded random ones (random)",
-    )
-    add(
-        "--model-impl",
-        choices=("auto", "own", "transformers"),
-        help="implementation of the layers: this engine's decoder, or transformers' modules on its "
-        "pages and kernels; auto: the first where there is one for the model",
-    )
+    hints = get_type_hints(EngineConfig)
+    for title, flags in ENGINE_FLAGS.items():
+        group = parser.add_argument_group(title)
+        is_pool = POOL_SIZES[0] in flags
+        sizes = group.add_mutually_exclusive_group() if is_pool else group
+        for name, (metavar, help) in flags.items():
+            place = sizes if name in POOL_SIZES else group
+            flag = f"--{name.replace('_', '-')}"
+            place.add_argument(flag, metavar=metavar, help=help, **_reading(name, hints[name]))
+
+
+def _reading(name: str, hint: object) -> dict[str, Any]:
+    """How argparse reads the value of an option, by the type of its field."""
+    if name in READERS:
+        return {"type": READERS[name]}
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    kinds = {hint, *get_args(hint)}
+    return {"type": next((kind for kind in (int, float) if kind in kinds), str)}
 
 
 def add_server_flags(parser: Parser) -> None:
@@ -487,3 +464,7 @@ def given_keys(parsed: argparse.Namespace, name: str) -> tuple[str, ...]:
     if not all(key.isprintable() and key.strip() == key != "" for key in keys):
         parsed.parser.error(f"{name} must not be empty, nor begin or end with a space")
     return tuple(keys)
+
+
+POOL_SIZES = ("kv_memory", "kv_tokens")  # one of them at most
+READERS: Mapping[str, Callable[[str], object]] = {"speculation": _depth, "kv_memory": size}

@@ -7,12 +7,13 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import msgspec.structs
 
 from ...core import errors
 from ...core.config import EngineConfig
@@ -48,7 +49,7 @@ def _python() -> Iterator[str]:
     yield from _class(LLM)
     yield from _class(AsyncLLM, only=("start", "close"))
     for fields in (SamplingParams, Completion, Choice, ToolCall, TextDelta, Usage, EngineConfig):
-        yield from _dataclass(fields)
+        yield from _fields_table(fields)
     yield "### Errors\n"
     yield _code((inspect.getdoc(errors) or "").partition("\n\n")[2])
 
@@ -74,19 +75,26 @@ def _doc(thing: object) -> str:
     return (inspect.getdoc(thing) or "").replace("``", "`")
 
 
-def _dataclass(owner: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass
+def _fields_table(owner: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass or a struct
     yield f"### {owner.__name__}\n\n{_doc(owner)}\n"
     yield _row("field", "type", "default")
     yield _row("---", "---", "---")
-    for each in dataclasses.fields(owner):
-        yield _row(f"`{each.name}`", f"`{each.type}`", _default(each))
+    for each in _fields(owner):
+        type_name = each.type if isinstance(each.type, str) else owner.__annotations__[each.name]
+        yield _row(f"`{each.name}`", f"`{type_name}`", _default(each))
     yield ""
 
 
-def _default(each: dataclasses.Field[Any]) -> str:
-    if each.default is not dataclasses.MISSING:
+def _fields(owner: Any) -> Sequence[Any]:  # noqa: ANN401 - a dataclass or a struct
+    if dataclasses.is_dataclass(owner):
+        return dataclasses.fields(owner)
+    return msgspec.structs.fields(owner)
+
+
+def _default(each: Any) -> str:  # noqa: ANN401 - a field of either
+    if each.default not in (dataclasses.MISSING, msgspec.NODEFAULT):
         return f"`{each.default!r}`"
-    if each.default_factory is not dataclasses.MISSING:
+    if each.default_factory not in (dataclasses.MISSING, msgspec.NODEFAULT):
         return "empty"
     return ""
 

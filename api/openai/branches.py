@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ..parsing.events import PlainParser
+from ..parsing.output_parser import PlainParser
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
 from ..runtime.generation import merge
@@ -28,7 +28,19 @@ from ..serving.sse import Reply
 from ..types.results import batch_usage
 from .chat import ChatWriter, read_ask
 from .completions import completion_params, open_text, read_prompts, refuse
-from .schema import ChatRequest, CompletionRequest, Message, Positive, decoder
+from .schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Positive,
+    Probability,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    decoder,
+)
 from .shapes import Head, is_prewarm, usage_body
 from .wire import BranchBody, BranchesBody, UsageBody
 
@@ -42,12 +54,12 @@ class Branch(Struct, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[Message] | None = None
     prompt: Text | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    stop: Stop | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
 
@@ -161,7 +173,7 @@ def _forked(shared: AnyBody, branch: Branch, path: str) -> Fork:
         own.setdefault("max_completion_tokens", branch.max_tokens or shared.max_completion_tokens)
     else:
         own["prompt"] = _joined(shared.prompt, branch.prompt, path)
-    body = msgspec.structs.replace(shared, **own)
+    body = replace(shared, **own)
     return Fork(body=body, path=path, own=given, num_shared=num_shared)
 
 

@@ -21,8 +21,14 @@ from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body
 from ..types.sampling_params import SamplingParams
-from .messages_in import plain_messages
-from .schema import AnyRequest, ChatRequest, decoder, refuse_unsupported_chat, sampling_params
+from .schema import (
+    AnyRequest,
+    ChatRequest,
+    decoder,
+    plain_messages,
+    refuse_unsupported_chat,
+    sampling_params,
+)
 from .shapes import Head, Warmed, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
 from .wire import (
     CallBody,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob

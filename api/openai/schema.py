@@ -13,25 +13,68 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
-from ...core.interface.sampling_params import MAX_LOGPROBS
+from ...core.interface.sampling_params import (
+    MAX_ALLOWED,
+    MAX_BIASED_TOKENS,
+    MAX_INT,
+    MAX_LISTED,
+    MAX_LOGPROBS,
+)
 from ..runtime.tools import (
     CacheSpec,
+    GrammarText,
     NamedChoice,
     PromptCacheOptions,
     ResponseFormat,
     StructuredOutputs,
+    Texts,
     Tools,
-    form_of,
+    plain_call,
+    structured_output_of,
 )
 from ..serving.errors import bad_json
-from ..types.sampling_params import MAX_DEPTH, SamplingParams
+from ..types.sampling_params import (
+    MAX_DEPTH,
+    MAX_N,
+    MAX_PREDICTION_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_WORDS,
+    SamplingParams,
+)
 
 T = TypeVar("T", bound=Struct)
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 Label = Annotated[str, Meta(max_length=1024)]  # it is remembered beyond its request
 Name = Annotated[str, Meta(max_length=256)]
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_N)]
+One = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": 1})]  # checked with a reason
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
+Stop = StopText | StopTexts
+BadWords = Annotated[list[StopText], Meta(max_length=MAX_WORDS)]
+StopIds = Annotated[list[Count], Meta(max_length=MAX_LISTED)]
+AllowedIds = Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+Guess = Annotated[str, Meta(max_length=MAX_PREDICTION_CHARS)]
+LogitBias = Annotated[
+    dict[int, Bias],
+    Meta(
+        max_length=MAX_BIASED_TOKENS,
+        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+    ),
+]
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_DEPTH)]
@@ -51,31 +94,31 @@ class Sampling(Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    n: NumChoices | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stop: Stop | None = None
+    seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: Positive | None = None
     # extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: StopIds | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: BadWords | None = None
     ignore_eos: bool | None = None
     speculation: Speculation | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     priority: int | None = None
     deadline_ms: Milliseconds | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: list[str] | None = None
+    regex: GrammarText | None = None
+    grammar: GrammarText | None = None
+    choice: Texts | None = None
     json_schema: dict[str, Any] | None = None
     close_early: bool | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -98,7 +141,7 @@ class Sampling(Struct, kw_only=True):
 class ContentPart(Struct):
     """A part of a message; only text is served."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
     text: str | None = None
 
 
@@ -162,7 +205,7 @@ class CompletionRequest(Sampling, kw_only=True):
     """Body of /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    prediction: Prediction | str | None = None  # an extension
+    prediction: Prediction | Guess | None = None  # an extension
     echo: bool | None = None
     logprobs: NumTop | None = None
     best_of: int | None = None
@@ -178,7 +221,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
@@ -227,11 +270,11 @@ def sampling_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The parameters of a body; raises `InvalidRequest`."""
-    given = {name: getattr(body, name) for name in SAME_NAME}
-    given |= form_of(getattr(body, "response_format", None), body.structured_outputs)
+    given = {name: value for name in SAME_NAME if (value := getattr(body, name, None)) is not None}
+    given |= structured_output_of(getattr(body, "response_format", None), body.structured_outputs)
     guess = getattr(body, "prediction", None)
     return SamplingParams(
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -256,3 +299,38 @@ def refuse_unsupported_chat(body: ChatRequest) -> None:
         raise InvalidRequest("echo is not supported here", param="echo")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """What a chat template is given: content as one text, developer as system.
+
+    System messages at the beginning become one: many templates take no second one.
+    """
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    others = (index for index, message in enumerate(plain) if message["role"] != "system")
+    num_system = next(others, len(plain))
+    if num_system < 2:
+        return plain
+    text = "\n\n".join(message["content"] for message in plain[:num_system])
+    return [{"role": "system", "content": text}, *plain[num_system:]]
+
+
+def _plain(message: Message, path: str) -> dict[str, Any]:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    plain: dict[str, Any] = {"role": role, "content": _content(message.content, path)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        plain["tool_calls"] = [plain_call(call, path) for call in message.tool_calls]
+    return plain
+
+
+def _content(content: str | list[ContentPart] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            where = f"{path}.content[{index}]"
+            raise InvalidRequest(f"{where}: {part.type} is not supported yet", param=where)
+    return "\n".join(part.text or "" for part in content)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import time
 from typing import Any, ClassVar, Generic, TypeVar
-from uuid import uuid4
 
 from msgspec import Struct
 
@@ -19,6 +18,7 @@ from ..serving.errors import deadline_exceeded, unavailable
 from ..serving.serving_context import SHUTTING_DOWN, Service
 from ..serving.sse import DONE, Reply, event
 from ..text.tokenizer import Tokenizer
+from ..types.request_context import random_id
 from ..types.results import Body, Completion, batch_usage
 from .schema import AnyRequest, Sampling
 from .wire import CompletionDetails, PromptDetails, SpeculationUsage, UsageBody
@@ -36,7 +36,7 @@ class Head:
     prefix: str
     model: str
     created: int = field(default_factory=lambda: int(time()))
-    key: str = field(default_factory=lambda: uuid4().hex)
+    key: str = field(default_factory=random_id)
 
     @property
     def id(self) -> str:
@@ -185,14 +185,16 @@ class Writer(Generic[C, D]):
         return spent
 
     def _event(self, choices: list[D], usage: UsageBody | None) -> bytes:
-        chunk = self.chunk_type(**self._chunk_fields, choices=choices)
+        chunk = self._chunk
+        chunk.choices = choices
         if self._include_usage:
-            chunk.usage = usage  # type: ignore[attr-defined]
+            chunk.usage = usage
         return event(chunk)
 
     @cached_property
-    def _chunk_fields(self) -> dict[str, Any]:
-        return self._head.fields(self.chunk_kind)
+    def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
+        """The chunk that is encoded again and again: its head stays."""
+        return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])
 
 
 class Warmed(Reply):

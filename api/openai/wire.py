@@ -62,7 +62,7 @@ class UsageBody(Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
-    closed_early: bool  # the form had fewer ways to go on, to end within its tokens
+    closed_early: bool  # structured output was closed to end within its tokens
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
     cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..structured.grammar_text import lark_text
 from . import tool_call_formats as f
 from .gemma import FUNCTION_GEMMA, GEMMA4, GemmaMarks, gemma_block
-from .keyword_grammars import pythonic_block, tagged_block
-from .lark import Lark, arguments
+from .grammars import Lark, arguments, pythonic_block, tagged_block
 from .pythonic import PYTHON_START
 from .tagged import GLM, MINIMAX, QWEN_CODER, SEED, Tags
 

@@ -13,7 +13,7 @@ from .gemma import GemmaMarks, read_gemma
 from .generic import GENERIC
 from .harmony import CHANNEL, HARMONY, read_harmony
 from .harmony import MARKS as HARMONY_MARKS
-from .input_buffer import Reading, Source
+from .output_parser import Reading, Source
 from .pythonic import PYTHON_END, PYTHON_START, read_marked_pythonic, read_pythonic
 from .tagged import Tags, read_tagged
 

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import InvalidRequest
 from ..structured.grammar_text import lark_text
 from .calls import CallState, marked_calls
-from .events import CallArguments
-from .input_buffer import Cut, Malformed, Reading, Source
-from .keyword_grammars import listed, properties_of, required_of
-from .lark import Lark
+from .grammars import Lark, listed, properties_of, required_of
+from .output_parser import CallArguments, Cut, Malformed, Reading, Source
 from .tagged import kinds, listed_values
 
 if TYPE_CHECKING:

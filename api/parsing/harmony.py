@@ -12,11 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..structured.grammar_text import lark_text
-from .calls import CallState, attempt
-from .events import CallArguments, Event, Thought, Words
-from .input_buffer import Malformed, Reading, Source
-from .json_calls import object_text
-from .lark import Lark, arguments
+from .calls import CallState, attempt, object_text
+from .grammars import Lark, arguments
+from .output_parser import CallArguments, Event, Malformed, Reading, Source, Thought, Words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,9 +143,9 @@ class HarmonyGrammar:
         call = self._call(lark, tools)
         return lark.rule("mixed", f"{_thought(lark)} ({words} | {call}) | {free}")
 
-    def around(self, lark: Lark, form: str) -> str:
-        """Words of a form."""
-        return lark.rule("final", f"{_thought(lark)} {_opened(lark, 'final')} {form}")
+    def around(self, lark: Lark, structured: str) -> str:
+        """Structured output in the final channel."""
+        return lark.rule("final", f"{_thought(lark)} {_opened(lark, 'final')} {structured}")
 
     def _call(self, lark: Lark, tools: Sequence[Tool]) -> str:
         def written(tool: Tool) -> str:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InvalidRequest
 from ..structured.grammar_text import lark_text
-from .events import OutputParser, PlainParser
 from .families import FAMILIES, family_of
+from .grammars import Lark
 from .harmony import HARMONY
-from .input_buffer import ReaderParser
-from .lark import Lark
+from .output_parser import OutputParser, PlainParser, ReaderParser
 from .reasoning import (
     COHERE_THINK,
     GEMMA_THINK,
@@ -117,23 +116,23 @@ class Syntax:
     ) -> str | None:
         """A grammar (Lark text in llguidance's flavour) for the whole answer.
 
-        It covers thoughts, calls, and the form of the words that ``params`` ask for. None: what
-        ``params`` say is enough (which may be nothing at all). Otherwise it stands in the place
-        of ``params``' json_schema, regex, grammar and choice:
+        It covers reasoning, tool calls, and the structured output that ``params`` ask for. None:
+        ``params`` are enough as they are. Otherwise the grammar replaces their json_schema, regex,
+        grammar and choice:
         ``replace(params, grammar=text, json_schema=None, regex=None, choice=None)``.
         Raises `InvalidRequest` as `check_tools` does; schemas are checked when it is compiled.
         """
         lark = Lark(self.vocab)
-        form = body = lark.form(params)
+        structured = body = lark.structured_output(params)
         if tools and choice is not None and choice.mode != "none":
             check_tools(tools, choice)
-            body = self._answer(lark, form, tools, choice)
+            body = self._answer(lark, structured, tools, choice)
         if self._reads_thoughts:
-            if body is not None and body == form:
+            if body is not None and body == structured:
                 body = HARMONY.around(lark, body)
             return None if body is None else lark.text(body)
         state = self._state(prompt_tail)
-        if body is None or (body == form and state is ThinkingState.CLOSED):
+        if body is None or (body == structured and state is ThinkingState.CLOSED):
             return None
         if self.thinking is None or state is ThinkingState.CLOSED:
             return lark.text(body)
@@ -148,7 +147,7 @@ class Syntax:
         return self.thinking.state(prompt_tail) if self.thinking else ThinkingState.CLOSED
 
     def _answer(
-        self, lark: Lark, form: str | None, tools: Sequence[Tool], choice: ToolChoice
+        self, lark: Lark, structured: str | None, tools: Sequence[Tool], choice: ToolChoice
     ) -> str | None:
         """The rule for what comes behind the thought; None for whatever the model likes."""
         if not self.has_tools:
@@ -157,10 +156,10 @@ class Syntax:
         tools = [tool for tool in tools if _may_be_called(tool, choice)]
         if choice.mode == "required":
             return grammar.calls(lark, tools, parallel=not choice.is_single)
-        if form is not None:
+        if structured is not None:
             if self._reads_thoughts:
-                form = HARMONY.around(lark, form)
-            return f"{form} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
+                structured = HARMONY.around(lark, structured)
+            return f"{structured} | {grammar.calls(lark, tools, parallel=not choice.is_single)}"
         if any(tool.strict for tool in tools):
             return grammar.mixed(lark, tools, parallel=not choice.is_single)
         return None

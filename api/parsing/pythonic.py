@@ -11,8 +11,7 @@ import re
 from collections.abc import Container
 
 from .calls import CallState, attempt, marked_calls
-from .events import CallArguments, Words
-from .input_buffer import Cut, Malformed, Reading, Source
+from .output_parser import CallArguments, Cut, Malformed, Reading, Source, Words
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 MAX_DEPTH = 64  # lists within lists

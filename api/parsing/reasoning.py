@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from .events import Event, OutputParser, Thought
-from .input_buffer import ReaderParser, Reading, Source
+from .output_parser import Event, OutputParser, ReaderParser, Reading, Source, Thought
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .calls import CallState, marked_calls
-from .events import CallArguments
-from .input_buffer import Cut, Malformed, Reading, Source, collected
+from .output_parser import CallArguments, Cut, Malformed, Reading, Source, collected
 
 MAX_SCHEMAS = 64  # looked at for the types of one value: its alternatives, and references
 MAX_REF_CHARS = 1024

@@ -9,10 +9,8 @@ import re
 from collections.abc import Container
 from functools import partial
 
-from .calls import CallState, attempt, marked_calls
-from .events import Words
-from .input_buffer import Cut, Malformed, Reading, Source
-from .json_calls import JsonCall, object_text
+from .calls import CallState, JsonCall, attempt, marked_calls, object_text
+from .output_parser import Cut, Malformed, Reading, Source, Words
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

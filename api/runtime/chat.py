@@ -17,18 +17,26 @@ from uuid import uuid4
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
 from ..parsing.calls import with_numbered_ids, with_short_ids
-from ..parsing.events import CallArguments, CallBegin, CallEnd, Event, OutputParser, Thought, Words
 from ..parsing.generic import GENERIC, as_text, needs_text
 from ..parsing.harmony import with_thinking
 from ..parsing.output_format import Syntax, check_tools
+from ..parsing.output_parser import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    OutputParser,
+    Thought,
+    Words,
+)
 from ..structured.grammar_text import num_chars
 from ..text.chat_template import check_messages
 from ..types.results import Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .chat_types import Ask, Call, TurnChoice, TurnDelta
-from .engine_client import Host
+from .engine_client import EngineClient
 from .generation import Answer
-from .preprocess import has_form, warm_params
+from .preprocess import needs_closing, warm_params
 from .prompt_history import PromptNote
 
 MESSAGE_BYTES = 256  # to note a message takes about as long as to read so many
@@ -55,10 +63,9 @@ class TurnReader:
         """
         if self.is_done:
             return []
-        events = list(self._parser.feed(delta.text))
-        reason = delta.finish_reason
-        if reason is not None:
-            events += self._parser.end()
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events = [*events, *self._parser.end()]
         turned = TurnDelta(
             index=self._index,
             token_ids=delta.token_ids,
@@ -119,16 +126,14 @@ class TurnReader:
 
 def _keeps_order(event: Words | Thought, turned: TurnDelta) -> bool:
     """Whether it may join a delta, which is read as a thought, then words, then calls."""
-    if turned.calls:
-        return False
-    return isinstance(event, Words) or not turned.words
+    return not turned.calls and (not turned.words or isinstance(event, Words))
 
 
 class Turn:
     """An answer on its way. Whoever opens one must `close` it in a ``finally``."""
 
     def __init__(
-        self, llm: Host, answer: Answer, ask: Ask, parsers: Sequence[OutputParser]
+        self, llm: EngineClient, answer: Answer, ask: Ask, parsers: Sequence[OutputParser]
     ) -> None:
         self.answer = answer
         self._llm = llm
@@ -189,7 +194,7 @@ class Turns:
     """Opens turns on a model. ``tool_parser`` and ``reasoning_parser``: see `Syntax.choose`."""
 
     def __init__(
-        self, llm: Host, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+        self, llm: EngineClient, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> None:
         self._llm = llm
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
@@ -230,7 +235,7 @@ class Turns:
                 shown_ids=self.syntax.shown_ids(tools=bool(tools)),
                 cache=ask.cache,
                 note=await self._note(ask),
-                is_form=bool(tools) or has_form(ask.params),
+                needs_closing=bool(tools) or needs_closing(ask.params),
             )
         except InvalidRequest as error:
             _name_field(error, ask)
@@ -326,4 +331,4 @@ def _name_field(error: InvalidRequest, ask: Ask) -> None:
     if error.param == "prompt":
         error.param = "messages"
     elif error.param == "grammar" and ask.params.grammar is None:  # what others became
-        error.param = "tools" if ask.callable_tools else ask.params.form or "tools"
+        error.param = "tools" if ask.callable_tools else ask.params.structured_field or "tools"

@@ -1,10 +1,13 @@
-"""What is asked of a turn, and what comes of it, in no dialect."""
+"""Chat requests and their results, independent of the API that they came through."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
 from ...core.interface.step import TokenLogprob
@@ -15,10 +18,10 @@ from .prompt_history import PromptNote, conversation_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a route wants to be answered.
+    """A chat request.
 
-    ``messages`` are in the plain form of chat templates (`plain.plain_messages`). The form of the
-    words is asked for in ``params`` (json_schema, regex, grammar, choice).
+    ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
+    ``params`` hold what asks for structured output (json_schema, regex, grammar, choice).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -27,11 +30,11 @@ class Ask:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     template: Mapping[str, object] = field(default_factory=dict)  # options of the chat template
     cache: CacheOptions = DEFAULT_CACHE
-    cache_key: str | None = None  # ``prompt_cache_key``: told when a miss is explained
+    cache_key: str | None = None  # ``prompt_cache_key``: reported when a cache miss is explained
 
     @property
     def note(self) -> PromptNote:
-        """What is remembered of it, to explain why later prompts miss the cache."""
+        """The record that explains why later prompts miss the cache."""
         parts = conversation_parts(self.messages, [tool.body for tool in self.tools])
         return PromptNote(parts=parts, cache_key=self.cache_key)
 
@@ -44,8 +47,7 @@ class Ask:
         return [tool for tool in self.tools if tool.name in choice.allowed]
 
 
-@dataclass(slots=True, kw_only=True)
-class Call:
+class Call(Struct, kw_only=True):
     """A call of a tool, or what a delta adds to one."""
 
     index: int  # among the calls of its choice
@@ -55,34 +57,32 @@ class Call:
     is_done: bool = False
 
 
-@dataclass(slots=True, kw_only=True)
-class TurnDelta:
+class TurnDelta(Struct, kw_only=True):
     """What one step adds to a choice. ``finish_reason``: as `TurnChoice` has it, in the last."""
 
     index: int = 0
     reasoning: str = ""
     words: str = ""
-    calls: list[Call] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)  # as `TextDelta` has them
+    calls: list[Call] = []
+    token_ids: list[int] = []
+    sources: list[str] = []  # as `TextDelta` has them
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class TurnChoice:
+class TurnChoice(Struct, kw_only=True):
     """One of n answers. ``finish_reason``: "stop", "length", "abort" or "tool_calls"."""
 
     index: int
     reasoning: str = ""
     words: str = ""
-    calls: list[Call] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    calls: list[Call] = []
+    token_ids: list[int] = []
     num_reasoning_tokens: int = 0  # of the steps that brought thoughts
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = []
     finish_reason: str = ""
     stop_reason: int | str | None = None
 
@@ -99,7 +99,7 @@ class TurnChoice:
         self.prompt_logprobs += delta.prompt_logprobs
         for call in delta.calls:
             if call.index == len(self.calls):
-                self.calls.append(replace(call))
+                self.calls.append(copy(call))
             else:
                 self.calls[call.index].arguments += call.arguments
                 self.calls[call.index].is_done = call.is_done

@@ -1,10 +1,9 @@
-"""Host: a model, its tokenizer and its engine, and the way of a prompt into it."""
+"""EngineClient: text requests on an engine; it loads the model and its tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -17,7 +16,7 @@ from ...core.ops.host_memory import keep_freed_memory
 from ..structured.compiler import Grammars
 from ..text.detokenizer import AnswerText
 from ..text.tokenizer import Tokenizer
-from ..types.request_context import arrival, note_answer, seconds_left
+from ..types.request_context import arrival, note_answer, random_id, seconds_left
 from ..types.results import Completion
 from ..types.sampling_params import SamplingParams
 from .cache_diagnostics import Explainer, Explanation
@@ -27,8 +26,8 @@ from .preprocess import (
     Prompt,
     bad_words_ids,
     children,
+    closing_limit,
     ended_stream,
-    form_limit,
     make_config,
     make_request,
     prediction_ids,
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
     from ..build.engine_builder import Built
 
 
-class Host:
-    """What AsyncLLM and the HTTP routes stand on.
+class EngineClient:
+    """Turns prompts into engine requests; `AsyncLLM` and the HTTP routes are built on it.
 
     ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
     is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
@@ -165,18 +164,18 @@ class Host:
         shown_ids: frozenset[int] = frozenset(),
         cache: CacheOptions = DEFAULT_CACHE,
         note: PromptNote = NO_NOTE,
-        is_form: bool = False,
+        needs_closing: bool = False,
     ) -> Answer:
         """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
 
-        ``shown_ids``: special tokens that its text shows. ``is_form``: its grammar is to be
+        ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
         completed within its tokens, as a JSON schema is. Raises `InvalidRequest`, `QueueFull`,
         `DeadlineExceeded` and `EngineDead`.
         """
         since = arrival()
         answer = self._register(params, request_id)
         answer.shown_ids, answer.cache = shown_ids, cache
-        answer.is_form |= is_form
+        answer.needs_closing |= needs_closing
         try:
             await self._prepare(answer, prompt)
             self._submit_choices(answer, since)
@@ -252,7 +251,7 @@ class Host:
     def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
         """Take the id before anything is awaited, so that `abort` finds it from the start."""
         self._check_open()
-        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        request_id = request_id or f"req-{random_id()}"
         known = self._answers.get(request_id)
         if known is not None and not known.ended:
             raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
@@ -303,11 +302,11 @@ class Host:
             bad_words_ids=answer.bad_words_ids,
             prediction=answer.prediction,
             grammar=answer.grammar,
-            limit=form_limit(
+            limit=closing_limit(
                 params,
                 len(answer.prompt_token_ids),
                 self.built.max_model_len,
-                is_form=answer.is_form,
+                needs_closing=answer.needs_closing,
             ),
             on_token=text.push if text.watches else None,
             cache=answer.cache,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -17,8 +18,7 @@ from ..structured.matcher import Grammar, GrammarMatcher
 from ..text.detokenizer import AnswerText
 from ..types.results import Choice, Completion, TextDelta, total_usage
 from ..types.sampling_params import SamplingParams
-from .prediction import count_standing
-from .preprocess import has_form
+from .preprocess import needs_closing
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Generation:
         self._stream = stream
         self._abort = abort
         self._served: list[int] = []  # where a prediction is compared with it
+        self._has_logprobs = request.sampling.params.logprobs is not None
 
     @property
     def ended(self) -> bool:
@@ -76,17 +77,17 @@ class Generation:
             self._read(delta)
         if self.request.prediction is not None:
             self._served += delta.token_ids
-        wanted = self.request.sampling.params.logprobs is not None
         reason = delta.finish_reason
-        self.finish_reason = None if reason is None else reason.value
+        if reason is not None:
+            self.finish_reason = reason.value
         return TextDelta(
-            text=self._text.take(final=delta.terminal),
+            text=self._text.take(final=reason is not None),
             token_ids=delta.token_ids,
             sources=delta.token_sources,
             index=self.index,
             finish_reason=self.finish_reason,
             stop_reason=delta.stop_reason,
-            logprobs=delta.logprobs if wanted else None,
+            logprobs=delta.logprobs if self._has_logprobs else None,
             prompt_logprobs=delta.prompt_logprobs,
         )
 
@@ -119,7 +120,7 @@ class Answer:
         self.bad_words_ids: tuple[tuple[int, ...], ...] = ()
         self.prediction: array[int] | None = None  # one for all choices; nobody writes into it
         self.grammar: Grammar | None = None  # compiled once; each choice has its own matcher
-        self.is_form = has_form(params)
+        self.needs_closing = needs_closing(params)
         self.generations: list[Generation] = []  # until the engine has room
         self.shown_ids: frozenset[int] = frozenset()  # special tokens that the text shows
         self.cache = DEFAULT_CACHE
@@ -243,3 +244,36 @@ async def _cancel(tasks: dict[asyncio.Task[T], AsyncGenerator[T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+RUN = 3  # tokens in a row by which the answer is found again in the prediction
+
+
+def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
+    """Tokens of the prediction that stand in the answer, in their order.
+
+    Where the two part, the answer is found again further on in the prediction by the next `RUN`
+    tokens that both have. O(len(prediction) + len(answer) log len(prediction)).
+    """
+    places: dict[tuple[int, ...], list[int]] | None = None
+    count = at = index = 0
+    while index < len(answer) and at < len(prediction):
+        if answer[index] == prediction[at]:
+            count, at, index = count + 1, at + 1, index + 1
+            continue
+        places = _places(prediction) if places is None else places
+        found = places.get(tuple(answer[index : index + RUN]), ())
+        later = bisect_left(found, at)
+        if later < len(found):
+            at = found[later]
+        else:
+            index += 1
+    return count
+
+
+def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
+    """Where each run of tokens begins."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for start in range(len(prediction) - RUN + 1):
+        places.setdefault(tuple(prediction[start : start + RUN]), []).append(start)
+    return places

@@ -141,21 +141,21 @@ async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[
     return array("q", guess) if guess else None
 
 
-def has_form(params: SamplingParams) -> bool:
-    """Whether the answer is of a form that is of use only when it is complete."""
+def needs_closing(params: SamplingParams) -> bool:
+    """Whether the output is of use only when it is complete."""
     return params.json_schema is not None or params.choice is not None
 
 
-def form_limit(
-    params: SamplingParams, num_prompt: int, max_model_len: int, *, is_form: bool
+def closing_limit(
+    params: SamplingParams, num_prompt: int, max_model_len: int, *, needs_closing: bool
 ) -> int | None:
-    """Output tokens by which the form of an answer is to be complete; None: it may be cut.
+    """Output tokens within which structured output must be completed; None: it may be cut.
 
     What else bans tokens could ban the ones that complete it. A regex or a grammar of the caller's
     own is followed to the letter and cut where the tokens end.
     """
     bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
-    if not params.close_early or bans or not is_form:
+    if not params.close_early or bans or not needs_closing:
         return None
     room = max_model_len - num_prompt
     return room if params.max_tokens is None else min(room, params.max_tokens)
@@ -177,7 +177,7 @@ def make_request(
 ) -> Request:
     """A request as the scheduler wants it, on behalf of the caller that is being served.
 
-    ``limit``: tokens by which its form is to be complete; None: whether or not it is.
+    ``limit``: output tokens within which structured output must be completed; None: no limit.
 
     Raises `InvalidRequest` where nothing could end an answer that its grammar completes.
     """
@@ -194,7 +194,7 @@ def make_request(
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids,
         constraint=None if grammar is None else grammar.matcher(stop_ids, limit),
-        constraint_param=params.form,
+        constraint_param=params.structured_field,
     )
     return Request(
         request_id=request_id,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import CacheOptions, Pin
 from ..types.results import Tool, ToolChoice
+from ..types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
 
 SECONDS = {"30m": 1800.0, "12h": 12 * 3600.0, "24h": 24 * 3600.0}  # of what keeps a prompt
 WHOLE = 2**31 - 1  # tokens: more than any prompt has
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+
+
+GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+Texts = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class CacheSpec(Struct, kw_only=True):
@@ -97,9 +103,9 @@ class StructuredOutputs(Struct, kw_only=True):
     """``structured_outputs`` as vLLM's clients send it."""
 
     json: dict[str, Any] | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: GrammarText | None = None
+    choice: Texts | None = None
+    grammar: GrammarText | None = None
     json_object: bool | None = None
 
 
@@ -170,20 +176,22 @@ def read_cache(
     return CacheOptions(read=spec.read, write=spec.write, pins=pins)
 
 
-def form_of(format: ResponseFormat | None, outputs: StructuredOutputs | None) -> dict[str, object]:
-    """What the words must look like, as fields of `SamplingParams`."""
-    form: dict[str, object] = {}
+def structured_output_of(
+    format: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> dict[str, object]:
+    """The structured output that a body asks for, as fields of `SamplingParams`."""
+    given: dict[str, object] = {}
     if outputs is not None:
         is_object = ANY_OBJECT if outputs.json_object else None
-        form = {
+        given = {
             "json_schema": is_object if outputs.json is None else outputs.json,
             "regex": outputs.regex,
             "choice": outputs.choice,
             "grammar": outputs.grammar,
         }
     if format is not None and format.type != "text":
-        form["json_schema"] = _schema(format)
-    return {name: value for name, value in form.items() if value is not None}
+        given["json_schema"] = _schema(format)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _schema(format: ResponseFormat) -> Mapping[str, object]:

@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequest, QueueFull
 from ...core.interface.step import TokenLogprob
 from ..runtime.chat import Turn, Turns
 from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
-from ..runtime.engine_client import Host
+from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
 from ..runtime.preprocess import (
     Conversation,
@@ -139,7 +139,7 @@ def text_delta(delta: TurnDelta) -> TextDelta:
     )
 
 
-class AsyncLLM(Host):
+class AsyncLLM(EngineClient):
     """A model and its engine.
 
     ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model

@@ -23,11 +23,10 @@ from ..openai import wire
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionsRoute
-from ..openai.messages_in import plain_messages
 from ..openai.responses.route import KeptResponses, ResponsesCount, ResponsesRoute
 from ..openai.responses.store import ResponseStore
-from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder
-from ..runtime.engine_client import Host
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder, plain_messages
+from ..runtime.engine_client import EngineClient
 from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable, unknown_model
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service, Settings
@@ -151,7 +150,7 @@ class OperatorRoutes:
 
 
 def create_app(
-    llm: Host, settings: Settings | None = None, observing: Observing | None = None
+    llm: EngineClient, settings: Settings | None = None, observing: Observing | None = None
 ) -> ASGIApp:
     """The application over a started AsyncLLM."""
     settings, observing = settings or Settings(), observing or Observing()

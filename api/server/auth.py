@@ -5,13 +5,12 @@ from __future__ import annotations
 import hmac
 from collections.abc import Sequence
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
 from ..serving.serving_context import Settings
-from ..types.request_context import CONTEXT, NOBODY, caller_of
+from ..types.request_context import CONTEXT, NOBODY, caller_of, header
 
 PAGE_PATH = "/"  # it holds nothing but itself, and asks for the key
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
@@ -45,29 +44,29 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        offered = _offered(headers)
+        offered = _offered(scope)
         known = _among(self._callers, offered)
         state["is_admin"] = self._all_are_admins or known in self._admins
-        refusal = self._malformed(scope, headers) or self._unwelcome(scope, known)
+        refusal = self._malformed(scope) or self._unwelcome(scope, known)
         answer = self.app if refusal is None else error_response(scope, refusal)
         context = CONTEXT.get()
         if context is not None:
             context.caller = known or next(iter(offered), NOBODY)
         await answer(scope, receive, send)
 
-    def _malformed(self, scope: Scope, headers: Headers) -> ApiError | None:
+    def _malformed(self, scope: Scope) -> ApiError | None:
         if scope["http_version"] not in VERSIONS:
             return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are served", headers=CLOSE)
-        if len(headers) > self._limits.max_header_fields:
+        if len(scope["headers"]) > self._limits.max_header_fields:
             most = self._limits.named("max_header_fields")
             return ApiError(431, f"more header fields than {most}")
         if _num_bytes(scope) > self._limits.max_header_bytes:
             size = self._limits.named("max_header_bytes")
             return ApiError(431, f"the header is longer than {size} bytes")
-        if "transfer-encoding" in headers and (
-            "content-length" in headers or scope["http_version"] == "1.0"
+        names = {name for name, _ in scope["headers"]}
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or scope["http_version"] == "1.0"
         ):
             message = "Transfer-Encoding together with Content-Length, or in HTTP/1.0"
             return ApiError(400, message, headers=CLOSE)
@@ -119,10 +118,10 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
     return [caller_of(key.encode("utf-8", "surrogateescape")) for key in keys]
 
 
-def _offered(headers: Headers) -> list[bytes]:
+def _offered(scope: Scope) -> list[bytes]:
     """Digests of the keys that a caller shows: they are of one length, whatever is sent."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    shown = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    shown = [token.strip() if scheme.lower() == "bearer" else "", header(scope, b"x-api-key")]
     return [caller_of(key) for key in shown if key]
 
 

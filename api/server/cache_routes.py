@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest
-from ..openai.messages_in import plain_messages
-from ..openai.schema import Message, decoder
+from ..openai.schema import Message, decoder, plain_messages
 from ..openai.wire import Flushed
 from ..runtime.cache_diagnostics import Explanation
 from ..serving.errors import ApiError, JsonResponse

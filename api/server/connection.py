@@ -10,6 +10,7 @@ from contextvars import Context
 from typing import ClassVar, cast
 
 import h11
+from h11._writers import ChunkedWriter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -30,6 +31,22 @@ _http_logger = logging.getLogger("uvicorn.error.connection")
 _http_logger.setLevel(logging.ERROR)
 
 
+class QuickChunks(h11.Connection):
+    """h11's connection, which frames the pieces of a stream by itself.
+
+    No piece changes the state of the connection; h11's way through its state machine took a tenth
+    of what a streamed token costs.
+    """
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
+        """The bytes of an event."""
+        if isinstance(event, h11.Data) and event.data:
+            is_chunked = isinstance(self._writer, ChunkedWriter)
+            if is_chunked and self.our_state is h11.SEND_BODY:
+                return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        return super().send(event)
+
+
 class Connection(H11Protocol):
     """Closes when a header does not come, when the client does not read, when too many are open.
 
@@ -48,6 +65,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The first header is due."""
         super().connection_made(transport)
+        self.conn = QuickChunks(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
         # Else up to 64 KiB that the client does not read would pass for written.

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from ...core.engine.watchdog import BEAT_SECONDS, LoopGuard
-from ..runtime.engine_client import Host
+from ..runtime.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -30,7 +30,7 @@ class Keeper:
     A thread watches the event loop itself: while that is stuck no other code runs.
     """
 
-    def __init__(self, llm: Host, *, drain_seconds: float) -> None:
+    def __init__(self, llm: EngineClient, *, drain_seconds: float) -> None:
         self._llm = llm
         self._server: uvicorn.Server | None = None
         self._drain_seconds = drain_seconds

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from ...core.errors import InvalidRequest
-from ..runtime.engine_client import Host
+from ..runtime.engine_client import EngineClient
 from ..serving.metrics import ServerMetrics
 from ..serving.serving_context import Service
 from ..types.request_context import caller
@@ -46,7 +46,7 @@ class Observing:
         )
 
     @asynccontextmanager
-    async def serving(self, llm: Host, model: str) -> AsyncIterator[None]:
+    async def serving(self, llm: EngineClient, model: str) -> AsyncIterator[None]:
         """Observe this engine and the running loop inside the block."""
         if self.telemetry is not None:
             self.telemetry.watch(llm.engine, model)

@@ -1,7 +1,8 @@
 """GET /openapi.json: the routes and the types of their bodies, as the code has them.
 
 Request bodies are the very structs that the routes decode, answers those that the routes encode.
-What stands in neither is free. What a route checks beyond its types is in `api.openapi_fields`.
+What stands in neither is free. The few things that a route checks beyond its types are the tables
+below; tests/fuzz compares document and server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from ..._version import __version__
-from ...core.interface.sampling_params import MAX_ALLOWED, MAX_BIASED_TOKENS, MAX_INT, MAX_LISTED
 from ..anthropic.errors import is_messages
 from ..anthropic.schema import CountRequest, MessagesRequest
 from ..openai import wire
@@ -33,18 +33,11 @@ from ..openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     Message,
+    One,
     Sampling,
     TokenizeRequest,
 )
 from ..types.results import Body
-from ..types.sampling_params import (
-    MAX_CHOICES,
-    MAX_GRAMMAR_CHARS,
-    MAX_N,
-    MAX_PREDICTION_CHARS,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-)
 from .cache_routes import FlushRequest
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -55,85 +48,7 @@ OPEN = frozenset({"/health"})  # need no key
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
-# What the types of the bodies leave to later checks, for /openapi.json: bounds, kinds, choices.
-#
-# The document says them so that it can be believed; the routes check them by themselves. That both
-# agree is what tests/fuzz is for.
-
 Schema = dict[str, Any]
-Keywords = Mapping[str, Schema]
-"""Keywords of JSON schema, by the JSON type of the value that they belong to."""
-
-TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
-STOP: Schema = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
-GRAMMAR: Keywords = {"string": {"minLength": 1, "maxLength": MAX_GRAMMAR_CHARS}}
-CHOICES: Keywords = {
-    "array": {"minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string", "minLength": 1}}
-}
-GUESS: Keywords = {"string": {"maxLength": MAX_PREDICTION_CHARS}}
-
-
-def _integer(low: int, high: int) -> Keywords:
-    return {"integer": {"minimum": low, "maximum": high}}
-
-
-def _number(low: float, high: float) -> Keywords:
-    return {"number": {"minimum": low, "maximum": high}}
-
-
-def _texts(most: int, text: Schema) -> Keywords:
-    return {"array": {"maxItems": most, "items": {"type": "string", **text}}}
-
-
-SAMPLING: Mapping[str, Keywords] = {
-    "n": _integer(1, MAX_N),
-    "temperature": _number(0, 100),
-    "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
-    "top_k": _integer(-1, MAX_INT),
-    "min_p": _number(0, 1),
-    "min_tokens": _integer(0, MAX_INT),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _number(0.01, 100),
-    "seed": _integer(-(2**63), 2**64 - 1),
-    "stop": {"string": STOP, **_texts(MAX_STOP_STRINGS, STOP)},
-    "stop_sequences": _texts(MAX_STOP_STRINGS, STOP),
-    "bad_words": _texts(MAX_LISTED, STOP),
-    "stop_token_ids": {"array": {"maxItems": MAX_LISTED, "items": TOKEN_ID}},
-    "allowed_token_ids": {"array": {"minItems": 1, "maxItems": MAX_ALLOWED, "items": TOKEN_ID}},
-    "logit_bias": {
-        "object": {
-            "maxProperties": MAX_BIASED_TOKENS,
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
-    },
-    "cache_salt": {"string": {"minLength": 1, "maxLength": 1024}},
-    "regex": GRAMMAR,
-    "grammar": GRAMMAR,
-    "choice": CHOICES,
-    "prediction": GUESS,
-}
-"""Fields of every body that asks for tokens, and of a branch."""
-
-TEXT_ITEM_PARTS = ["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
-ITEMS = [
-    "message", "reasoning", "item_reference", "function_call", "function_call_output",
-    "custom_tool_call", "custom_tool_call_output",
-]  # fmt: skip
-
-COMPONENTS: Mapping[str, Mapping[str, Keywords]] = {
-    "ContentPart": {"type": {"string": {"enum": ["text"]}}},
-    "Item": {"type": {"string": {"enum": ITEMS}}},
-    "Part": {"type": {"string": {"enum": TEXT_ITEM_PARTS}}},
-    "BranchesRequest": {"messages": {"array": {"minItems": 1}}, "n": _integer(1, 1)},
-    "ResponsesRequest": {"n": _integer(1, 1)},
-    "TokenizeRequest": {"messages": {"array": {"minItems": 1}}},
-    "MessagesRequest": {"n": _integer(1, 1)},
-    "StructuredOutputs": {"regex": GRAMMAR, "grammar": GRAMMAR, "choice": CHOICES},
-}
-"""Fields of single components, by the name of the struct."""
-
 NEEDED: Mapping[str, tuple[str, ...]] = {"ContentPart": ("text",)}
 """Fields that their types make optional, and the routes do not."""
 
@@ -180,15 +95,6 @@ GENERATES = (*READS, 429)
 RETRIED = frozenset({429, 503})  # tell when to come back
 
 
-def narrow(schema: Schema, fields: Mapping[str, Keywords]) -> None:
-    """Add these keywords to the properties of an object's schema, in place."""
-    for name, keywords in fields.items():
-        if name in schema["properties"]:
-            kind = schema["properties"][name]
-            for each in kind.get("anyOf", [kind]):
-                each.update(keywords.get(each.get("type", ""), {}))
-
-
 def demand(schema: Schema, names: tuple[str, ...]) -> None:
     """Make these properties needed and not null, in place."""
     schema["required"] = [*schema["required"], *names]
@@ -224,7 +130,8 @@ class BranchesRequest(ChatRequest, kw_only=True):
     """Body of /v1/branches: fields of a chat or of a text completion, and what branches add."""
 
     branches: Annotated[list[Branch], Meta(min_length=1, max_length=MAX_BRANCHES)]
-    messages: list[Message] | None = None  # type: ignore[assignment] # this, or a prompt
+    n: One | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None  # type: ignore[assignment] # this, or a prompt
     prompt: Text | None = None
 
 
@@ -343,8 +250,6 @@ class _Shapes:
         for struct in structs:
             if issubclass(struct, Sampling):
                 self._drop_refused(struct.__name__)
-                narrow(self.components[struct.__name__], SAMPLING)
-        narrow(self.components[Branch.__name__], SAMPLING)
         self._say_the_rest()
 
     def _drop_refused(self, name: str) -> None:
@@ -353,8 +258,6 @@ class _Shapes:
             self.components[name]["properties"].pop(field, None)
 
     def _say_the_rest(self) -> None:
-        for name, fields in COMPONENTS.items():
-            narrow(self.components[name], fields)
         for name, needed in NEEDED.items():
             demand(self.components[name], needed)
         for name, pair in ONE_OF.items():

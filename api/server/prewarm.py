@@ -17,9 +17,8 @@ from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import MAX_TTL, CacheOptions, Pin
-from ..openai.messages_in import plain_messages
-from ..openai.schema import Message
-from ..runtime.engine_client import Host
+from ..openai.schema import Message, plain_messages
+from ..runtime.engine_client import EngineClient
 from ..runtime.tools import WHOLE, Tools, read_tools
 
 logger = logging.getLogger(__name__)
@@ -53,10 +52,11 @@ def read_prewarm(path: str) -> list[Warm]:
     return [_decode(line, Warm, f"{path}, line {number}") for number, line in lines]
 
 
-async def prewarm(llm: Host, warms: Sequence[Warm]) -> int:
-    """Compute them one by one; returns how many tokens that wrote. Raises as `Host.open` does.
+async def prewarm(llm: EngineClient, warms: Sequence[Warm]) -> int:
+    """Compute the prompts one by one; returns the number of tokens written.
 
-    One after the other, so that each borrows what those before it have in common with it.
+    Each prompt reuses the pages that it has in common with those before it. Raises as
+    `EngineClient.open` does.
     """
     written = 0
     for warm in warms:
@@ -71,7 +71,7 @@ async def prewarm(llm: Host, warms: Sequence[Warm]) -> int:
     return written
 
 
-async def _prompt(llm: Host, warm: Warm) -> str | list[int]:
+async def _prompt(llm: EngineClient, warm: Warm) -> str | list[int]:
     """A conversation without the mark that opens an answer: what comes next is not known."""
     if warm.messages is None:
         return warm.prompt or ""

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from ..._version import __version__
-from ..runtime.engine_client import Host
+from ..runtime.engine_client import EngineClient
 from ..serving.serving_context import Settings
 from .app import create_app
 from .connection import connection_class, reserve_files
@@ -51,7 +51,7 @@ class Listen:
     observing: Observing = field(default_factory=Observing)
 
 
-def run(llm: Host, listen: Listen) -> int:
+def run(llm: EngineClient, listen: Listen) -> int:
     """Serve until a signal; the process's exit code. Blocking."""
     configure(listen.log_level, listen.log_format)
     faulthandler.enable(file=STDERR)
@@ -76,7 +76,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(llm: Host, listen: Listen, keeper: Keeper) -> int:
+async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
     reserve_files(listen.settings.limits)
     config = uvicorn_config(llm, listen)
     try:
@@ -120,7 +120,7 @@ def _is_stale(path: Path) -> bool:
 
 
 async def _serve_on(
-    sock: socket.socket, server: _Server, llm: Host, listen: Listen, keeper: Keeper
+    sock: socket.socket, server: _Server, llm: EngineClient, listen: Listen, keeper: Keeper
 ) -> None:
     listen.observing.metrics.num_connections = lambda: len(server.server_state.connections)
     try:
@@ -132,7 +132,7 @@ async def _serve_on(
         await llm.close()
 
 
-def uvicorn_config(llm: Host, listen: Listen) -> uvicorn.Config:
+def uvicorn_config(llm: EngineClient, listen: Listen) -> uvicorn.Config:
     """The app behind uvicorn, with every limit on what a client may hold."""
     settings = listen.settings
     return uvicorn.Config(
@@ -153,13 +153,13 @@ def uvicorn_config(llm: Host, listen: Listen) -> uvicorn.Config:
     )
 
 
-def _announce(llm: Host, listen: Listen, address: str) -> None:
+def _announce(llm: EngineClient, listen: Listen, address: str) -> None:
     name = _name(llm, listen)
     line = announcement(f"foretoken {__version__} serves {name} on {address}", listen.log_format)
     print(line, file=sys.stderr, flush=True)
 
 
-def _name(llm: Host, listen: Listen) -> str:
+def _name(llm: EngineClient, listen: Listen) -> str:
     return listen.settings.served_name or llm.built.name
 
 

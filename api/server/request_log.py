@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
-from uuid import uuid4
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from ..anthropic.errors import error_response, is_messages
-from ..types.request_context import CONTEXT, RequestContext
+from ..types.request_context import CONTEXT, RequestContext, header, random_id
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -84,10 +82,9 @@ class RequestLog:
     async def _pass_on(self, context: RequestContext, receive: Receive, send: Send) -> None:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                _name(headers, context.scope)
                 context.status = message["status"]
-                context.streams = headers.get("content-type", "").startswith("text/event-stream")
+                context.streams = header(message, b"content-type").startswith("text/event-stream")
+                message["headers"] = [*message["headers"], *_names(context.scope)]
                 self._counts.responded(context)
             await send(message)
 
@@ -107,7 +104,7 @@ def refusal_of(scope: Scope, error: ApiError) -> Response:
     """The answer to a request that no layer may have seen yet."""
     identify(scope)
     answer = error_response(scope, error)
-    _name(answer.headers, scope)
+    answer.raw_headers += _names(scope)
     return answer
 
 
@@ -115,12 +112,15 @@ def identify(scope: Scope) -> str:
     """The id of a request: its caller's own, or one that stays."""
     state: dict[str, str] = scope.setdefault("state", {})
     if "request_id" not in state:
-        given = Headers(scope=scope).get("x-request-id", "")
-        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+        given = header(scope, b"x-request-id")
+        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{random_id()}"
     return state["request_id"]
 
 
-def _name(headers: MutableHeaders, scope: Scope) -> None:
-    headers["x-request-id"] = identify(scope)
+def _names(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Header fields of the answer that carry the request's id."""
+    request_id = identify(scope).encode("latin-1")
+    fields = [(b"x-request-id", request_id)]
     if is_messages(scope["path"]):  # whose clients know it by another name
-        headers["request-id"] = identify(scope)
+        fields.append((b"request-id", request_id))
+    return fields

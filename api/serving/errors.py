@@ -138,7 +138,8 @@ def bad_json(error: Exception) -> ApiError:
 
 def _param(message: str) -> str | None:
     path, field = _PATH.search(message), _FIELD.search(message)
-    names = [path["path"] if path else "", field["name"] if field else ""]
+    place = path["path"].replace("[...]", "") if path else ""  # of a mapping's value
+    names = [place, field["name"] if field else ""]
     return ".".join(name for name in names if name) or None
 
 

@@ -13,9 +13,9 @@ from starlette.types import Receive
 
 from ...core.errors import InvalidRequest
 from ..runtime.chat import Turns
-from ..runtime.engine_client import Host
+from ..runtime.engine_client import EngineClient
 from ..runtime.normalize import SteadyTurns
-from ..types.request_context import arrival, note_arrival, origin, seconds_left
+from ..types.request_context import arrival, header, note_arrival, origin, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .json_depth import Excess, find_excess
 from .limits import Limits
@@ -56,7 +56,9 @@ class Settings:
 class Service:
     """The model behind the routes."""
 
-    def __init__(self, llm: Host, settings: Settings, metrics: ServerMetrics | None = None) -> None:
+    def __init__(
+        self, llm: EngineClient, settings: Settings, metrics: ServerMetrics | None = None
+    ) -> None:
         self.llm = llm
         llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
@@ -172,7 +174,7 @@ async def _read_in_time(request: Request, limits: Limits) -> bytes:
 async def _read(request: Request, limits: Limits) -> bytes:
     """What a client still sends behind a refusal is heard out by its connection."""
     limit, size = limits.max_body_bytes, 0
-    if int(request.headers.get("content-length", "0")) > limit:
+    if int(header(request.scope, b"content-length") or 0) > limit:
         raise _too_large(limits)
     chunks: list[bytes] = []
     async for chunk in request.stream():

@@ -18,6 +18,7 @@ from ..types.request_context import TOO_LATE, note_error
 from .errors import ApiError, ClientGone, to_api_error
 
 logger = logging.getLogger(__name__)
+encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 PING_SECONDS = 10.0
@@ -30,7 +31,7 @@ HEADERS = {
 
 def event(payload: object) -> bytes:
     """One event that carries JSON."""
-    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+    return b"data: %b\n\n" % encode(payload)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -49,6 +50,7 @@ class UnlessGone:
         self._receive = receive
         self._timeout = asyncio.timeout(seconds)
         self._is_gone = False
+        self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
@@ -61,7 +63,11 @@ class UnlessGone:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._watcher.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            # A cancelled task keeps its traceback, and so this block: a block that kept the task
+            # would hold the whole request in memory until the next collection of garbage.
+            self._watcher = None
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError:

@@ -1,6 +1,6 @@
-"""Closing a form in time: which tokens leave room for the shortest end of an answer.
+"""Closing structured output in time: which tokens leave room for the shortest end of an answer.
 
-Near the limit of a request's tokens, the mask of a grammar keeps only tokens behind which the form
+Near the limit of a request's tokens, the mask of a grammar keeps only tokens after which the output
 can still be completed and ended: a JSON object closes instead of being cut in the middle of a
 string. The end is found by a walk on the matcher that closes what is open, so its length is an
 upper bound, and it is counted in tokens and steps, never in time. What is allowed is a function of
@@ -158,7 +158,7 @@ class Closer:
     def narrow(
         self, matcher: LLMatcher, mask: NDArray[np.bool_], place: int, num_left: int, zone: int
     ) -> bool:
-        """Ban every token behind which the form cannot end in time; whether any was banned.
+        """Ban every token after which the output cannot end in time; whether any was banned.
 
         ``mask`` [vocab] allows what the grammar does, stop tokens aside, and is changed in place.
         ``place``: tokens of the answer so far. ``num_left``: tokens that may still come, the stop
@@ -215,7 +215,7 @@ class Closer:
         return np.array(late, dtype=np.int64)
 
     def _is_in_time(self, at: _At, token_id: int) -> bool:
-        """Whether the form can be completed in time behind this token.
+        """Whether the output can be completed in time after this token.
 
         Mostly the end that is known already still fits behind it.
         """

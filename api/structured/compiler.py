@@ -108,7 +108,7 @@ class Grammars:
         Raises `InvalidRequest` naming the field for one that is wrong, too big or too slow, and
         `QueueFull` where too many wait.
         """
-        if (field := params.form) is None:
+        if (field := params.structured_field) is None:
             return None
         source = source_text(field, getattr(params, field))
         if self._vocabulary is None:
@@ -182,7 +182,7 @@ def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLToken
 
 
 def compile_grammar(field: str, source: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compile the text of a form. Raises `InvalidRequest`.
+    """Compile the text of a grammar. Raises `InvalidRequest`.
 
     Also asks for the first two masks: so an impossible grammar shows, and copies begin warm.
     """

@@ -269,7 +269,9 @@ def _now(form: str) -> str:
 
 @lru_cache(maxsize=16)
 def _compiled(text: str) -> Template:
-    return _environment().from_string(text)
+    template = _environment().from_string(text)
+    template.globals = dict(template.globals)  # a ChainMap, which every rendering would walk
+    return template
 
 
 @lru_cache(maxsize=1)

@@ -212,14 +212,18 @@ class AnswerText:
 
     def take(self, *, final: bool = False) -> str:
         """The text that is certain and was not taken yet; with ``final`` all that is left."""
-        whole = "".join(self._parts)
+        parts = self._parts
+        whole = parts[0] if len(parts) == 1 else "".join(parts)
         held = 0
         if final and not self._stopped:
             whole += self._detokenizer.flush()
         elif not final and not self._stopped and self._stops is not None:
             held = self._stops.held
+        if not held:
+            parts.clear()
+            return whole
         shown = len(whole) - held
-        self._parts = [whole[shown:]] if held else []
+        self._parts = [whole[shown:]]
         return whole[:shown]
 
 

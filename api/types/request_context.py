@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -116,6 +118,19 @@ forget to pass it on.
 """
 
 
+def random_id() -> str:
+    """32 hexadecimal digits that no other id has."""
+    return os.urandom(16).hex()
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The first header field of this name, which is in lower case; "" without one."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return ""
+
+
 def note_arrival(num_bytes: int) -> None:
     """The body of this request has arrived; its deadlines count from here."""
     context = CONTEXT.get()
@@ -169,7 +184,12 @@ def caller_of(key: str | bytes) -> bytes:
 
 def owner_of(cache_salt: str | None) -> Owner:
     """The owner of responses and prompts that the caller may read: its key and this salt."""
-    return hashlib.sha256(msgspec.json.encode((caller().hex(), cache_salt))).digest()
+    return _owner_of(caller(), cache_salt)
+
+
+@lru_cache(maxsize=1024)
+def _owner_of(caller: bytes, cache_salt: str | None) -> Owner:
+    return hashlib.sha256(msgspec.json.encode((caller.hex(), cache_salt))).digest()
 
 
 def tenant_of(cache_salt: str | None) -> str | None:

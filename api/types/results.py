@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Struct
 
 from ...core.errors import ForetokenError
 from ...core.interface.request import Usage
@@ -55,8 +56,7 @@ def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str
     return message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallDelta:
+class CallDelta(Struct, frozen=True, kw_only=True):
     """What is added to a call; ``id`` and ``name`` stand in its first delta alone."""
 
     index: int
@@ -65,8 +65,7 @@ class CallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(Struct, frozen=True, kw_only=True):
     """What one step, or several that a slow reader missed, adds to an answer.
 
     ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
@@ -77,14 +76,14 @@ class TextDelta:
 
     text: str
     token_ids: list[int]
-    sources: list[str] = field(default_factory=list)
+    sources: list[str] = []
     index: int = 0
     finish_reason: str | None = None  # "stop", "length" or "abort", in the last delta of a choice
     stop_reason: int | str | None = None  # the stop token id or the stop string
     logprobs: list[TokenLogprob] | None = None  # one per token id, when asked for
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = []
     reasoning: str = ""
-    tool_calls: list[CallDelta] = field(default_factory=list)
+    tool_calls: list[CallDelta] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,11 @@ from ...core.interface.sampling_params import (
     MAX_INT,
     TokenSamplingParams,
     as_tuple,
+    check_bounds,
     check_integer,
     check_number,
     require,
+    with_defaults,
 )
 
 MAX_N = 16
@@ -25,7 +27,8 @@ MAX_PREDICTION_CHARS = 2**17
 MAX_PREDICTION_IDS = 2**16
 MAX_GRAMMAR_CHARS = 2**18  # of json_schema, regex, grammar, or all of choice
 MAX_CHOICES = 4096
-FORMS = ("json_schema", "regex", "grammar", "choice")  # one at most
+NO_TEXTS: tuple[str, ...] = ()
+STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # one at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,7 @@ class SamplingParams(TokenSamplingParams):
     these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
     wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
     One of ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and
-    ``choice`` may give the answer its form. Such an answer ends where it is complete, whatever
+    ``choice`` may ask for structured output. Such an answer ends where it is complete, whatever
     ``ignore_eos`` and ``min_tokens`` say. Near the limit of its tokens, an answer with a
     ``json_schema`` or a ``choice`` is left only tokens that let it be completed in time, unless
     ``close_early`` is False.
@@ -48,10 +51,10 @@ class SamplingParams(TokenSamplingParams):
     """
 
     n: int = 1
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] = NO_TEXTS
     ignore_eos: bool = False
     seed: int | None = None
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] = NO_TEXTS
     json_schema: Mapping[str, object] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -71,43 +74,42 @@ class SamplingParams(TokenSamplingParams):
         self._check_strings()
         self._check_prediction()
         self._check_speculation()
-        self._check_form()
+        self._check_structured_output()
 
     @property
-    def form(self) -> str | None:
-        """The field that gives the answer its form, if there is one."""
-        return next((name for name in FORMS if getattr(self, name) is not None), None)
+    def structured_field(self) -> str | None:
+        """The field that asks for structured output, if one does."""
+        return next((name for name in STRUCTURED_FIELDS if getattr(self, name) is not None), None)
 
     def _normalise(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", as_tuple("stop", stop))
-        object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words))
+        if self.stop is not NO_TEXTS:
+            stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+            object.__setattr__(self, "stop", as_tuple("stop", stop))
+        if self.bad_words is not NO_TEXTS:
+            object.__setattr__(self, "bad_words", as_tuple("bad_words", self.bad_words))
         if self.choice is not None:
             object.__setattr__(self, "choice", as_tuple("choice", self.choice))
         if self.prediction is not None and not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", as_tuple("prediction", self.prediction))
 
     def _check_numbers_of_request(self) -> None:
-        check_integer("n", self.n, 1, MAX_N)
-        check_integer("priority", self.priority, -(2**31), 2**31 - 1)
+        check_bounds(self, BOUNDS)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", "must be true or false")
         require(isinstance(self.close_early, bool), "close_early", "must be true or false")
-        if self.seed is not None:
-            check_integer("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.deadline is not None:
-            check_number("deadline", self.deadline, 0.0, 1e9)
 
     def _check_strings(self) -> None:
-        require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS}")
-        require(len(self.bad_words) <= MAX_WORDS, "bad_words", f"takes at most {MAX_WORDS}")
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
+        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_WORDS)):
+            texts = getattr(self, name)
+            if not texts:
+                continue
+            require(len(texts) <= most, name, f"takes at most {most}")
+            for text in texts:
                 fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
                 require(fits, name, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
-        salt = self.cache_salt
-        require(salt is None or isinstance(salt, str), "cache_salt", "must be a string")
-        require(salt is None or 0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
-        require(salt is None or _is_unicode(salt), "cache_salt", "must be valid Unicode")
+        if (salt := self.cache_salt) is not None:
+            require(isinstance(salt, str), "cache_salt", "must be a string")
+            require(0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
+            require(_is_unicode(salt), "cache_salt", "must be valid Unicode")
 
     def _check_prediction(self) -> None:
         prediction = self.prediction
@@ -122,9 +124,11 @@ class SamplingParams(TokenSamplingParams):
             check_integer("prediction", min(prediction), 0, MAX_INT)
             check_integer("prediction", max(prediction), 0, MAX_INT)
 
-    def _check_form(self) -> None:
+    def _check_structured_output(self) -> None:
         """Check types and sizes; the content is checked when it is compiled."""
-        given = [name for name in FORMS if getattr(self, name) is not None]
+        given = [name for name in STRUCTURED_FIELDS if getattr(self, name) is not None]
+        if not given:
+            return
         if len(given) > 1:
             raise InvalidRequest(f"{given[1]} cannot go with {given[0]}", param=given[1])
         schema = self.json_schema
@@ -142,6 +146,17 @@ class SamplingParams(TokenSamplingParams):
             require(depth in ("auto", "off"), "speculation", "must be 'auto', 'off' or a depth")
         elif depth is not None:
             check_integer("speculation", depth, 0, MAX_DEPTH)
+
+
+BOUNDS = with_defaults(
+    SamplingParams,
+    (
+        ("n", check_integer, 1, MAX_N),
+        ("priority", check_integer, -(2**31), 2**31 - 1),
+        ("seed", check_integer, -(2**63), 2**64 - 1),
+        ("deadline", check_number, 0.0, 1e9),
+    ),
+)
 
 
 def _is_unicode(text: str) -> bool:

@@ -38,7 +38,7 @@ NUM_STREAMS = 32
 CONNECTIONS = 16
 MESSAGES = [{"role": "user", "content": "Say a word."}]
 TOKEN_IDS = list(range(100, 108))
-AIMS = {"chats_per_second_ratio": " (aim: at least 0.7)", "added_token_ms": " (aim: under 0.2)"}
+AIMS = {"added_chat_cpu_ms": " (aim: at most 0.35)", "added_token_cpu_us": " (aim: at most 25)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +181,21 @@ def ratio(ours: Sequence[float], bare: Sequence[float]) -> Spread:
     return Spread.of([one / other for one, other in zip(ours, bare, strict=True)])
 
 
+def added(ours: Sequence[float], bare: Sequence[float]) -> Spread:
+    """Ours less the other, round by round."""
+    return Spread.of([one - other for one, other in zip(ours, bare, strict=True)])
+
+
 def summary(ours: Rounds, bare: Rounds) -> dict[str, Spread]:
     """The figures that there are aims for, and the same by processor time, which noise spares."""
-    added = [one - other for one, other in zip(ours.medians, bare.medians, strict=True)]
     return {
         "chats_per_second_ratio": ratio(ours.rates[CHAT], bare.rates[CHAT]),
         "chats_per_cpu_second_ratio": ratio(bare.cpu[CHAT], ours.cpu[CHAT]),
         "token_id_requests_per_second_ratio": ratio(ours.rates[TEXT], bare.rates[TEXT]),
         "token_id_requests_per_cpu_second_ratio": ratio(bare.cpu[TEXT], ours.cpu[TEXT]),
-        "added_token_ms": Spread.of(added),
+        "added_chat_cpu_ms": added(ours.cpu[CHAT], bare.cpu[CHAT]),
+        "added_token_cpu_us": added(ours.token_cpu, bare.token_cpu),
+        "added_token_ms": added(ours.medians, bare.medians),
     }
 
 

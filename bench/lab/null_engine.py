@@ -7,6 +7,7 @@ of them are there; GET /ticks tells when that was.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import socket
 import time
@@ -23,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...api.runtime.engine_client import Host
+from ...api.runtime.engine_client import EngineClient
 from ...api.server.process import Listen, uvicorn_config
 from ...api.text.tokenizer import Tokenizer
 from ...core.engine.inbox import TokenStream
@@ -72,7 +73,7 @@ class Clock:
 
 
 class NullEngine:
-    """What a `Host` needs of an engine; says a word again and again, and computes nothing."""
+    """What an `EngineClient` needs of an engine; repeats one word and computes nothing."""
 
     def __init__(self, clock: Clock, token_id: int) -> None:
         self.alive = True
@@ -132,8 +133,9 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
         max_model_len=4096,
         eos_token_ids=frozenset({0}),
     )
-    llm = Host.from_built(cast("Any", built))
+    llm = EngineClient.from_built(cast("Any", built))
     await llm.start()
+    gc.freeze()  # as the server does
     config = uvicorn_config(llm, Listen(log_level="warning"))
     config.app = clock.before(cast("ASGIApp", config.app))
     await uvicorn.Server(config).serve([sock])

@@ -138,7 +138,7 @@ class FinishRate:
 
 
 class TokenStream:
-    """Async iterator over the `Delta`s of one request.
+    """Async iterator over the `Delta`s of one request, for one reader.
 
     The engine never waits for a reader: deltas that are not read yet are merged, so a slow reader
     costs one slot. The last delta has a finish reason; a failed request raises its error instead.
@@ -148,7 +148,7 @@ class TokenStream:
         self.request = request
         self._slot: Delta | None = None
         self._ended = False  # the terminal delta was pushed; nothing may follow
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of a reader that has nothing to read
 
     @property
     def ended(self) -> bool:
@@ -164,7 +164,9 @@ class TokenStream:
         else:
             self._slot.merge(delta)
         self._ended = delta.terminal
-        self._arrived.set()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -173,8 +175,8 @@ class TokenStream:
         while self._slot is None:
             if self._ended:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         delta, self._slot = self._slot, None
         if delta.error is None:
             return delta

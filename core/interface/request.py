@@ -100,7 +100,7 @@ class Usage:
     steps_by_accepted: dict[int, int] = field(default_factory=dict)  # a histogram
     accepted_prediction_tokens: int = 0  # of the caller's prediction: they stand in the answer
     rejected_prediction_tokens: int = 0  # of the caller's prediction: they do not
-    closed_early: bool = False  # the form had fewer ways to go on near the limit, to end in time
+    closed_early: bool = False  # structured output was closed to end within its tokens
     queue_time: float = 0.0
     time_to_first_token: float = 0.0
     total_time: float = 0.0

@@ -1,15 +1,15 @@
 """TokenSamplingParams: the sampling options that concern token ids and logits, checked once.
 
-The API's `SamplingParams` adds what concerns text: stop strings, forms of the answer, predictions.
+The API's `SamplingParams` adds what concerns text: stop strings, structured output, predictions.
 What the answer may consist of reaches the core as a `Constraint`: it knows token ids, no grammar.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
 
 from ..errors import InvalidRequest
 
@@ -18,6 +18,20 @@ MAX_BIASED_TOKENS = 1024
 MAX_LISTED = 1024  # stop_token_ids
 MAX_ALLOWED = 2**14
 MAX_INT = 2**31 - 1
+NO_IDS: tuple[int, ...] = ()
+
+
+CheckNumber = Callable[[str, object, float, float], None]
+
+
+class Bound(NamedTuple):
+    """The range of a number."""
+
+    name: str
+    check: CheckNumber
+    low: float
+    high: float
+    default: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +49,7 @@ class TokenSamplingParams:
     min_p: float = 0.0
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = NO_IDS
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
@@ -46,44 +60,50 @@ class TokenSamplingParams:
 
     def __post_init__(self) -> None:
         """Normalise sequences to tuples and check every field."""
-        object.__setattr__(self, "stop_token_ids", as_tuple("stop_token_ids", self.stop_token_ids))
+        if self.stop_token_ids is not NO_IDS:
+            ids = as_tuple("stop_token_ids", self.stop_token_ids)
+            object.__setattr__(self, "stop_token_ids", ids)
         if self.allowed_token_ids is not None:
             ids = as_tuple("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", ids)
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         self._check_numbers()
-        self._check_optional_numbers()
         self._check_token_ids()
 
     def _check_numbers(self) -> None:
-        check_number("temperature", self.temperature, 0.0, 100.0)
-        check_number("top_p", self.top_p, 0.0, 1.0)
+        check_bounds(self, BOUNDS)
         require(self.top_p > 0, "top_p", "must be above 0")
-        check_integer("top_k", self.top_k, -1, MAX_INT)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_integer("min_tokens", self.min_tokens, 0, MAX_INT)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-
-    def _check_optional_numbers(self) -> None:
         if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, MAX_INT)
             fits = self.min_tokens <= self.max_tokens
             require(fits, "min_tokens", "must not exceed max_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _check_token_ids(self) -> None:
         for name, most in (("stop_token_ids", MAX_LISTED), ("allowed_token_ids", MAX_ALLOWED)):
-            ids = getattr(self, name) or ()
+            ids = getattr(self, name)
+            if not ids:
+                continue
             require(len(ids) <= most, name, f"takes at most {most}")
             for token_id in ids:
                 check_integer(name, token_id, 0, MAX_INT)
         if self.allowed_token_ids is not None:
             require(len(self.allowed_token_ids) > 0, "allowed_token_ids", "must not be empty")
+
+
+def with_defaults(
+    owner: type, bounds: Iterable[tuple[str, CheckNumber, float, float]]
+) -> tuple[Bound, ...]:
+    """Bounds of a dataclass's fields, each with the field's default."""
+    defaults = {each.name: each.default for each in fields(owner)}
+    return tuple(Bound(*bound, defaults[bound[0]]) for bound in bounds)
+
+
+def check_bounds(params: object, bounds: Iterable[Bound]) -> None:
+    """Raise `InvalidRequest` for a field outside its bounds; defaults are within them."""
+    for name, check, low, high, default in bounds:
+        value = getattr(params, name)
+        if value is not default:
+            check(name, value, low, high)
 
 
 def require(holds: bool, param: str, message: str) -> None:
@@ -101,11 +121,12 @@ def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
         raise InvalidRequest(f"{param} must be a list", param=param) from None
 
 
-def check_integer(param: str, value: object, low: int, high: int) -> None:
+def check_integer(param: str, value: object, low: float, high: float) -> None:
     """Raise `InvalidRequest` unless ``value`` is an integer from ``low`` to ``high``."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     require(is_int, param, "must be an integer")
-    require(low <= value <= high, param, f"must be from {low} to {high}")  # type: ignore[operator]
+    if not low <= value <= high:  # type: ignore[operator]
+        raise InvalidRequest(f"{param} must be from {low} to {high}", param=param)
 
 
 def check_number(param: str, value: object, low: float, high: float) -> None:
@@ -113,7 +134,26 @@ def check_number(param: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     require(is_number, param, "must be a number")
     # NaN fails every comparison, so it is refused here as well.
-    require(low <= value <= high, param, f"must be from {low} to {high}")  # type: ignore[operator]
+    if not low <= value <= high:  # type: ignore[operator]
+        raise InvalidRequest(f"{param} must be from {low} to {high}", param=param)
+
+
+BOUNDS = with_defaults(
+    TokenSamplingParams,
+    (
+        ("temperature", check_number, 0.0, 100.0),
+        ("top_p", check_number, 0.0, 1.0),
+        ("top_k", check_integer, -1, MAX_INT),
+        ("min_p", check_number, 0.0, 1.0),
+        ("max_tokens", check_integer, 1, MAX_INT),
+        ("min_tokens", check_integer, 0, MAX_INT),
+        ("presence_penalty", check_number, -2.0, 2.0),
+        ("frequency_penalty", check_number, -2.0, 2.0),
+        ("repetition_penalty", check_number, 0.01, 100.0),
+        ("logprobs", check_integer, 0, MAX_LOGPROBS),
+        ("prompt_logprobs", check_integer, 0, MAX_LOGPROBS),
+    ),
+)
 
 
 def _bias(bias: Mapping[int, float]) -> dict[int, float]:

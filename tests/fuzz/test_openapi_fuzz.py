@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator
 from schemathesis import GenerationMode, checks
 
 from foretoken.api.server.openapi import EVENTS, OPERATIONS
-from foretoken.api.types.sampling_params import FORMS
+from foretoken.api.types.sampling_params import STRUCTURED_FIELDS
 from fuzz.conftest import Effort
 from fuzz.inprocess import App
 from fuzz.shapes import check_refusal
@@ -108,7 +108,7 @@ def _steer(case: schemathesis.Case, known: dict[str, str]) -> None:
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
             body["model"] = None
-        for name in [form for form in FORMS if body.get(form) is not None][1:]:
+        for name in [form for form in STRUCTURED_FIELDS if body.get(form) is not None][1:]:
             del body[name]
         if "/responses" in case.path and known:
             body.pop("previous_response_id", None)

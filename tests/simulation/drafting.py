@@ -156,7 +156,7 @@ class FaultySpeculator:
 
 
 class Forks(FixedDepth):
-    """Guesses several ways for each request, right ones and wrong ones, as free sources do."""
+    """Drafts several ways for each request, right and wrong, as model-free sources do."""
 
     def __init__(self, depth: int, rng: random.Random) -> None:
         super().__init__(depth)

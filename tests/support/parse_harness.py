@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from foretoken.api.parsing.events import (
+from foretoken.api.parsing.output_format import Syntax
+from foretoken.api.parsing.output_parser import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -13,9 +14,8 @@ from foretoken.api.parsing.events import (
     OutputParser,
     Thought,
     Words,
+    merged,
 )
-from foretoken.api.parsing.input_buffer import merged
-from foretoken.api.parsing.output_format import Syntax
 from foretoken.api.types.results import Tool
 
 WEATHER = Tool(

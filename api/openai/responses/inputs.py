@@ -10,12 +10,11 @@ import msgspec
 
 from ....core.errors import InvalidRequest
 from ..schema import Message
-from .schema import Item, Part
+from .schema import TEXT_PARTS, Item, Part
 
 Lookup = Callable[[str], Item | None]
 """Finds a kept item by its id."""
 
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 

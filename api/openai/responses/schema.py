@@ -6,9 +6,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..schema import NumTop, Positive, Prediction, Sampling
+from ..schema import Guess, NumTop, One, Positive, Prediction, Sampling
 
 MAX_METADATA = 16
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+ITEM_TYPES = (
+    "message", "reasoning", "item_reference", "function_call", "function_call_output",
+    "custom_tool_call", "custom_tool_call_output",
+)  # fmt: skip
+# Strings with an error of our own for others: it names the item.
+PartType = Annotated[str, Meta(extra_json_schema={"enum": [*TEXT_PARTS, "refusal"]})]
+ItemType = Annotated[str, Meta(extra_json_schema={"enum": [*ITEM_TYPES]})]
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
@@ -19,7 +27,7 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METAD
 class Part(Struct, kw_only=True, omit_defaults=True):
     """A part of a message, of a tool's output, or of a thought; only text is served."""
 
-    type: str
+    type: PartType
     text: str | None = None
     refusal: str | None = None
 
@@ -27,7 +35,7 @@ class Part(Struct, kw_only=True, omit_defaults=True):
 class Item(Struct, kw_only=True, omit_defaults=True):
     """One input item. ``type`` says which of the other fields belong to it."""
 
-    type: str | None = None  # none: a message, or with an id alone a reference
+    type: ItemType | None = None  # none: a message, or with an id alone a reference
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -91,6 +99,7 @@ class Reasoning(Struct, kw_only=True):
 class ResponsesRequest(Sampling, kw_only=True):
     """Body of /v1/responses, and of /v1/responses/input_tokens."""
 
+    n: One | None = None
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -108,7 +117,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     # extensions
-    prediction: Prediction | str | None = None
+    prediction: Prediction | Guess | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # known and refused
     background: Any = None

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ....api.build.model_files import BUILTIN, checked_smollm2
-from ....api.text.gguf_tokenizer import load_gguf_tokenizer
+from ....api.text.tokenizer import load_gguf_tokenizer
 from ...real_tasks import prompts
 from ...shapes import llama32_1b, qwen3_06b, qwen25_05b, write_pair
 

@@ -245,7 +245,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
             "messages[0].content[0]: thinking",
         ),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
-        ({"stop_sequences": [""]}, "stop_sequences takes"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"tools": [{"name": "x"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),

@@ -1,4 +1,4 @@
-"""``draft=PATH``: a head is recognised, serves beside the free sources and changes no token."""
+"""``draft=PATH``: a head is recognised, serves beside the model-free sources and changes no token."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ IMAGE = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "im
     [
         ({"messages": [SYSTEM, IMAGE]}, "branches[1].messages[1].content[1]"),
         ({"top_p": 7.0}, "branches[1].top_p"),
-        ({"stop": [""]}, "branches[1].stop"),
+        ({"stop": [""]}, "branches[1].stop[0]"),
         (user("x" * 4000), "branches[1].messages"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -358,7 +358,8 @@ def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"stop": [""]}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"logit_bias": {"7": 101}}, "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
@@ -387,7 +388,7 @@ def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
         ({"extra_body": {"speculation": "sometimes"}}, "speculation"),
         ({"extra_body": {"deadline_ms": -1}}, "deadline_ms"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
-        ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids"),
+        ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids[0]"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
         ({"messages": [*TALK, {"role": "user", "content": [

@@ -7,9 +7,8 @@ import json
 import openai
 import pytest
 
-from foretoken.api.openai.messages_in import plain_messages
-from foretoken.api.openai.schema import Message
-from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd, Words
+from foretoken.api.openai.schema import Message, plain_messages
+from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Words
 from foretoken.api.runtime.chat import TurnReader
 from foretoken.api.runtime.chat_types import TurnChoice, TurnDelta
 from foretoken.api.runtime.generation import _Part

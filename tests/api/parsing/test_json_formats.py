@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd
+from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd
 from support.parse_harness import TOOLS, Read, parse, read, syntax
 
 PARIS = '{"city": "Paris"}'

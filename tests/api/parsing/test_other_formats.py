@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from foretoken.api.parsing.events import CallArguments, CallBegin
+from foretoken.api.parsing.output_parser import CallArguments, CallBegin
 from foretoken.api.types.results import Tool
 from support.parse_harness import TOOLS, Read, read, syntax
 

@@ -6,9 +6,9 @@ import pytest
 
 from foretoken import InvalidRequest, SamplingParams
 from foretoken.api.build.model_files import BUILTIN
-from foretoken.api.parsing.events import CallBegin, Words
 from foretoken.api.parsing.families import FAMILIES
 from foretoken.api.parsing.output_format import TOOL_PARSERS, Syntax, check_tools
+from foretoken.api.parsing.output_parser import CallBegin, Words
 from foretoken.api.types.results import Tool, ToolChoice
 from support.parse_harness import WEATHER, F, parse, syntax
 

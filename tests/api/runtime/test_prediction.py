@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from foretoken import InvalidRequest, SamplingParams
-from foretoken.api.runtime.prediction import count_standing
+from foretoken.api.runtime.generation import count_standing
 from foretoken.api.text.chat_template import INLINE_CHARS
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.api.types.sampling_params import MAX_PREDICTION_CHARS, MAX_PREDICTION_IDS

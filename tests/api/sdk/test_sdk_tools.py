@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from foretoken import Choice, ForetokenError, InvalidRequest, SamplingParams, ToolCall
-from foretoken.api.parsing.events import CallArguments, CallBegin, CallEnd, Thought, Words
+from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Thought, Words
 from foretoken.api.runtime.chat import Turn, Turns
 from foretoken.api.runtime.chat_types import Ask
 from foretoken.api.sdk.async_llm import Asking

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import threading
 import time
+import weakref
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ import pytest
 
 import foretoken
 from foretoken.api.server.connection import Connection
-from foretoken.api.serving.sse import EventStream
+from foretoken.api.serving.sse import EventStream, UnlessGone
 
 SECONDS = 10
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -620,6 +622,27 @@ def test_a_stream_that_was_never_begun_is_closed_too():
     stream = EventStream(events(), close=lambda: ended.append("closed"))
     asyncio.run(stream({}, gone_at_once, send))
     assert ended == ["closed"]
+
+
+def test_a_finished_request_is_freed_without_a_collection_of_garbage():
+    freed = []
+
+    async def body():
+        async def stays():
+            await asyncio.Event().wait()
+
+        async with UnlessGone(stays) as block:
+            weakref.finalize(block, freed.append, "block")
+            await asyncio.sleep(0)  # the watcher begins
+        del block
+        await asyncio.sleep(0)  # it is cancelled
+        return list(freed)
+
+    gc.disable()
+    try:
+        assert asyncio.run(body()) == ["block"]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

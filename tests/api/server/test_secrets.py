@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from foretoken.api.runtime.engine_client import Host
+from foretoken.api.runtime.engine_client import EngineClient
 from foretoken.api.runtime.generation import Answer
 from foretoken.api.runtime.prompt_history import PromptLog
 from foretoken.api.serving.serving_context import Service
@@ -75,8 +75,8 @@ def test_no_other_route_tells_what_went_wrong_inside(http, monkeypatch, method, 
     for owner, name in (
         (Service, "model"),
         (Service, "outage"),
-        (Host, "engine"),
-        (Host, "tokenizer"),
+        (EngineClient, "engine"),
+        (EngineClient, "tokenizer"),
     ):
         monkeypatch.setattr(owner, name, property(fail))
     monkeypatch.setattr(PromptLog, "find", fail)

@@ -15,7 +15,7 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.api.parsing.output_format import Syntax
-from foretoken.api.runtime.preprocess import form_limit
+from foretoken.api.runtime.preprocess import closing_limit
 from foretoken.api.structured.compiler import Grammars
 from foretoken.api.structured.matcher import Grammar, GrammarMatcher
 from foretoken.api.text.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def test_free_words_may_be_cut_but_a_call_that_has_begun_closes(bench: Bench) ->
 
 
 @pytest.mark.parametrize(
-    ("params", "is_form", "limit"),
+    ("params", "needs_closing", "limit"),
     [
         ({"max_tokens": 5}, True, 5),
         ({}, True, 90),
@@ -194,5 +194,5 @@ def test_free_words_may_be_cut_but_a_call_that_has_begun_closes(bench: Bench) ->
         ({"max_tokens": 5}, False, None),
     ],
 )
-def test_when_a_form_is_to_close(params, is_form, limit) -> None:
-    assert form_limit(SamplingParams(**params), 10, 100, is_form=is_form) == limit
+def test_when_a_form_is_to_close(params, needs_closing, limit) -> None:
+    assert closing_limit(SamplingParams(**params), 10, 100, needs_closing=needs_closing) == limit

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 import pytest
 
 from foretoken.api.parsing.families import FAMILIES
-from foretoken.api.parsing.input_buffer import ReaderParser
+from foretoken.api.parsing.output_parser import ReaderParser
 from foretoken.api.parsing.reasoning import THINK, ThinkingState, thinking_parser
 from foretoken.api.runtime.normalize import steady
 from foretoken.api.serving.errors import _param

@@ -7,17 +7,17 @@ from ..mutation import Mutation
 MUTATIONS = (
     Mutation(
         "owners-forget-the-key",
-        "owner_of",
-        "msgspec.json.encode((caller().hex(), cache_salt))",
+        "_owner_of",
+        "msgspec.json.encode((caller.hex(), cache_salt))",
         "msgspec.json.encode(cache_salt)",
         ("test_the_prompt_of_another_key_is_not_known",),
         "nobody reads what another key has kept",
     ),
     Mutation(
         "owners-forget-the-salt",
-        "owner_of",
-        "msgspec.json.encode((caller().hex(), cache_salt))",
-        "msgspec.json.encode(caller().hex())",
+        "_owner_of",
+        "msgspec.json.encode((caller.hex(), cache_salt))",
+        "msgspec.json.encode(caller.hex())",
         ("test_nobody_reads_what_another_key_or_salt_has_kept",),
         "nobody reads what another salt has kept",
     ),

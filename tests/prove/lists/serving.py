@@ -264,8 +264,8 @@ MUTATIONS = (
     Mutation(
         "gate-takes-two-lengths",
         "Gate._malformed",
-        'if "transfer-encoding" in headers and (',
-        'if "transfer-encoding" in headers and not headers and (',
+        'if b"transfer-encoding" in names and (',
+        'if b"transfer-encoding" in names and not names and (',
         ("test_a_body_with_two_lengths_is_refused_and_the_connection_closed",),
         "Content-Length together with Transfer-Encoding is refused",
     ),

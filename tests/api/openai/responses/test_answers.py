@@ -162,7 +162,7 @@ REFUSED = [
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"truncation": "yes"}, "truncation"),
-    ({"metadata": {"a": 1}}, "metadata[...]"),
+    ({"metadata": {"a": 1}}, "metadata"),
 ]
 
 

@@ -6,9 +6,9 @@ import msgspec
 import openai
 import pytest
 
-from foretoken.api.openai.messages_in import plain_messages
 from foretoken.api.openai.responses.inputs import read_items, to_messages
 from foretoken.api.openai.responses.schema import Item
+from foretoken.api.openai.schema import plain_messages
 from foretoken.core.errors import InvalidRequest
 
 USER = {"role": "user", "content": "hi"}

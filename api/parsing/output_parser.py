@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, read as if it were whole.
+"""The parts of a model's text, the parser protocol, and the buffer that readers read from.
 
 A reader is a generator: it yields what it found, and None where it needs more text. What it does
 depends on the characters alone, never on where the pieces were cut. It goes through the text once;
@@ -10,9 +10,67 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import groupby
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
-from .events import CallArguments, Event, Thought, Words
+from msgspec import Struct
+
+
+class Thought(Struct, frozen=True):
+    """Text between the marks of thinking, without them."""
+
+    text: str
+
+
+class Words(Struct, frozen=True):
+    """Text for the user."""
+
+    text: str
+
+
+class CallBegin(Struct, frozen=True):
+    """A call of a tool begins. Calls do not overlap: what follows belongs to it until its end."""
+
+    name: str
+
+
+class CallArguments(Struct, frozen=True):
+    """More of the JSON text of the call's arguments; the pieces add up to one JSON object."""
+
+    text: str
+
+
+class CallEnd(Struct, frozen=True):
+    """The call is complete."""
+
+
+Event = Thought | Words | CallBegin | CallArguments | CallEnd
+
+
+class OutputParser(Protocol):
+    """Reads one answer as it grows.
+
+    What `feed` and `end` return adds up to the same parts however the text is cut into pieces.
+    Text that turns out to be no call after all is given as words; nothing is lost.
+    """
+
+    def feed(self, text: str) -> Sequence[Event]:
+        """What is certain now; the possible beginning of a mark is held back."""
+
+    def end(self) -> Sequence[Event]:
+        """What is left when nothing follows. A call that is cut short has no `CallEnd`."""
+
+
+class PlainParser:
+    """Everything is words."""
+
+    def feed(self, text: str) -> Sequence[Event]:
+        """The text."""
+        return [Words(text)] if text else []
+
+    def end(self) -> Sequence[Event]:
+        """Nothing is held back."""
+        return []
+
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[Event | None, None, T]
