@@ -5,7 +5,7 @@
 
 enum { LEAST_WORK = 1 << 18 }; /* products that make a task worth another thread */
 
-/* -- who shares ------------------------------------------------------------------------------- */
+/* -- shared blocks ---------------------------------------------------------------------------- */
 
 /* A short segment, and the pages of its keys that may be shared. */
 typedef struct {
@@ -182,7 +182,7 @@ static int64_t first_seen(const ft_attend_part *part, int64_t window) {
     return seen / KEYS * KEYS;
 }
 
-/* Those who share the block at `lo` with part `first`, or, where none of them sees it, the first
+/* The parts that share the block at `lo` with part `first`, or, where none of them sees it, the first
  * block after it that some do: the farther, the fewer share. */
 static ft_attend_step find_step(const ft_attend_part *parts, int64_t num_parts, int64_t window,
                                 int64_t first, int64_t lo) {

@@ -1,4 +1,5 @@
-/* Who attends with whom: the tasks of a step's attention, the same for all layers and KV heads.
+/* Which queries are computed together: the tasks of a step's attention, the same for all layers
+ * and KV heads.
  *
  * A task is a list of parts: rows of one segment each. A long segment's rows make many tasks of
  * one part. Short segments (decode and verify rows) whose first pages are the same become parts of
@@ -6,7 +7,7 @@
  * walk through a task is that through a tree: a block that several parts share is brought once,
  * for all of their queries, and where their pages part, one part goes on after the other.
  *
- * Only blocks that lie wholly before the rows of all who share them are shared. So every query
+ * Only blocks that lie wholly before the rows of all sharing segments are shared. So every query
  * still takes the same keys in the same order as if it were alone.
  */
 #ifndef FT_ATTENTION_PLAN_H
@@ -29,14 +30,14 @@ struct ft_attend_part {
                      * the first of a task */
 };
 
-/* A step of the walk: a block and those who take it. */
+/* A step of the walk: a block and the parts that read it. */
 typedef struct {
     int64_t lo;          /* position of the block's first key */
     int64_t count;       /* keys that some of their queries see; 0: the walk is over */
     int64_t first, stop; /* parts of the task; all have the pages of the first */
 } ft_attend_step;
 
-/* The walk through `num_parts` parts: with a window above 0 without blocks that nobody sees. */
+/* The walk through `num_parts` parts: with a window above 0 without blocks that no part sees. */
 ft_attend_step ft_attend_first(const ft_attend_part *parts, int64_t num_parts, int64_t window);
 ft_attend_step ft_attend_next(const ft_attend_part *parts, int64_t num_parts, int64_t window,
                               const ft_attend_step *step);

@@ -54,7 +54,7 @@ void ft_parallel_ranges(ft_work work, void *context, int64_t tasks, int64_t grai
 int ft_num_threads(void);
 
 /* At least `bytes` of memory of this thread's own, 64-byte aligned, kept until its next call with
- * the same slot. NULL when there is no memory. Who uses which slot: */
+ * the same slot. NULL when there is no memory. Which slot is whose: */
 enum {
     FT_SCRATCH_LINEAR,
     FT_SCRATCH_AMX,

@@ -1,4 +1,4 @@
-/* What the kernels of a decoder's step are told of it. All pointers are lent for the call.
+/* The arguments of the kernels of a decoder's step. All pointers are lent for the call.
  *
  * "elements" counts items of the dtype; activations, KV and norm weights have the model's dtype.
  */

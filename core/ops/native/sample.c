@@ -1,7 +1,7 @@
 /* One token for every place: the best logit, or a Gumbel race among what the cuts leave.
  *
  * The noise of a token needs two logarithms, but few tokens can win. The leading bits of a token's
- * hash bound its noise from above; only who could beat the best so far is computed in full.
+ * hash bound its noise from above; only a token that could beat the best so far is computed in full.
  */
 #include "sample.h"
 
@@ -160,7 +160,7 @@ static void enter(gumbel_argmax *argmax, const ft_row *row, int64_t id) {
     keep(argmax, gumbel(noise_word(argmax->hashes[id], argmax->key)) + scaled, id);
 }
 
-/* `scaled` [FT_BLOCK] may be off by rounding; -inf for those who take no part. */
+/* `scaled` [FT_BLOCK] may be off by rounding; -inf for tokens that take no part. */
 static void race_block(gumbel_argmax *argmax, const ft_row *row, int64_t at, const float *scaled) {
     float bounds[FT_BLOCK], needed = least_kept(argmax) - BOUND_OFFSET - SLACK;
     int64_t count = ft_min(FT_BLOCK, row->vocab - at);

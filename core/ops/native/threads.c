@@ -31,7 +31,7 @@ typedef struct {
     int64_t end;
 } range;
 
-/* What a worker is told when it starts. */
+/* The arguments of a worker when it starts. */
 typedef struct {
     uint64_t seen; /* the last job before it */
     int thread;    /* its number; the caller's is 0 */

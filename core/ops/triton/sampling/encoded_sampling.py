@@ -53,7 +53,6 @@ class EncodedSampling:
         self.record = _record(sampling, vocab_size)
         self.min_tokens = params.min_tokens
         self.constraint = sampling.constraint
-        self._prompt_len = sampling.prompt_len
         self._words = [word for word in sampling.bad_words_ids if word]
         self._bias = _edits(params.logit_bias or {})
         self._repetition = params.repetition_penalty
