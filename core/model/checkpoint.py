@@ -6,10 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 from ..errors import ModelLoadError
-from ..ops.quantize import QuantizedWeight
+from ..ops.quantize import StoredWeight
 
 if TYPE_CHECKING:
     from .config import DecoderConfig
@@ -32,7 +30,7 @@ class Checkpoint(Protocol):
     def stored_dtype(self) -> str:
         """Of the matrices: float32, bfloat16 or float16; of quantised ones, what they suit."""
 
-    def read(self, name: str) -> Tensor | QuantizedWeight:
+    def read(self, name: str) -> StoredWeight:
         """One tensor, on the CPU, as it is stored. Raises `ModelLoadError`."""
 
 

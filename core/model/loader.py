@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -29,7 +29,7 @@ from ..ops.base import (
 )
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
-from ..ops.quantize import Quantize, QuantizedWeight, stack
+from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import LLAMA_MLP, DecoderConfig, ExpertsSpec, MlpNames
 from .decoder import Decoder, head_layout
@@ -50,8 +50,7 @@ from .shapes import (
 logger = logging.getLogger(__name__)
 LoadFormat: TypeAlias = Literal["auto", "random"]
 ModelImpl: TypeAlias = Literal["auto", "own", "transformers"]
-_Weight: TypeAlias = Tensor | QuantizedWeight
-_Read: TypeAlias = Callable[[str], _Weight]
+_Read: TypeAlias = Callable[[str], StoredWeight]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -240,6 +239,11 @@ def _qkv_order(config: DecoderConfig, head: Tensor | None) -> Tensor | None:
     return torch.cat((rows[:turned][:, head], rows[turned:])).flatten()
 
 
+def _in_order(weight: Tensor | QuantizedWeight, order: Tensor) -> Tensor | QuantizedWeight:
+    """Its rows in that order."""
+    return weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+
+
 class _Assembly:
     """Reads, casts and packs layer by layer, so that at most one layer exists twice.
 
@@ -269,10 +273,12 @@ class _Assembly:
         embedding = self._read(EMBEDDING)
         table = self._cast(embedding)
         is_tied = config.tie_embeddings
-        lm_head = embedding if is_tied else self._read(LM_HEAD)
-        if not self._keeps(lm_head) or fold.logit_scale != 1.0:
-            lm_head = table if is_tied else self._cast(lm_head)
-            lm_head = scaled(lm_head, fold.logit_scale)
+        stored = embedding if is_tied else self._read(LM_HEAD)
+        lm_head: Tensor | QuantizedWeight
+        if isinstance(stored, QuantizedWeight) and self._keeps(stored) and fold.logit_scale == 1.0:
+            lm_head = stored
+        else:
+            lm_head = scaled(table if is_tied else self._cast(stored), fold.logit_scale)
         embed_scale = fold.embed_scale
         if fold.rounds_embed_scale:
             embed_scale = rounded(embed_scale, table.dtype)
@@ -360,17 +366,28 @@ class _Assembly:
     def _stacked_experts(self, prefix: str, spec: ExpertsSpec) -> tuple[MlpWeights, ...]:
         """Of gpt-oss: each matrix transposed, a row of the gate before each of the factor."""
         at = prefix + spec.names.expert
-        parts = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-        stacks = [self._vector(at + part) for part in parts]
+        first, second = (
+            self._stack(at + name, spec.count) for name in ("gate_up_proj", "down_proj")
+        )
+        biases = [self._vector(at + name) for name in ("gate_up_proj_bias", "down_proj_bias")]
         apart = torch.arange(2 * spec.width, device=self._device).view(-1, 2).T.flatten()
         return tuple(
             MlpWeights(
-                self._ops.pack_linear(gate_up.T[apart], bias[apart]),
-                self._ops.pack_linear(down.T.contiguous(), down_bias),
+                self._ops.pack_linear(_in_order(gate_up, apart), bias[apart]),
+                self._ops.pack_linear(down, down_bias),
                 spec.activation,
             )
-            for gate_up, bias, down, down_bias in zip(*stacks, strict=True)
+            for gate_up, down, bias, down_bias in zip(first, second, *biases, strict=True)
         )
+
+    def _stack(self, name: str, count: int) -> Iterator[Tensor | QuantizedWeight]:
+        """The matrices ``[out_features, in_features]`` of a stack, one by one."""
+        found = self._read(name)
+        if isinstance(found, QuantizedStack):
+            for each in (found.one(index) for index in range(count)):
+                yield each if self._keeps(each) else self._cast(each)
+        else:
+            yield from (each.T.contiguous() for each in self._cast(found))
 
     def _plain(self, name: str, *, bias: bool) -> PackedLinear:
         """A matrix that is never quantised: of a router."""
@@ -412,11 +429,11 @@ class _Assembly:
         if stacked is not None:
             stacked = scaled(stacked, factor)
         if order is not None:
-            weight = weight.rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+            weight = _in_order(weight, order)
             stacked = None if stacked is None else stacked[order]
         return self._ops.pack_linear(weight, stacked)
 
-    def _stacked(self, weights: list[_Weight], *, keeps: bool) -> _Weight:
+    def _stacked(self, weights: list[StoredWeight], *, keeps: bool) -> Tensor | QuantizedWeight:
         """As they are stored if all are of one kind that is kept, else cast. A factor is rounded
         into plain weights alone: scales of 16 bits would lose more.
         """
@@ -440,13 +457,13 @@ class _Assembly:
             weight = weight[:, self._head_order]
         return HeadNorm(weight.contiguous(), config.norm_eps, config.head_norm == "whole")
 
-    def _keeps(self, weight: _Weight) -> bool:
-        return isinstance(weight, QuantizedWeight) and weight.kind in self._kept
+    def _keeps(self, weight: QuantizedWeight) -> bool:
+        return weight.kind in self._kept
 
     def _vector(self, name: str) -> Tensor:
         return self._cast(self._read(name))
 
-    def _cast(self, weight: _Weight) -> Tensor:
+    def _cast(self, weight: StoredWeight) -> Tensor:
         # The bytes as they are stored go to the device and are cast there: in one call the host
         # would make a copy in the other dtype first.
         values = weight if isinstance(weight, Tensor) else weight.dequantize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,11 +11,20 @@ from torch import Tensor
 
 Quantize: TypeAlias = Literal["none", "int8", "int4"]
 WeightKind: TypeAlias = Literal[
-    "int8", "int4", "int8_group", "int4_min", "int4_zero", "int4_k", "int5_k", "int6_k"
-]
+    "int8", "int4", "int8_group", "int4_min", "int4_zero", "int4_k", "int5_k", "int6_k",
+    "iq4_nl", "iq4_xs", "mxfp4",
+]  # fmt: skip
 
 GROUP = 32  # neighbours along in_features that share a scale
 SUPER = 256  # those whose scales share a factor, where scales are bytes
+# Twice the values of E2M1: sign, two bits of exponent, one of mantissa.
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_TABLES: dict[WeightKind, tuple[int, ...]] = {
+    "iq4_nl": _IQ4,
+    "iq4_xs": _IQ4,
+    "mxfp4": _E2M1,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +44,14 @@ class QuantizedWeight:
     ``int4_k``      int8 0..15       uint8 both, ``[out, in / 32]``   GGUF Q4_K
     ``int5_k``      int8 0..31       as ``int4_k``                    GGUF Q5_K
     ``int6_k``      int8 -32..31     int8 ``[out, in / 16]``, none    GGUF Q6_K
+    ``iq4_nl``      int8 0..15       float16 ``[out, in / 32]``       GGUF IQ4_NL
+    ``mxfp4``       int8 0..15       bfloat16 ``[out, in / 32]``      MXFP4
+    ``iq4_xs``      int8 0..15       int8 ``[out, in / 32]``          GGUF IQ4_XS
     ==============  ===============  ===============================  =======================
 
-    ``factors``: of the last three, float16 ``[out, in / 256]``: one that multiplies the scales, and
-    one that multiplies the minima, which are taken from the products. The native kernels round
+    ``factors``: of those whose scales are bytes, float16 ``[out, in / 256]``: one multiplies the
+    scales, and one that multiplies the minima, which are taken from the products. The last three
+    are numbers in a table of 16 values: GGUF's, or twice those of E2M1. The native kernels round
     activations to int8 for the first two, to 16 bits for the others. ``in_features`` of an ``int4``
     weight's values is padded to whole groups.
     """
@@ -53,7 +67,9 @@ class QuantizedWeight:
         if self.kind == "int8":
             return self.values.float() * self.scale.unsqueeze(1)
         scale, minimum = self._scales()
-        groups = self.values.float().view(*scale.shape, -1)
+        table = _TABLES.get(self.kind)
+        values = self.values if table is None else torch.tensor(table)[self.values.long()]
+        groups = values.float().view(*scale.shape, -1)
         if self.kind == "int4_zero" and minimum is not None:
             groups -= minimum.unsqueeze(2)
             minimum = None
@@ -77,6 +93,26 @@ class QuantizedWeight:
         minimum = None if self.minimum is None else self.minimum[order]
         factors = tuple(each[order] for each in self.factors)
         return QuantizedWeight(self.kind, self.values[order], self.scale[order], minimum, factors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedStack:
+    """Matrices of several experts in one tensor, ``[experts, in_features, out_features]``.
+
+    ``one`` makes that of an expert, ``[out_features, in_features]``: a layer's are gigabytes while
+    each value is a byte.
+    """
+
+    count: int
+    one: Callable[[int], QuantizedWeight]
+
+    def dequantize(self) -> Tensor:
+        """All of them in float32."""
+        return torch.stack([self.one(index).dequantize().T for index in range(self.count)])
+
+
+StoredWeight: TypeAlias = Tensor | QuantizedWeight | QuantizedStack
+"""A tensor of a checkpoint: quantised ones may be as they are stored."""
 
 
 def _spread(factors: Tensor, numbers: Tensor) -> Tensor:

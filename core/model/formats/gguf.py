@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...ops.quantize import GROUP, QuantizedWeight
+from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from ..config import DecoderConfig
 from ..families import parse_config
 from ..fields import Fields
@@ -33,6 +33,7 @@ from .gguf_architectures import (
     Architecture,
     architecture_of,
 )
+from .quantized import half_of_power
 
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
@@ -43,14 +44,12 @@ _SINK_TENSOR = "self_attn.sinks.weight"  # a parameter without that ending
 _STACKED = ("gate_up_proj", "down_proj")  # of gpt-oss's experts
 _HARMONY_VOCAB, _HARMONY_CALL = 201088, 200012  # <|call|> ends an answer, too
 
-_Weight: TypeAlias = Tensor | QuantizedWeight
-
 
 class _Source(NamedTuple):
     """A tensor by the name of transformers: its shape, and how it is read."""
 
     shape: tuple[int, ...]
-    read: Callable[[], _Weight]
+    read: Callable[[], StoredWeight]
     own_names: tuple[str, ...]
 
 
@@ -103,7 +102,7 @@ class GgufFile:
                 found[name] = found.get(name, 0) + 1
         return found
 
-    def read(self, name: str) -> _Weight:
+    def read(self, name: str) -> StoredWeight:
         """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
         return self._sources[name].read()
 
@@ -206,7 +205,7 @@ class GgufFile:
         rows = self._order_of(name)
         offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
 
-        def read() -> _Weight:
+        def read() -> StoredWeight:
             value = _value(tensor.data, tensor, self.where)
             if isinstance(value, Tensor):
                 value = value - offset if offset else value
@@ -228,7 +227,7 @@ class GgufFile:
     def _experts(self, name: str, tensor: gguf.ReaderTensor) -> dict[str, _Source]:
         """One by one what the file stacks."""
 
-        def read_one(index: int) -> Callable[[], _Weight]:
+        def read_one(index: int) -> Callable[[], StoredWeight]:
             return lambda: _value(tensor.data[index], tensor, self.where)
 
         count, *shape = _shape(tensor)
@@ -252,9 +251,20 @@ class GgufFile:
                 found[full_name] = _Source(shape, self._joined(parts), tuple(parts))
         return found
 
-    def _joined(self, parts: list[str]) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            tensors = [self._tensors[part] for part in parts]
+    def _joined(self, parts: list[str]) -> Callable[[], StoredWeight]:
+        tensors = [self._tensors[part] for part in parts]
+
+        def one(index: int) -> QuantizedWeight:
+            values = [_value(each.data[index], each, self.where) for each in tensors]
+            joined = stack([each for each in values if isinstance(each, QuantizedWeight)])
+            assert joined is not None  # of one kept type
+            rows = torch.arange(len(joined.values)).view(len(parts), -1)
+            return joined.rows(rows.T.flatten())  # alternating
+
+        def read() -> StoredWeight:
+            kinds = {each.tensor_type for each in tensors}
+            if kinds <= set(_KEPT) and len(kinds) == 1:
+                return QuantizedStack(len(tensors[0].data), one)
             values = [_wide(_value(each.data, each, self.where)) for each in tensors]
             rows = torch.stack(values, dim=2).flatten(1, 2)  # alternating
             return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
@@ -287,7 +297,7 @@ class GgufCheckpoint:
         """Of the output of the first layer's MLP; bfloat16 beside quantised matrices."""
         return self.file.stored_dtype
 
-    def read(self, name: str) -> _Weight:
+    def read(self, name: str) -> StoredWeight:
         """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
         return self.file.read(name)
 
@@ -394,11 +404,11 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
-def _wide(value: _Weight) -> Tensor:
+def _wide(value: Tensor | QuantizedWeight) -> Tensor:
     return value if isinstance(value, Tensor) else value.dequantize()
 
 
-def _value(data: NDArray[Any], tensor: gguf.ReaderTensor, file: Path) -> _Weight:
+def _value(data: NDArray[Any], tensor: gguf.ReaderTensor, file: Path) -> Tensor | QuantizedWeight:
     """``data``: the tensor's, or a part of its rows."""
     kind = tensor.tensor_type
     if kind in _KEPT and data.ndim == 2:
@@ -491,6 +501,28 @@ def _q6_k(data: NDArray[np.uint8]) -> QuantizedWeight:
     return QuantizedWeight("int6_k", values, scale, None, (_numbers(blocks, 208),))
 
 
+def _iq4_nl(data: NDArray[np.uint8]) -> QuantizedWeight:
+    blocks = _blocks(data, 2 + GROUP // 2)
+    return QuantizedWeight("iq4_nl", _nibbles(blocks[:, :, 2:]), _numbers(blocks, 0))
+
+
+def _iq4_xs(data: NDArray[np.uint8]) -> QuantizedWeight:
+    """Scales of 6 bits: four low ones in nibbles, two high ones of each in a word."""
+    blocks = _blocks(data, 136)
+    low = torch.stack((blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4), dim=3).flatten(2)
+    high = torch.stack([blocks[:, :, 2:4] >> at & 3 for at in (0, 2, 4, 6)], dim=3).flatten(2)
+    scale = (low | high << 4).view(torch.int8) - 32
+    octets = blocks[:, :, 8:].reshape(len(blocks), -1, GROUP // 2)
+    return QuantizedWeight(
+        "iq4_xs", _nibbles(octets), scale.flatten(1), None, (_numbers(blocks, 0),)
+    )
+
+
+def _mxfp4(data: NDArray[np.uint8]) -> QuantizedWeight:
+    blocks = _blocks(data, 1 + GROUP // 2)
+    return QuantizedWeight("mxfp4", _nibbles(blocks[:, :, 1:]), half_of_power(blocks[:, :, 0]))
+
+
 # Types whose values and scales are kept as they are.
 _KEPT: dict[GgmlType, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
     GgmlType.Q4_0: _q4_0,
@@ -499,4 +531,7 @@ _KEPT: dict[GgmlType, Callable[[NDArray[np.uint8]], QuantizedWeight]] = {
     GgmlType.Q4_K: _q4_k,
     GgmlType.Q5_K: _q5_k,
     GgmlType.Q6_K: _q6_k,
+    GgmlType.IQ4_NL: _iq4_nl,
+    GgmlType.IQ4_XS: _iq4_xs,
+    GgmlType.MXFP4: _mxfp4,
 }

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...ops.quantize import GROUP, QuantizedWeight
+from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight
 from ..fields import Fields
 
 INSTEAD = "take the plain weights with --quantize int8 or int4, or a GGUF file"
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of an output among its eight
-# Twice the values of E2M1: sign, two bits of exponent, one of mantissa.
-E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 # Of activations and of keys and values, which this engine rounds by itself or not at all.
 _PASSED_OVER = (
@@ -64,7 +62,7 @@ class QuantizedTensor:
 
     shape: tuple[int, ...]
     parts: Mapping[str, str]  # from roles to names in the files
-    value: Callable[[Parts], Tensor | QuantizedWeight]
+    value: Callable[[Parts], StoredWeight]
 
 
 class Scheme(Protocol):
@@ -127,6 +125,12 @@ def unpack(words: Tensor, bits: int) -> Tensor:
         return octets
     mask = 2**bits - 1
     return torch.stack([(octets >> at) & mask for at in range(0, 8, bits)], dim=-1).flatten(-2)
+
+
+def half_of_power(exponents: Tensor) -> Tensor:
+    """``2 ** (n - 128)`` of bytes: half of E8M0, for twice E2M1. bfloat16 holds all of them."""
+    wide = exponents.to(torch.int16)
+    return torch.where(wide < 2, 32 << wide, (wide - 1) << 7).view(torch.bfloat16)
 
 
 def nibble_pairs(octets: Tensor) -> Tensor:
@@ -502,16 +506,15 @@ class _Mxfp4:
         return found
 
     @staticmethod
-    def _value(parts: Parts) -> Tensor:
-        """[experts, out, groups, 16] to [experts, in, out]."""
-        table = torch.tensor(E2M1_DOUBLED, dtype=torch.float32)
-        scale = torch.exp2(parts["scales"].float() - 128)  # half of it: the table is doubled
-        stacked = parts["blocks"]
-        values = [
-            table[nibble_pairs(blocks).long()].mul_(scale[at].unsqueeze(-1)).flatten(-2).T
-            for at, blocks in enumerate(stacked)  # an expert at a time
-        ]
-        return torch.stack(values)
+    def _value(parts: Parts) -> QuantizedStack:
+        """[experts, out, groups, 16] of each expert [out, in]."""
+        blocks, scales = parts["blocks"], parts["scales"]
+
+        def one(index: int) -> QuantizedWeight:
+            numbers = nibble_pairs(blocks[index]).flatten(1).view(torch.int8)
+            return QuantizedWeight("mxfp4", numbers, half_of_power(scales[index]))
+
+        return QuantizedStack(len(blocks), one)
 
 
 class _BitsAndBytes:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...ops.quantize import QuantizedWeight
+from ...ops.quantize import StoredWeight
 from ..families import read_folder_config
 from ..fields import Fields, read_json
 from ..nested import text_names
@@ -73,7 +73,7 @@ class SafetensorsCheckpoint:
         entry = self.files.entries.get(self._names.get(EMBEDDING, EMBEDDING))
         return self.config.dtype if entry is None else _DTYPES[entry.dtype]
 
-    def read(self, name: str) -> Tensor | QuantizedWeight:
+    def read(self, name: str) -> StoredWeight:
         """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
         not take it as it is.
         """
@@ -110,7 +110,7 @@ class TensorFiles:
         }
         return plain | {name: each.shape for name, each in self.quantized.items()}
 
-    def read(self, name: str) -> Tensor | QuantizedWeight:
+    def read(self, name: str) -> StoredWeight:
         """One tensor, on the CPU, in its own dtype; a quantised matrix as float32 where kernels do
         not take it as it is.
         """

@@ -175,15 +175,31 @@ enum {
 };
 
 /* Whether groups have bytes for scales, and numbers that 8 of them share stand before these. */
-FT_INLINE int is_k_kind(const int kind) { return kind >= FT_LINEAR_INT4_K; }
+FT_INLINE int is_k_kind(const int kind) {
+    return kind >= FT_LINEAR_INT4_K && kind != FT_LINEAR_IQ4_NL && kind != FT_LINEAR_MXFP4;
+}
+
+/* Values that 4 bits name, plus 127 or, of E2M1 doubled, 12: what linear_rows.c takes away. */
+static const uint8_t iq4_values[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                                       128, 140, 152, 165, 180, 196, 216, 240};
+static const uint8_t e2m1_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+/* The values of a kind, or NULL where numbers are values. */
+FT_INLINE const uint8_t *values_of(const int kind) {
+    if (kind == FT_LINEAR_MXFP4) return e2m1_values;
+    return kind == FT_LINEAR_IQ4_NL || kind == FT_LINEAR_IQ4_XS ? iq4_values : NULL;
+}
 
 FT_INLINE int block_bytes(const int kind) {
     switch (kind) {
-        case FT_LINEAR_INT4: return INT4_BLOCK;
+        case FT_LINEAR_INT4:
+        case FT_LINEAR_IQ4_NL:
+        case FT_LINEAR_MXFP4: return INT4_BLOCK;
         case FT_LINEAR_INT4_MIN:
         case FT_LINEAR_INT4_ZERO: return INT4_MIN_BLOCK;
         case FT_LINEAR_INT8_GROUP: return INT8_GROUP_BLOCK;
         case FT_LINEAR_INT4_K: return PANEL * 18;
+        case FT_LINEAR_IQ4_XS: return PANEL * 16;
         case FT_LINEAR_INT5_K:
         case FT_LINEAR_INT6_K: return PANEL * 34;
         default: return STEP_BYTES;
@@ -192,11 +208,13 @@ FT_INLINE int block_bytes(const int kind) {
 
 /* Bytes of what the groups of a super-group share. */
 FT_INLINE int super_bytes(const int kind) {
+    if (kind == FT_LINEAR_IQ4_XS) return PANEL * (2 + FT_SUPER);
     return !is_k_kind(kind) ? 0 : kind == FT_LINEAR_INT6_K ? PANEL * 2 : PANEL * 4;
 }
 
-/* The eight vectors of quads of half a panel, whose bytes begin at `w`. */
-FT_INLINE void load_group(const char *w, const int is_int8, vi *quads) {
+/* The eight vectors of quads of half a panel, whose bytes begin at `w`. `values`: those that nibbles
+ * name, or NULL. */
+FT_INLINE void load_group(const char *w, const int is_int8, const uint8_t *values, vi *quads) {
 #pragma GCC unroll 8
     for (int j = 0; j < (is_int8 ? 8 : 4); j++) {
         vi bytes = vi_load(w + j * STEP_BYTES);
@@ -205,14 +223,19 @@ FT_INLINE void load_group(const char *w, const int is_int8, vi *quads) {
         } else {
             quads[j] = vi_low_nibbles(bytes);
             quads[j + 4] = vi_high_nibbles(bytes);
+            if (values) {
+                quads[j] = vi_lookup(values, quads[j]);
+                quads[j + 4] = vi_lookup(values, quads[j + 4]);
+            }
         }
     }
 }
 
 /* The dot products of a row with a group, or with half of it: sums of the low bytes of activations and,
- * for fine kinds, 256 times those of the high ones. `first` is where the sums begin. */
+ * for fine kinds, 256 times those of the high ones. `first` is where the sums begin. `is_wide`: weights
+ * exceed 128. */
 FT_INLINE void group_dots(const vi *left, const vi *right, const char *x, const int count,
-                          const int is_int8, const int is_fine, const int begin, const int end,
+                          const int is_wide, const int is_fine, const int begin, const int end,
                           const vi first, vf *out) {
     vi dots[2][2] = {{first, first}, {vi_zero(), vi_zero()}}; /* low, high */
 #pragma GCC unroll 2
@@ -220,7 +243,7 @@ FT_INLINE void group_dots(const vi *left, const vi *right, const char *x, const 
 #pragma GCC unroll 8
         for (int j = begin; j < end; j++) {
             vi quad = vi_broadcast(x + 4 * ((part * 8 + j) * count));
-            if (is_int8) {
+            if (is_wide) {
                 dots[part][0] = vi_dot_u8s8(dots[part][0], left[j], quad);
                 dots[part][1] = vi_dot_u8s8(dots[part][1], right[j], quad);
             } else {
@@ -242,7 +265,9 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
                           const int kind) {
     const int is_int8 = kind == FT_LINEAR_INT8_GROUP || kind == FT_LINEAR_INT5_K;
     const int has_zero = kind == FT_LINEAR_INT4_ZERO, is_k = is_k_kind(kind);
-    const int has_min = kind == FT_LINEAR_INT4_MIN || is_k;
+    const int is_xs = kind == FT_LINEAR_IQ4_XS, has_min = kind == FT_LINEAR_INT4_MIN || (is_k && !is_xs);
+    const uint8_t *values = values_of(kind);
+    const int is_wide = is_int8 || values == iq4_values;
     const int block = block_bytes(kind);
     const int is_fine = kind != FT_LINEAR_INT4, size = FT_GROUP << is_fine; /* bytes of a row */
     const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
@@ -250,6 +275,7 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
     const int32_t *x_offset = job->x_offset + tile->row * job->groups;
     vf sum[MAX_TILE][2];
     vf super[2] = {vf_zero(), vf_zero()}, super_min[2] = {vf_zero(), vf_zero()};
+    const char *xs_scales = NULL;
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
     for (int64_t g = 0; g < job->groups; g++, w += block, ahead += tile->ahead_step) {
@@ -258,25 +284,29 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 super[half] = vf_load_fp16(numbers + half * FT_LANES);
-                super_min[half] = vf_load_fp16(numbers + PANEL + half * FT_LANES);
+                if (has_min) super_min[half] = vf_load_fp16(numbers + PANEL + half * FT_LANES);
             }
+            xs_scales = w + PANEL * 2;
             w += super_bytes(kind);
         }
         vi left[8], right[8];
-        load_group(w, is_int8, left);
-        load_group(w + STEP_BYTES / 2, is_int8, right);
+        load_group(w, is_int8, values, left);
+        load_group(w + STEP_BYTES / 2, is_int8, values, right);
         const char *numbers = w + (is_int8 ? 8 : 4) * STEP_BYTES;
         vf scale[2], min[2] = {vf_zero(), vf_zero()};
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            if (is_k) {
+            if (is_xs) {
+                const char *bytes = xs_scales + g % FT_SUPER * PANEL + half * FT_LANES;
+                scale[half] = vf_mul(super[half], vf_load_int8(bytes));
+            } else if (is_k) {
                 const char *bytes = numbers + half * FT_LANES;
                 scale[half] = vf_mul(super[half], vf_load_uint8(bytes));
                 vf taken = vf_mul(super_min[half], vf_load_uint8(bytes + PANEL));
                 min[half] = vf_mul(taken, vf_set1(-1.0f));
             } else {
                 const uint16_t *halves = (const uint16_t *)numbers + half * FT_LANES;
-                scale[half] = vf_load_fp16(halves);
+                scale[half] = kind == FT_LINEAR_MXFP4 ? vf_load_bf16(halves) : vf_load_fp16(halves);
                 if (has_min || has_zero) min[half] = vf_load_fp16(halves + PANEL);
             }
         }
@@ -287,7 +317,7 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
             vf dots[2];
             /* The offset is the group's sum where it is needed as such. */
             const vi first = has_min || has_zero ? vi_zero() : vi_set1(x_offset[r]);
-            group_dots(left, right, x + 4 * r, count, is_int8, is_fine, 0, 8, first, dots);
+            group_dots(left, right, x + 4 * r, count, is_wide, is_fine, 0, 8, first, dots);
             vf row_scale = vf_set1(x_scale[r]), row_sum = vf_set1((float)x_offset[r]);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
@@ -320,8 +350,8 @@ FT_INLINE void int6_k_tile(const ft_linear_job *job, const tile_t *tile, const i
             w += super_bytes(FT_LINEAR_INT6_K);
         }
         vi left[8], right[8];
-        load_group(w, 1, left);
-        load_group(w + STEP_BYTES / 2, 1, right);
+        load_group(w, 1, NULL, left);
+        load_group(w + STEP_BYTES / 2, 1, NULL, right);
         const char *bytes = w + 8 * STEP_BYTES;
         vf scale[2][2]; /* by part of the group, by half of the panel */
 #pragma GCC unroll 2
@@ -374,6 +404,18 @@ FT_INLINE void int5_k_tile(const ft_linear_job *job, const tile_t *tile, const i
     group_tile(job, tile, count, FT_LINEAR_INT5_K);
 }
 
+FT_INLINE void iq4_nl_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_IQ4_NL);
+}
+
+FT_INLINE void mxfp4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_MXFP4);
+}
+
+FT_INLINE void iq4_xs_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    group_tile(job, tile, count, FT_LINEAR_IQ4_XS);
+}
+
 #define CASE(kind, n) \
     case n: kind##_tile(job, tile, n); break;
 #if defined(FT_AVX512)
@@ -400,6 +442,9 @@ DEFINE_TILE(int4_zero)
 DEFINE_TILE(int4_k)
 DEFINE_TILE(int5_k)
 DEFINE_TILE(int6_k)
+DEFINE_TILE(iq4_nl)
+DEFINE_TILE(mxfp4)
+DEFINE_TILE(iq4_xs)
 
 static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count) {
     switch (job->weight->kind) {
@@ -413,7 +458,10 @@ static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count
         case FT_LINEAR_INT4_ZERO: run_int4_zero(job, tile, count); break;
         case FT_LINEAR_INT4_K: run_int4_k(job, tile, count); break;
         case FT_LINEAR_INT5_K: run_int5_k(job, tile, count); break;
-        default: run_int6_k(job, tile, count);
+        case FT_LINEAR_INT6_K: run_int6_k(job, tile, count); break;
+        case FT_LINEAR_IQ4_NL: run_iq4_nl(job, tile, count); break;
+        case FT_LINEAR_MXFP4: run_mxfp4(job, tile, count); break;
+        default: run_iq4_xs(job, tile, count);
     }
 }
 
@@ -451,7 +499,8 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
 static ft_linear_job make_job(const ft_linear_weight *weight, int64_t rows, void *y, int y_dtype) {
     /* By kind: columns of the weight in a step. */
     static const int per_step[] = {1, 2, 4, FT_GROUP, FT_GROUP, FT_GROUP, 2,
-                                   FT_GROUP, FT_GROUP, FT_GROUP, FT_GROUP};
+                                   FT_GROUP, FT_GROUP, FT_GROUP, FT_GROUP,
+                                   FT_GROUP, FT_GROUP, FT_GROUP};
     ft_linear_job job = {.weight = weight, .rows = rows, .y = y, .y_dtype = y_dtype};
     job.tiles = ft_ceil_div(rows, MAX_TILE);
     job.tile_rows = ft_ceil_div(rows, job.tiles);

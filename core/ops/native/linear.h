@@ -16,6 +16,9 @@ enum {
     FT_LINEAR_INT4_K = 8,     /* GGUF's Q4_K: scales and minima are bytes times those of 256 */
     FT_LINEAR_INT5_K = 9,     /* Q5_K, its values as bytes */
     FT_LINEAR_INT6_K = 10,    /* Q6_K, its values as bytes: a scale for 16, without minima */
+    FT_LINEAR_IQ4_NL = 11,    /* GGUF's IQ4_NL: 4 bits name one of 16 values, a scale for each group */
+    FT_LINEAR_MXFP4 = 12,     /* likewise; 4 bits are E2M1, scales are powers of two */
+    FT_LINEAR_IQ4_XS = 13,    /* IQ4_NL's values; scales are signed bytes times those of 256 */
 };
 enum { FT_GROUP = 32, FT_SUPER = 8 }; /* neighbours along in_features; groups that share numbers */
 
@@ -32,6 +35,10 @@ enum { FT_GROUP = 32, FT_SUPER = 8 }; /* neighbours along in_features; groups th
  *             of 8 groups: [4][2 L][4] byte as int4_min, [2 L] byte scale, [2 L] byte minimum
  *   int5_k    likewise with [8][2 L][4] byte of 0 to 31
  *   int6_k    likewise of 0 to 63, without fp16 minima; [2][2 L] signed byte scales of 16 each
+ *   iq4_nl    as int4, its nibbles as they are: numbers of values
+ *   mxfp4     likewise, with [2 L] bf16 scale, half of what E2M1's values have: the kernel doubles these
+ *   iq4_xs    [panels of 2 L][in_features / 256] of: [2 L] fp16 scale, [8][2 L] signed byte scale, and
+ *             of each of 8 groups: [4][2 L][4] byte as iq4_nl
  *   int8_group [panels of 2 L][in_features / 32] of a group: [8][2 L][4] byte, value + 128, and
  *             [2 L] fp16 scale
  */

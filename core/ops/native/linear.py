@@ -22,7 +22,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _WIDE_KIND = 6  # of bfloat16 weights, multiplied as float32
 _QUANTIZED_KINDS: dict[WeightKind, int] = {
     "int8": 2, "int4": 3, "int4_min": 4, "int8_group": 5, "int4_zero": 7, "int4_k": 8,
-    "int5_k": 9, "int6_k": 10,
+    "int5_k": 9, "int6_k": 10, "iq4_nl": 11, "mxfp4": 12, "iq4_xs": 13,
 }  # fmt: skip
 _OFFSETS: dict[WeightKind, int] = {
     "int8_group": 128,
@@ -130,13 +130,14 @@ def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
         joined = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
         quads = joined.view(-1, width, num_groups, GROUP // 8, 4)
     parts = [quads.permute(0, 2, 3, 1, 4).reshape(len(quads), num_groups, -1)]
-    for numbers in (weight.scale, weight.minimum):
-        if numbers is not None:
-            parts.append(_by_group(numbers, width, num_groups))
+    factors, numbers = weight.factors, [weight.scale, weight.minimum]
+    if weight.kind == "iq4_xs":  # scales of 256 stand together: groups fill whole cache lines
+        factors, numbers = (*factors, weight.scale), []
+    parts += [_by_group(each, width, num_groups) for each in numbers if each is not None]
     groups = torch.cat(parts, dim=2)
-    if not weight.factors:
+    if not factors:
         return _own(groups)
-    shared = [_by_group(each, width, num_groups // _PER_SUPER) for each in weight.factors]
+    shared = [_by_group(each, width, num_groups // _PER_SUPER) for each in factors]
     supers = groups.view(len(groups), num_groups // _PER_SUPER, -1)
     return _own(torch.cat((*shared, supers), dim=2))
 

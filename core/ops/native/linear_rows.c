@@ -142,7 +142,8 @@ size_t ft_prepared_bytes(const ft_linear_job *job) {
 
 void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *memory) {
     /* What an offset of the weights adds to a sum, or, where a minimum is added, the sum itself. */
-    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0, -1, -1, -1, 32};
+    static const int32_t weight_offset[] = {0, 0, 128, 8, -1, 128, 0, -1, -1, -1, 32,
+                                            127, 12, 127};
     const int grouped = ft_is_grouped(job->weight);
     const int quantised = grouped || job->weight->kind == FT_LINEAR_INT8;
     job->x = x;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -40,7 +41,9 @@ class NativeOps:
     min_rows = 1
     batch_device = None
     stored_kinds: frozenset[WeightKind] = frozenset(
-        ("int8", "int4_min", "int8_group", "int4_zero", "int4_k", "int5_k", "int6_k")
+        kind
+        for kind in get_args(WeightKind)
+        if kind != "int4"  # which rounds activations more
     )
 
     def __init__(

@@ -55,6 +55,11 @@ FT_INLINE vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 FT_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm512_srli_epi16(a, 4)); }
+/* Bytes of a table of 16, by indices of at most 15. */
+FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {
+    __m128i row = _mm_loadu_si128((const __m128i *)table);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), index);
+}
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
 }
@@ -68,7 +73,7 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* gcc 12 copies the intrinsic's 
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
     return sum;
 }
-/* The same for w of at most 15. */
+/* The same for w of at most 128. */
 FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) { return vi_dot_u8s8(sum, w, x); }
 /* Round to nearest, ties to even, to bytes; |x| is at most 127. */
 FT_INLINE void vf_store_int8(int8_t *p, vf x) {
@@ -119,6 +124,10 @@ FT_INLINE vi vi_load(const void *p) { return _mm256_loadu_si256((const __m256i *
 FT_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 FT_INLINE vi vi_low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 FT_INLINE vi vi_high_nibbles(vi a) { return vi_low_nibbles(_mm256_srli_epi16(a, 4)); }
+FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {
+    __m128i row = _mm_loadu_si128((const __m128i *)table);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(row), index);
+}
 FT_INLINE vf vf_even_bf16(vi pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 FT_INLINE vf vf_odd_bf16(vi pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int32_t)0xffff0000u)));
@@ -214,6 +223,12 @@ FT_INLINE vi vi_load(const void *p) {
 FT_INLINE vi vi_add(vi a, vi b) { return a + b; }
 FT_INLINE vi vi_low_nibbles(vi a) { return a & 0x0f0f0f0f; }
 FT_INLINE vi vi_high_nibbles(vi a) { return (a >> 4) & 0x0f0f0f0f; }
+FT_INLINE vi vi_lookup(const uint8_t *table, vi index) {
+    uint8_t bytes[sizeof index];
+    memcpy(bytes, &index, sizeof index);
+    for (size_t i = 0; i < sizeof index; i++) bytes[i] = table[bytes[i]];
+    return vi_load(bytes);
+}
 FT_INLINE vf vf_even_bf16(vi pairs) { return (vf)((vu)pairs << 16); }
 FT_INLINE vf vf_odd_bf16(vi pairs) { return (vf)((vu)pairs & 0xffff0000u); }
 FT_INLINE vf vf_dot_bf16(vf sum, vi w, vi x) {

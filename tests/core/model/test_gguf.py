@@ -95,14 +95,15 @@ def test_every_quantised_type_has_the_values_of_its_own_package(kind, tmp_path):
     assert same.all()
 
 
-PACKED = {GgmlType.Q4_0: 4, GgmlType.Q4_1: 4, GgmlType.Q8_0: 5}  # to the kernels' kinds
-
-
-K_TYPES = {GgmlType.Q4_K: 8, GgmlType.Q5_K: 9, GgmlType.Q6_K: 10}
+# To the kernels' kinds.
+PACKED = {GgmlType.Q4_0: 4, GgmlType.Q4_1: 4, GgmlType.Q8_0: 5, GgmlType.MXFP4: 12}
+K_TYPES = {GgmlType.Q4_K: 8, GgmlType.Q5_K: 9, GgmlType.Q6_K: 10, GgmlType.IQ4_NL: 11}
+K_TYPES |= {GgmlType.IQ4_XS: 13}
+FACTORS_AT = {GgmlType.Q4_K: (0, 2), GgmlType.Q5_K: (0, 2), GgmlType.Q6_K: (208,)}  # bytes
 
 
 @pytest.mark.parametrize("kind", K_TYPES, ids=lambda kind: kind.name)
-def test_k_types_are_kept_packed_and_lose_nothing(kind, llama, tmp_path, monkeypatch):
+def test_types_nobody_writes_are_kept_packed_and_lose_nothing(kind, llama, tmp_path, monkeypatch):
     """The package does not write them: random values with small numbers that blocks share."""
     if native_library() is None:
         pytest.skip("no native kernels here")
@@ -112,8 +113,8 @@ def test_k_types_are_kept_packed_and_lose_nothing(kind, llama, tmp_path, monkeyp
     def blocks(values, _):
         shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)
         raw = draw.integers(0, 256, shape, dtype=np.uint8)
-        for at in (208,) if kind is GgmlType.Q6_K else (0, 2):
-            small = (draw.standard_normal(shape[:-1]) * 3e-4).astype(np.float16)
+        for at in FACTORS_AT.get(kind, (0,)):
+            small = (draw.standard_normal(shape[:-1]) * 1e-4).astype(np.float16)
             raw[..., at : at + 2] = small[..., None].view(np.uint8)
         return raw.reshape(*values.shape[:-1], -1)
 

@@ -13,6 +13,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES
 from foretoken.core.model.report import inspect_model
+from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library
 from support.checkpoints import ModelDriver, save
 from support.gguf_files import ARCHS, rounded, write_gguf
@@ -116,6 +117,24 @@ def test_factors_of_a_family_reach_weights_that_stay_packed(tmp_path: Path) -> N
     wide = logits_of(file, dtype="float32")
     rounded = logits_of(file, dtype="bfloat16", backend="native")
     found = logits_of(file, backend="native")
+    assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
+
+
+EXPERTS = {"gpt_oss": GgmlType.MXFP4, "qwen3_moe": GgmlType.Q4_0, "mixtral": GgmlType.Q8_0}
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    _, file = made(model_type, tmp_path, EXPERTS[model_type])
+    mlp = load_decoder(file, backend="native").weights.layers[0].mlp
+    assert isinstance(mlp, ExpertWeights)
+    kinds = {w.struct.kind for expert in mlp.experts for w in (expert.gate_up, expert.down)}
+    assert kinds == {12 if model_type == "gpt_oss" else 4 if model_type == "qwen3_moe" else 5}
+    wide = logits_of(file, dtype="float32")
+    found = logits_of(file, backend="native")
+    rounded = logits_of(file, dtype="bfloat16", backend="native")
     assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
 
 

@@ -15,9 +15,10 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.checkpoint import Checkpoint, open_checkpoint
 from foretoken.core.model.formats.safetensors import TensorFiles
+from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.linear import NativeLinear
-from foretoken.core.ops.quantize import QuantizedWeight
+from foretoken.core.ops.quantize import QuantizedStack, QuantizedWeight
 from support.checkpoints import ModelDriver, make_checkpoint
 from support.quantized_checkpoints import FORMATS, quantize_checkpoint, write_plain
 from support.tiny_models import save_tiny
@@ -125,7 +126,9 @@ def test_gpt_oss_in_mxfp4_says_what_its_plain_weights_say(tmp_path: Path) -> Non
     tensors = mxfp4(folder)
     files = TensorFiles(folder)
     for name, value in tensors.items():
-        assert torch.equal(files.read(name), value), name
+        found = files.read(name)
+        wide = found.dequantize() if isinstance(found, QuantizedStack) else found
+        assert torch.equal(wide, value), name
     plain = write_plain(folder, tmp_path / "plain", tensors)
     assert torch.equal(logits_of(folder, dtype="float32"), logits_of(plain, dtype="float32"))
 
@@ -138,8 +141,28 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     draw = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (2, 6, 3, 16), generator=draw).to(torch.uint8)
     scales = torch.randint(100, 140, (2, 6, 3), generator=draw).to(torch.uint8)
+    scales[0, :, 0] = torch.tensor([0, 1, 2, 3, 253, 254])
     expected = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
-    assert torch.equal(_Mxfp4._value({"blocks": blocks, "scales": scales}), expected)
+    stack = _Mxfp4._value({"blocks": blocks, "scales": scales})
+    assert torch.equal(stack.dequantize(), expected)
+    assert stack.count == 2
+
+
+def test_experts_in_mxfp4_stay_so_and_lose_nothing(tmp_path: Path) -> None:
+    if native_library() is None:
+        pytest.skip("no native kernels here")
+    folder = save_tiny(tmp_path, "gpt_oss", intermediate_size=64)
+    mxfp4(folder)
+    mlp = load_decoder(folder, backend="native").weights.layers[0].mlp
+    assert isinstance(mlp, ExpertWeights)
+    kinds = {w.struct.kind for expert in mlp.experts for w in (expert.gate_up, expert.down)}
+    assert kinds == {12}
+    wide = logits_of(folder, dtype="float32", backend="torch")
+    found = logits_of(folder, backend="native")
+    rounded = logits_of(folder, dtype="bfloat16", backend="native")
+    assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
+    at_request = logits_of(folder, dtype="float32", backend="native")
+    torch.testing.assert_close(at_request, wide, atol=1e-4, rtol=1e-4)
 
 
 NF4 = [

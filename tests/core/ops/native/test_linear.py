@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foretoken.core.model.formats.gguf import _KEPT
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
 from foretoken.core.ops.native.linear import NativeLinear, linear, pack_linear
@@ -164,13 +166,15 @@ def stored(kind: WeightKind, shape: tuple[int, int]) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(sum(shape))
     low, high = RANGES[kind]
     values = torch.randint(low, high, shape, generator=generator).to(torch.int8)
-    if kind.endswith("_k"):
+    if kind in SUPERS:
         return stored_k(kind, values, generator)
     groups = (shape[0], shape[1] // 32)
     scale = torch.randn(groups, generator=generator).half()
     minimum = torch.randn(groups, generator=generator).half() if kind == "int4_min" else None
     if kind == "int4_zero":
         minimum = torch.randint(0, 17, groups, generator=generator).half()
+    if kind == "mxfp4":
+        scale = torch.exp2(torch.randint(-9, 9, groups, generator=generator)).bfloat16()
     return QuantizedWeight(kind, values, scale, minimum)
 
 
@@ -180,6 +184,9 @@ def stored_k(kind: WeightKind, values: torch.Tensor, draw: torch.Generator) -> Q
     factors = torch.randn(2, out, columns // 256, generator=draw).half()
     if kind == "int6_k":
         scale = torch.randint(-128, 128, (out, columns // 16), generator=draw).to(torch.int8)
+        return QuantizedWeight(kind, values, scale, None, (factors[0],))
+    if kind == "iq4_xs":
+        scale = torch.randint(-32, 32, (out, columns // 32), generator=draw).to(torch.int8)
         return QuantizedWeight(kind, values, scale, None, (factors[0],))
     scale, minimum = torch.randint(0, 64, (2, out, columns // 32), generator=draw).to(torch.uint8)
     return QuantizedWeight(kind, values, scale, minimum, (factors[0], factors[1]))
@@ -193,13 +200,17 @@ RANGES: dict[WeightKind, tuple[int, int]] = {
     "int4_k": (0, 16),
     "int5_k": (0, 32),
     "int6_k": (-32, 32),
+    "iq4_nl": (0, 16),
+    "mxfp4": (0, 16),
+    "iq4_xs": (0, 16),
 }
+SUPERS = ("int4_k", "int5_k", "int6_k", "iq4_xs")
 GROUPED: tuple[WeightKind, ...] = tuple(RANGES)
 
 
 def fitting(kind: WeightKind, shape: tuple[int, int]) -> tuple[int, int]:
     """The shape, or one of 512 or 256 columns for the kinds that take whole super-groups."""
-    return (shape[0], 512 if shape[1] > 64 else 256) if kind.endswith("_k") else shape
+    return (shape[0], 512 if shape[1] > 64 else 256) if kind in SUPERS else shape
 
 
 @pytest.mark.parametrize("kind", GROUPED)
@@ -227,6 +238,27 @@ def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(librar
             threads(n)
             part = linear(library, x[-count:], packed, torch.float32)
             assert torch.equal(part, together[-count:]), count
+
+
+@pytest.mark.parametrize("kind", ["iq4_nl", "iq4_xs", "mxfp4"])
+def test_each_number_of_a_table_is_the_value_of_its_own_package(library, kind):
+    """All 16 numbers by the kernel, bit by bit, at scales from the least to the largest."""
+    import gguf
+
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind_of := gguf.GGMLQuantizationType[kind.upper()]]
+    raw = np.random.default_rng(1).integers(0, 256, (40, 512 // size * num_bytes), dtype=np.uint8)
+    blocks = raw.reshape(40, -1, num_bytes)
+    if kind == "mxfp4":
+        blocks[..., 0] = np.arange(raw.size // num_bytes).reshape(40, -1) % 230
+    else:
+        blocks[..., 1] &= 0b10111011  # of float16: finite
+    weight = _KEPT[kind_of](raw)
+    expected = torch.from_numpy(gguf.dequantize(raw, kind_of))
+    assert torch.equal(weight.dequantize(), expected)
+    packed = pack_linear(library, weight, None)
+    found = linear(library, torch.eye(512) * 32639, packed)
+    # What one number adds to a sum of zeros is rounded once with the activation's scale, 1.
+    assert torch.equal(found.T, expected * 32639)
 
 
 @pytest.mark.parametrize("kind", GROUPED)
