@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 
@@ -66,6 +67,25 @@ def llama32_1b() -> LlamaConfig:
     )
 
 
+def qwen3_moe_1b() -> Qwen3MoeConfig:
+    """Qwen3-MoE in small: 0.9 billion parameters, of which a token uses 0.2."""
+    return Qwen3MoeConfig(
+        vocab_size=32768,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+
+
 @torch.inference_mode()
 def write_pair(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, eps: float) -> None:
     """Write ``folder/target`` and ``folder/draft``, unless they are there."""
@@ -76,7 +96,9 @@ def write_pair(folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, ep
     target = model.from_config(config, dtype=dtype)
     for index, layer in enumerate(target.model.layers):
         layer.self_attn.o_proj.weight *= 0.2 * (eps if index else 1.0)
-        layer.mlp.down_proj.weight *= 8 * (eps if index else 1.0)
+        mlp = layer.mlp
+        down = mlp.experts.down_proj if hasattr(mlp, "experts") else mlp.down_proj.weight
+        down *= 8 * (eps if index else 1.0)
     target.save_pretrained(folder / "target")
     target.model.layers = target.model.layers[:1]
     target.config.num_hidden_layers = 1

@@ -28,7 +28,7 @@ from ...draft.sources.radix import RadixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
-from ..text.tokenizer import load_gguf_tokenizer
+from ..text.gguf_tokenizer import load_gguf_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": RadixSource,

@@ -142,7 +142,7 @@ def test_its_folder_and_its_file_are_the_same_model(tmp_path):
 
 
 def test_its_digits_stand_alone(llm):
-    from foretoken.api.text.tokenizer import load_gguf_tokenizer
+    from foretoken.api.text.gguf_tokenizer import load_gguf_tokenizer
 
     assert FILE is not None
     tokenizer = load_gguf_tokenizer(FILE)

@@ -22,10 +22,17 @@ ARCHS = {
     "ernie4_5": "ernie4_5", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "glm4": "glm4", "smollm3": "smollm3", "olmo2": "olmo2", "olmo3": "olmo2",
     "cohere": "command-r", "cohere2": "cohere2", "exaone4": "exaone4", "starcoder2": "starcoder2",
-    "seed_oss": "seed_oss", "gpt_oss": "gpt-oss",
+    "seed_oss": "seed_oss", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe", "dots1": "dots1",
+    "minimax_m2": "minimax-m2", "olmoe": "olmoe", "ministral3": "mistral3", "arcee": "arcee",
+    "hunyuan_v1_dense": "hunyuan-dense", "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
+    "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
 }  # fmt: skip
-TURNED = ("llama", "mistral", "mixtral", "granite", "smollm3")
-GEMMAS = ("gemma", "gemma2", "gemma3_text")
+TURNED = (
+    "llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo",
+    "granitemoe",
+)  # fmt: skip
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LARGER_NORMS = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
 def interleaved(rows: Array, num_heads: int) -> Array:
@@ -83,7 +90,7 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         values = tensor.float().numpy()
         if name == "lm_head.weight" and tied:
             continue
-        if config["model_type"] in GEMMAS and name.endswith("norm.weight"):
+        if config["model_type"] in LARGER_NORMS and name.endswith("norm.weight"):
             values = values + np.float32(1)
         if turned and name.endswith(("q_proj.bias", "k_proj.bias")):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
@@ -93,6 +100,13 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
             experts.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(values)
         elif config["model_type"] == "gpt_oss" and ".experts." in name:
             found |= _gpt_oss(name, values)
+        elif name.endswith("e_score_correction_bias"):
+            stem = name.removesuffix("_bias").replace("block_sparse_moe", "mlp.gate")
+            found[f"{stem.replace('mlp.moe_statics', 'mlp.gate')}.bias"] = values.reshape(-1)
+        elif name.endswith("input_linear.weight"):
+            for part, rows in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                own = name.replace("input_linear", f"experts.{part}_proj")
+                found[own.replace("block_sparse_moe", "mlp")] = np.ascontiguousarray(rows)
         else:
             found[f"{name}.weight" if name.endswith("sinks") else name] = values
     mixtral = {"block_sparse_moe.experts": "feed_forward.experts"}
@@ -130,7 +144,12 @@ def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    further = config.get("num_nextn_predict_layers") or 0
+    writer.add_block_count(config["num_hidden_layers"] + further)
+    if further:
+        writer.add_nextn_predict_layers(further)
+        name = f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight"
+        writer.add_tensor(name, np.ones((2, 32), np.float32))
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
@@ -138,12 +157,12 @@ def _metadata(writer: Any, config: dict[str, Any], arch: str) -> None:
     rope = config["rope_parameters"]
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
-    share = full.get("partial_rotary_factor", 1.0)
-    if share != 1.0:
-        writer.add_rope_dimension_count(int(head_dim * share))
+    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0 or "rotary_dim" in config:
+        writer.add_rope_dimension_count(config.get("rotary_dim") or int(head_dim * share))
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    eps = config.get("layer_norm_eps") or config.get("norm_epsilon")
+    eps = config.get("layer_norm_eps") or config.get("norm_epsilon") or config.get("norm_eps")
     if eps:
         writer.add_layer_norm_eps(eps)
     eos = config.get("eos_token_id")
@@ -200,12 +219,47 @@ def _cohere(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _experts(writer: Any, config: dict[str, Any]) -> None:
-    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_count(next(config[n] for n in _COUNTS if config.get(n)))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("n_shared_experts"):
+        writer.add_expert_shared_count(config["n_shared_experts"])
+    if "first_k_dense_replace" in config:
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _ernie_moe(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_k"])
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+
+
+def _granite_moe(writer: Any, config: dict[str, Any]) -> None:
+    _granite(writer, config)
+    _experts(writer, config)
+
+
+def _ministral3(writer: Any, config: dict[str, Any]) -> None:
+    rope = config["rope_parameters"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def _stablelm(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_parallel_residual(config["use_parallel_residual"])
 
 
 def _gpt_oss_metadata(writer: Any, config: dict[str, Any]) -> None:
@@ -231,4 +285,12 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "qwen2_moe": _experts,
     "qwen3_moe": _experts,
     "gpt_oss": _gpt_oss_metadata,
+    "glm4_moe": _experts,
+    "dots1": _experts,
+    "minimax_m2": _experts,
+    "olmoe": _experts,
+    "ernie4_5_moe": _ernie_moe,
+    "granitemoe": _granite_moe,
+    "ministral3": _ministral3,
+    "stablelm": _stablelm,
 }

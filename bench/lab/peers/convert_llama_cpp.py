@@ -34,6 +34,7 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 """Of a layer's tensors."""
 OUTER = {
@@ -73,14 +74,14 @@ def _whole(out: Path) -> Iterator[Path]:
 def _write(source: Path, out: Path) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
-    if family not in ("llama", "qwen2", "qwen3"):
+    if family not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise SystemExit(f"{source}: {family} is not converted here")
-    writer = gguf.GGUFWriter(out, family)
+    writer = gguf.GGUFWriter(out, family.replace("_", ""))
     _write_shape(writer, config)
-    for name, tensor in _tensors(source / "model.safetensors"):
+    for name, tensor in _stacked(_tensors(source / "model.safetensors")):
         if family == "llama" and ("attn_q." in name or "attn_k." in name):
             tensor = _neighbours(tensor, _head_dim(config))
-        if tensor.ndim == 1:  # norms are kept in fp32
+        if tensor.ndim == 1 or "ffn_gate_inp" in name:  # norms and routers are kept in fp32
             writer.add_tensor(name, (tensor.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(tensor).view(np.uint8)
@@ -113,6 +114,10 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length(_head_dim(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(theta)
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
@@ -132,11 +137,27 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
         yield _name(name), bits.reshape(entry["shape"])
 
 
+def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Experts of a layer, which are one by one, in one tensor."""
+    experts: dict[str, dict[int, Any]] = {}
+    for name, tensor in tensors:
+        before, is_expert, number = name.partition("#")
+        if is_expert:
+            experts.setdefault(before, {})[int(number)] = tensor
+        else:
+            yield name, tensor
+    for name, found in experts.items():
+        yield name, np.stack([found[number] for number in sorted(found)])
+
+
 def _name(name: str) -> str:
     name, _, kind = name.rpartition(".")  # "weight" or "bias"
     if name in OUTER:
         return f"{OUTER[name]}.{kind}"
     index, _, inner = name.removeprefix("model.layers.").partition(".")
+    if inner.startswith("mlp.experts."):
+        number, _, part = inner.removeprefix("mlp.experts.").partition(".")
+        return f"blk.{index}.{NAMES[f'mlp.{part}']}_exps.{kind}#{number}"
     return f"blk.{index}.{NAMES[inner]}.{kind}"
 
 

@@ -123,13 +123,13 @@ def _text(batch: int) -> tuple[Row, ...]:
     )
 
 
-def _shape(shape: str, title: str) -> tuple[Row, ...]:
+def _shape(shape: str, title: str, *, prefill: tuple[float, float] = (0.9, 1.0)) -> tuple[Row, ...]:
     """What kernels do with one more shape."""
     setting = Setting(shape)
     return (
         _decode(f"{shape}-1", f"{title}, decode, batch 1", setting, (1.0, 1.15), batch=1),
         _decode(f"{shape}-8", f"{title}, decode, batch 8", setting, (1.0, 1.2), batch=8),
-        _prefill(f"{shape}-512", f"{title}, prefill 512", setting, (0.9, 1.0), prompt_len=512),
+        _prefill(f"{shape}-512", f"{title}, prefill 512", setting, prefill, prompt_len=512),
     )
 
 
@@ -151,6 +151,7 @@ ROWS = (
     *_shape("smollm2", "SmolLM2-135M"),
     *_shape("qwen2.5-0.5b", "Qwen2.5-0.5B"),
     *_shape("llama-3.2-1b", "Llama-3.2-1B"),
+    *_shape("moe-1b", "Qwen3-MoE, 0.9B", prefill=(1.0, 1.2)),
     _decode("decode-1-bf16", "decode, batch 1, bf16", _BF16, (1.0, 1.15), batch=1),
     _decode("decode-8-bf16", "decode, batch 8, bf16", _BF16, (1.0, 1.2), batch=8),
     _prefill("prefill-512-bf16", "prefill 512, bf16", _BF16, (0.9, 1.0), prompt_len=512),

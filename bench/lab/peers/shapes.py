@@ -27,9 +27,9 @@ from transformers import (
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ....api.build.model_files import BUILTIN, checked_smollm2
-from ....api.text.tokenizer import load_gguf_tokenizer
+from ....api.text.gguf_tokenizer import load_gguf_tokenizer
 from ...real_tasks import prompts
-from ...shapes import llama32_1b, qwen3_06b, qwen25_05b, write_pair
+from ...shapes import llama32_1b, qwen3_06b, qwen3_moe_1b, qwen25_05b, write_pair
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 """Where environments and checkpoints are made: in the working folder, unless told otherwise."""
@@ -147,6 +147,7 @@ SHAPES: dict[str, Shape] = {
         Shape("qwen2.5-0.5b", qwen25_05b),
         Shape("llama-3.2-1b", llama32_1b),
         Shape("0.6b", qwen3_06b),
+        Shape("moe-1b", qwen3_moe_1b),
         Shape("450m", partial(_small, 8192), eps=0.013),
         Shape("tiny", partial(_small, 2048, num_layers=4, width=256)),
         Builtin("builtin", partial(AutoConfig.from_pretrained, str(BUILTIN / "target"))),

@@ -30,6 +30,7 @@ from .gguf_architectures import (
     ARCHITECTURES,
     LAYER_NAMES,
     MODEL_NAMES,
+    REFUSED,
     Architecture,
     architecture_of,
 )
@@ -39,9 +40,11 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
-_SINK_TENSOR = "self_attn.sinks.weight"  # a parameter without that ending
-_STACKED = ("gate_up_proj", "down_proj")  # of gpt-oss's experts
+# Parameters whose names in transformers have no ending.
+_BARE = ("self_attn.sinks", "e_score_correction_bias")
+_ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
 _HARMONY_VOCAB, _HARMONY_CALL = 201088, 200012  # <|call|> ends an answer, too
 
 
@@ -77,8 +80,13 @@ class GgufFile:
         return known | {
             name: _shape(tensor)
             for name, tensor in self._tensors.items()
-            if name not in used and name not in _NOT_WEIGHTS
+            if name not in used and name not in _NOT_WEIGHTS and not self._is_further(name)
         }
+
+    def _is_further(self, name: str) -> bool:
+        """Whether a tensor is of a layer behind the last, which predicts further tokens."""
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) >= self.values["num_hidden_layers"]
 
     @property
     def stored_dtype(self) -> str:
@@ -111,6 +119,9 @@ class GgufFile:
     def _known_architecture(self) -> Architecture:
         name = self._meta.architecture
         found = architecture_of(name, self._meta)
+        if name in REFUSED:
+            message = f"architecture {name!r} is not supported: {REFUSED[name]}"
+            raise ModelLoadError(f"{self.where}: {message}; serve it by llama.cpp")
         if found is None:
             supported = ", ".join(sorted(ARCHITECTURES))
             message = f"architecture {name!r} is not supported; {supported} are"
@@ -131,7 +142,8 @@ class GgufFile:
             "hidden_size": width,
             "intermediate_size": meta.optional("feed_forward_length", 0)
             or meta.number("expert_feed_forward_length"),
-            "num_hidden_layers": meta.number("block_count"),
+            "num_hidden_layers": meta.number("block_count")
+            - meta.optional("nextn_predict_layers", 0),
             "num_attention_heads": heads,
             "num_key_value_heads": meta.optional("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -139,6 +151,8 @@ class GgufFile:
             "rms_norm_eps": meta.optional("attention.layer_norm_rms_epsilon", 1e-5),
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "use_bias": "blk.0.attn_q.bias" in self._tensors,
+            "use_qkv_bias": "blk.0.attn_q.bias" in self._tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": None,
@@ -183,7 +197,7 @@ class GgufFile:
         for own, tensor in self._tensors.items():
             layer = _LAYER_TENSOR.fullmatch(own)
             if layer is None:
-                name = MODEL_NAMES.get(own)
+                name = self._model_names().get(own)
                 if name is not None:
                     found[name] = self._plain(name, tensor)
                 continue
@@ -191,28 +205,40 @@ class GgufFile:
             target = (LAYER_NAMES | dict(self._architecture.names)).get(leaf)
             if target is None:
                 continue
-            name = f"model.layers.{number}.{target}.{ending}"
+            if int(number) >= self.values["num_hidden_layers"]:  # predicts further tokens
+                continue
+            name = f"model.layers.{number}.{target}"
             if "{}" in name:
-                found |= self._experts(name, tensor)
+                found |= self._experts(f"{name}.{ending}", tensor)
+            elif target.endswith(_BARE):
+                found[name] = self._plain(name, tensor)
             else:
-                found[name.replace(_SINK_TENSOR, _SINK_TENSOR[:-7])] = self._plain(name, tensor)
-        if self._architecture.experts == "gpt_oss":
-            for layer_number in range(self._meta.number("block_count")):
+                found[f"{name}.{ending}"] = self._plain(f"{name}.{ending}", tensor)
+        for layer_number in range(self.values["num_hidden_layers"]):
+            if self._architecture.experts == "gpt_oss":
                 found |= self._gpt_oss_experts(layer_number)
+            elif self._architecture.experts == "granite":
+                found |= self._granite_experts(layer_number)
         return found
+
+    def _model_names(self) -> dict[str, str]:
+        final = self._architecture.final_norm
+        more = {f"output_norm.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
+        return MODEL_NAMES | more
 
     def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _Source:
         rows = self._order_of(name)
         offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
+        shape = (1, *_shape(tensor)) if name.endswith(_ROW) else _shape(tensor)
 
         def read() -> StoredWeight:
             value = _value(tensor.data, tensor, self.where)
             if isinstance(value, Tensor):
-                value = value - offset if offset else value
+                value = (value - offset if offset else value).view(shape)
                 return value if rows is None else value[rows]
             return value if rows is None else value.rows(rows)
 
-        return _Source(_shape(tensor), read, (tensor.name,))
+        return _Source(shape, read, (tensor.name,))
 
     def _order_of(self, name: str) -> Tensor | None:
         """The rows of queries and keys where they lie in turned pairs there, here in halves."""
@@ -243,13 +269,33 @@ class GgufFile:
             owns = [f"blk.{layer}.ffn_{part}_exps.{ending}" for part in ("gate", "up", "down")]
             if not all(own in self._tensors for own in owns):
                 continue
-            for name, parts in zip(_STACKED, (owns[:2], owns[2:]), strict=True):
+            for name, parts in (("gate_up_proj", owns[:2]), ("down_proj", owns[2:])):
                 suffix = "" if ending == "weight" else "_bias"
                 count, rows, *columns = _shape(self._tensors[parts[0]])
                 shape = (count, *columns, rows * len(parts))
                 full_name = f"model.layers.{layer}.mlp.experts.{name}{suffix}"
                 found[full_name] = _Source(shape, self._joined(parts), tuple(parts))
         return found
+
+    def _granite_experts(self, layer: int) -> dict[str, _Source]:
+        """Rows of the gate, then those of the factor."""
+        owns = [f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
+        if not all(own in self._tensors for own in owns):
+            return {}
+        found, prefix = {}, f"model.layers.{layer}.block_sparse_moe."
+        for name, parts in (("input_linear", owns[:2]), ("output_linear", owns[2:])):
+            tensors = [self._tensors[part] for part in parts]
+            count, rows, columns = _shape(tensors[0])
+            shape = (count, rows * len(parts), columns)
+            found[f"{prefix}{name}.weight"] = _Source(shape, self._behind(tensors), tuple(parts))
+        return found
+
+    def _behind(self, tensors: list[gguf.ReaderTensor]) -> Callable[[], StoredWeight]:
+        def read() -> StoredWeight:
+            values = [_wide(_value(each.data, each, self.where)) for each in tensors]
+            return torch.cat(values, dim=1)
+
+        return read
 
     def _joined(self, parts: list[str]) -> Callable[[], StoredWeight]:
         tensors = [self._tensors[part] for part in parts]

@@ -29,6 +29,7 @@ MODEL_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
 }
 # Of experts one by one, of which the file stacks all.
 _EXPERTS = {
@@ -48,6 +49,17 @@ _SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_CHOICE_BIAS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_PHI = {
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
 }
 _AFTER = {
     "post_attention_norm": "post_attention_layernorm",
@@ -95,7 +107,8 @@ class Architecture:
     turns_part: bool = False
     is_turned: bool = False
     norm_offset: float = 0.0
-    experts: Literal["none", "each", "gpt_oss"] = "none"
+    experts: Literal["none", "each", "gpt_oss", "granite"] = "none"
+    final_norm: str = "model.norm"
 
 
 # -- fields ---------------------------------------------------------------------------------------
@@ -245,15 +258,115 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _like_deepseek(meta: Metadata) -> dict[str, Any]:
+    return _experts(meta) | {
+        "n_routed_experts": meta.number("expert_count"),
+        "n_shared_experts": meta.optional("expert_shared_count", 0),
+        "first_k_dense_replace": meta.optional("leading_dense_block_count", 0),
+        "routed_scaling_factor": meta.optional("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(meta.optional("expert_weights_norm", False)),
+        "n_group": meta.optional("expert_group_count", 1),
+        "topk_group": meta.optional("expert_group_used_count", 1),
+    }
+
+
+def _dots1(meta: Metadata) -> dict[str, Any]:
+    return _like_deepseek(meta) | {"sliding_window": None}
+
+
+def _minimax_m2(meta: Metadata) -> dict[str, Any]:
+    width = meta.optional("expert_feed_forward_length", 0) or meta.number("feed_forward_length")
+    return _experts(meta) | {
+        "intermediate_size": width,
+        "rotary_dim": meta.optional("rope.dimension_count", meta.number("attention.key_length")),
+        "use_qk_norm": True,
+    }
+
+
+def _olmoe(meta: Metadata) -> dict[str, Any]:
+    found = _experts(meta) | {"norm_topk_prob": False}
+    found["intermediate_size"] = found["moe_intermediate_size"]
+    return found | {"clip_qkv": meta.optional("attention.clamp_kqv", None)}
+
+
+def _olmo(meta: Metadata) -> dict[str, Any]:
+    return {"clip_qkv": meta.optional("attention.clamp_kqv", None)}
+
+
+def _granite_moe(meta: Metadata) -> dict[str, Any]:
+    return _granite(meta) | _experts(meta)
+
+
+def _ernie_moe(meta: Metadata) -> dict[str, Any]:
+    return {
+        "moe_num_experts": meta.number("expert_count"),
+        "moe_k": meta.number("expert_used_count"),
+        "moe_intermediate_size": meta.number("expert_feed_forward_length"),
+        "moe_num_shared_experts": meta.optional("expert_shared_count", 0),
+        "moe_layer_start_index": meta.optional("leading_dense_block_count", 0),
+        "moe_layer_interval": meta.optional("interleave_moe_layer_step", 1),
+    }
+
+
+def _mistral3(meta: Metadata) -> dict[str, Any]:
+    """Ministral 3, whose queries grow with the position; without that, Mistral's earlier models."""
+    beta = meta.optional("attention.temperature_scale", 0.0)
+    log_multiplier = meta.optional("rope.scaling.yarn_log_multiplier", 0.0)
+    rope = {"llama_4_scaling_beta": beta} if beta else {}
+    if log_multiplier:
+        rope |= {"mscale": log_multiplier, "mscale_all_dim": log_multiplier}
+    return {
+        "model_type": "ministral3" if beta else "mistral",
+        "sliding_window": None,
+        "rope_parameters": rope,
+    }
+
+
+def _nemotron(meta: Metadata) -> dict[str, Any]:
+    return {"hidden_act": "relu2", "norm_eps": meta.number("attention.layer_norm_epsilon")}
+
+
+def _arcee(meta: Metadata) -> dict[str, Any]:  # noqa: ARG001 - as the others
+    return {"hidden_act": "relu2"}
+
+
+def _layer_norm(meta: Metadata) -> dict[str, Any]:
+    return {"layer_norm_eps": meta.number("attention.layer_norm_epsilon")}
+
+
+def _stablelm(meta: Metadata) -> dict[str, Any]:
+    is_parallel = bool(meta.optional("use_parallel_residual", False))
+    return _layer_norm(meta) | {"use_parallel_residual": is_parallel}
+
+
+def _phi2(meta: Metadata) -> dict[str, Any]:
+    return _layer_norm(meta) | {"hidden_act": "gelu_new"}
+
+
 _LLAMA = Architecture(model_type="llama", is_turned=True)
 _MIXTRAL = Architecture(
     model_type="mixtral", fields=_experts, names=_MIXTRAL_EXPERTS, is_turned=True, experts="each"
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "arcee": Architecture(model_type="arcee", fields=_arcee, is_turned=True),
     "cohere2": Architecture(model_type="cohere2", fields=_cohere2),
     "command-r": Architecture(model_type="cohere", fields=_cohere),
+    "dots1": Architecture(
+        model_type="dots1",
+        fields=_dots1,
+        names=_EXPERTS | _SHARED_EXPERTS | _CHOICE_BIAS,
+        experts="each",
+    ),
     "ernie4_5": Architecture(model_type="ernie4_5"),
+    "ernie4_5-moe": Architecture(
+        model_type="ernie4_5_moe",
+        fields=_ernie_moe,
+        names=_EXPERTS
+        | _SHARED_EXPERTS
+        | {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+        experts="each",
+    ),
     "exaone4": Architecture(model_type="exaone4", fields=_exaone4, names=_AFTER),
     "gemma": Architecture(model_type="gemma", fields=_gelu, norm_offset=1.0),
     "gemma2": Architecture(
@@ -271,6 +384,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
+    "glm4moe": Architecture(
+        model_type="glm4_moe",
+        fields=_like_deepseek,
+        turns_part=True,
+        names=_EXPERTS
+        | _SHARED_EXPERTS
+        | _CHOICE_BIAS
+        | {"post_attention_norm": "post_attention_layernorm"},
+        experts="each",
+    ),
     "gpt-oss": Architecture(
         model_type="gpt_oss",
         fields=_gpt_oss,
@@ -282,8 +405,42 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts="gpt_oss",
     ),
     "granite": Architecture(model_type="granite", fields=_granite, is_turned=True),
+    "granitemoe": Architecture(
+        model_type="granitemoe",
+        fields=_granite_moe,
+        names={"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        is_turned=True,
+        experts="granite",
+    ),
+    "hunyuan-dense": Architecture(
+        model_type="hunyuan_v1_dense",
+        names={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
     "llama": _LLAMA,
+    "minimax-m2": Architecture(
+        model_type="minimax_m2",
+        fields=_minimax_m2,
+        names=_MIXTRAL_EXPERTS | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
+        turns_part=True,
+        experts="each",
+    ),
+    "mistral3": Architecture(model_type="ministral3", fields=_mistral3, is_turned=True),
+    "nemotron": Architecture(
+        model_type="nemotron", fields=_nemotron, turns_part=True, norm_offset=1.0
+    ),
+    "olmo": Architecture(model_type="olmo", fields=_olmo, is_turned=True),
+    "olmoe": Architecture(model_type="olmoe", fields=_olmoe, names=_EXPERTS, experts="each"),
     "olmo2": Architecture(model_type="olmo2", fields=_olmo2, names=_AFTER),
+    "phi2": Architecture(
+        model_type="phi",
+        fields=_phi2,
+        names=_PHI,
+        turns_part=True,
+        final_norm="model.final_layernorm",
+    ),
     "phi3": Architecture(
         model_type="phi3",
         fields=_phi3,
@@ -302,6 +459,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="seed_oss", names={"post_attention_norm": "post_attention_layernorm"}
     ),
     "smollm3": Architecture(model_type="smollm3", is_turned=True),
+    "stablelm": Architecture(model_type="stablelm", fields=_stablelm, turns_part=True),
     "starcoder2": Architecture(
         model_type="starcoder2",
         fields=_starcoder2,
@@ -316,10 +474,32 @@ GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
     "mixtral",
     "olmo3",
 }
+# The text model of a multimodal file.
+ALIASES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+_STATE = "its layers keep a state beside keys and values, which pages do not hold yet"
+_ALIBI = "its scores are biased by distance (ALiBi)"
+_NO_DECODER = "it does not predict text token by token"
+# Architectures that are refused, whatever names their tensors have.
+REFUSED = dict.fromkeys(
+    (
+        "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba",
+        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "plamo3", "qwen35", "qwen35moe",
+        "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7",
+    ),
+    _STATE,
+) | dict.fromkeys(
+    (
+        "bert", "clip", "dream", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3",
+        "llada", "llada-moe", "llama-embed", "modern-bert", "neo-bert", "nomic-bert",
+        "nomic-bert-moe", "rnd1", "t5", "t5encoder", "wavtokenizer-dec",
+    ),
+    _NO_DECODER,
+)  # fmt: skip
+REFUSED |= {"bloom": _ALIBI, "mpt": _ALIBI, "glm-dsa": "an indexer chooses the keys of each row"}
 
 
 def architecture_of(name: str, meta: Metadata) -> Architecture | None:
     """What a file of this architecture holds; None for one that is not known."""
     if name == "llama" and meta.optional("expert_count", 0):
         return _MIXTRAL
-    return ARCHITECTURES.get(name)
+    return ARCHITECTURES.get(ALIASES.get(name, name))

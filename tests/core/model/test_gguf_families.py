@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
-from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES
+from foretoken.core.model.formats.gguf_architectures import ALIASES, ARCHITECTURES, REFUSED
 from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library
@@ -51,6 +52,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.3}
     | {"attention_multiplier": 0.4, "logits_scaling": 2.0},
     "gpt_oss": {"intermediate_size": 64, "layer_types": _BOTH},
+    "glm4_moe": {"n_group": 1, "use_qk_norm": True},
+    "dots1": {"n_group": 1, "layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "ministral3": {"sliding_window": None},
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,
@@ -168,6 +172,47 @@ def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path
         ModelLoadError, match=r"a divisor for each frequency.*take the model's safe"
     ):
         load_decoder(file)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("qwen35", "state"), ("lfm2", "state"), ("t5", "token by token"), ("bloom", "ALiBi")],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    architecture: str, reason: str, tmp_path: Path
+) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(file := tmp_path / "model.gguf", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=rf"'{architecture}'.*{reason}.*serve it by llama.cpp"):
+        load_decoder(file)
+    assert not set(REFUSED) & {*ARCHITECTURES, *ALIASES}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_text_model_of_a_multimodal_file_is_read(
+    alias: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type = next(name for name, own in ARCHS.items() if own == ALIASES[alias])
+    _, file = made(model_type, tmp_path)
+    expected = logits_of(file)
+    monkeypatch.setitem(ARCHS, model_type, alias)
+    assert torch.equal(logits_of(write_gguf(tmp_path / "plain", file)), expected)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = made("glm4_moe", tmp_path)
+    path = tmp_path / "plain" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    write_gguf(tmp_path / "plain", file)
+    check(logits_of(file), expected_of(model))
 
 
 def test_unknown_tensors_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The tokenizer and chat template that a GGUF file carries, built by transformers from the file.
+
+A file names how texts are split before byte pairs are merged (``tokenizer.ggml.pre``), as
+llama.cpp's tables have it. transformers knows some of these names; those below it does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGITS_OF_THREE = rf"{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_SINGLE_DIGITS = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_SEED = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+# Each splits the pieces of the one before.
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_DIGITS_OF_THREE,)),
+    **dict.fromkeys(("hunyuan", "stablelm2", "grok-2", "solar-open"), (_SINGLE_DIGITS,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK),
+    "seed-coder": (_SEED,),
+}
+# Digits stand alone; the rest as GPT-2 splits it.
+SINGLE_DIGITS = frozenset(
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+)
+# What transformers does without being told: GPT-2's own.
+_LIKE_GPT2 = frozenset(
+    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "gigachat")
+)
+
+
+def load_gguf_tokenizer(file: Path) -> Any:  # noqa: ANN401 - transformers is untyped
+    """A fast tokenizer of transformers. Raises what transformers raises."""
+    from transformers import PreTrainedTokenizerFast
+
+    hf = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name)
+    _split_as_named(hf.backend_tokenizer, file)
+    return hf
+
+
+def _split_as_named(backend: Any, file: Path) -> None:  # noqa: ANN401 - tokenizers is untyped
+    from tokenizers import Regex, pre_tokenizers
+
+    from ...core.model.formats.gguf import read_text
+
+    name = read_text(file, "tokenizer.ggml.pre")
+    if name in SINGLE_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    elif name in SPLITS:
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]]
+        pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pieces])
+    elif (
+        read_text(file, "tokenizer.ggml.model") == "gpt2"
+        and name not in _LIKE_GPT2
+        and "Split(" not in repr(backend.pre_tokenizer)  # transformers found none, either
+    ):
+        logger.warning(
+            "%s: how its tokenizer splits texts (tokenizer.ggml.pre %r) is not known: they are "
+            "split as GPT-2 does, and some may become other tokens than in training",
+            file.name,
+            name,
+        )
