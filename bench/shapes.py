@@ -76,7 +76,6 @@ def qwen3_moe_1b() -> Qwen3MoeConfig:
         num_hidden_layers=16,
         num_attention_heads=16,
         num_key_value_heads=8,
-        head_dim=64,
         num_experts=32,
         num_experts_per_tok=4,
         moe_intermediate_size=512,

@@ -193,12 +193,12 @@ def test_llama3s_frequencies_are_divided_as_the_file_says(llama, tmp_path, monke
 
 
 def test_an_architecture_nobody_knows_is_refused_by_name(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "grok")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match=r"architecture 'mamba' is not supported; .*llama"):
+    with pytest.raises(ModelLoadError, match=r"architecture 'grok' is not supported; .*llama"):
         load_decoder(tmp_path / "other.gguf")
 
 
