@@ -69,7 +69,7 @@ def llama32_1b() -> LlamaConfig:
 
 def qwen3_moe_1b() -> Qwen3MoeConfig:
     """Qwen3-MoE in small: 0.9 billion parameters, of which a token uses 0.2."""
-    return Qwen3MoeConfig(
+    config = Qwen3MoeConfig(
         vocab_size=32768,
         hidden_size=1024,
         intermediate_size=3072,
@@ -83,6 +83,8 @@ def qwen3_moe_1b() -> Qwen3MoeConfig:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
+    config.head_dim = 64  # OpenVINO's converter asks for it
+    return config
 
 
 @torch.inference_mode()
