@@ -225,7 +225,8 @@ def test_a_refused_request_is_a_line_with_its_error(
 def test_times_that_nobody_knows_yet_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     answer = Answer("cmpl-1", SamplingParams())
-    usage, sampling = Usage(prompt_tokens=7, queue_time=0.002), SimpleNamespace(constraint=None)
+    usage = Usage(prompt_tokens=7, queue_time=0.002)
+    sampling = SimpleNamespace(constraint=None, params=SamplingParams())
     request: Any = SimpleNamespace(usage=usage, sampling=sampling, prediction=None)
     stream: Any = SimpleNamespace(ended=False)
     answer.generations = [Generation(request, Any, stream, lambda _: None)]  # type: ignore[arg-type]
