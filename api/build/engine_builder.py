@@ -74,14 +74,11 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
-    temperature_scale = None if config.draft_temperature == "tuned" else 1.0
     proposer: LmProposer | HeadProposer | None = None
-    measured: _Model | HeadProposer | None = None  # whose passes have a price
+    measured: _Model | HeadProposer | None = None  # its passes have a price
     if isinstance(draft, Decoder):
         measured = (draft, draft_pools[0])
-        proposer = LmProposer(
-            *measured, independent=by_rejection, temperature_scale=temperature_scale
-        )
+        proposer = _lm_proposer(measured, config)
     elif draft is not None:
         measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
@@ -119,6 +116,14 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         eos_token_ids=frozenset(target.config.eos_token_ids),
         exact=target.exact,
         model_path=target.path,
+    )
+
+
+def _lm_proposer(model: _Model, config: EngineConfig) -> LmProposer:
+    return LmProposer(
+        *model,
+        independent=config.verify == "rejection",
+        temperature_scale=None if config.draft_temperature == "tuned" else 1.0,
     )
 
 

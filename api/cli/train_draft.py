@@ -40,6 +40,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    _add_files(parser)
+    _add_training(parser)
+    _add_head(parser)
+    _add_machine(parser)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, metavar="MODEL", help="model that the draft is for")
     add(
@@ -57,6 +64,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "that drafts one token a pass; lm: a small language model",
     )
     add("--out", required=True, metavar="DIR", help="folder that receives the draft")
+    add("--resume", action="store_true", help="go on where the run in OUT was stopped")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--minutes",
@@ -81,6 +93,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="let the target answer anew: auto does so for chats, on for traffic and texts as "
         "well, off for none",
     )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the training: same seed and data, same draft (0)",
+    )
+
+
+def _add_head(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--layers", type=_count, default=2, metavar="N", help="layers of a block head or lm (2)")
     add("--block", type=_count, default=7, metavar="N", help="tokens that a block drafts (7)")
     add(
@@ -89,7 +112,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that a head may draft, the N most frequent: smaller and faster (all)",
     )
-    add("--resume", action="store_true", help="go on where the run in OUT was stopped")
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -103,13 +129,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="data type of the target's weights; auto: as they are served",
     )
     add("--threads", type=_count, metavar="N", help="threads of the CPU (all)")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the training: same seed and data, same draft (0)",
-    )
 
 
 def _count(text: str) -> int:

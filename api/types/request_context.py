@@ -40,12 +40,12 @@ def seconds_left(since: float, *limits: float | None) -> float | None:
 UNKNOWN_ROUTE = "unknown"
 PROBES = frozenset({"/health", "/ready", "/metrics"})
 NO_KEY = frozenset({401, 403})
-NOBODY = b""  # whoever comes without a key, and the SDK
+NOBODY = b""  # owner of requests without a key, and of the SDK's
 METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
 
 class KnownError(Protocol):
-    """What logs, metrics and traces read of an error that answered a request."""
+    """Fields of an error answer that logs, metrics and traces read."""
 
     @property
     def status(self) -> int:
@@ -61,7 +61,7 @@ class KnownError(Protocol):
 
 
 class EngineAnswer(Protocol):
-    """What logs read of one answer of the engine."""
+    """Fields of an engine's answer that logs read."""
 
     @property
     def request_id(self) -> str:
@@ -78,7 +78,7 @@ class EngineAnswer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """What is known of one HTTP request so far. Holds no text of a prompt or an answer."""
+    """One HTTP request, as far as it has come. Holds no text of a prompt or an answer."""
 
     scope: Scope
     caller: bytes = NOBODY  # a hash of its key; the gate sets it
@@ -146,7 +146,7 @@ def arrival() -> float:
 
 
 def caller() -> bytes:
-    """Who sent the request that is being served."""
+    """The owner of the request that is being served: a hash of its key, or `NOBODY`."""
     context = CONTEXT.get()
     return NOBODY if context is None else context.caller
 
@@ -200,10 +200,10 @@ def tenant_of(cache_salt: str | None) -> str | None:
 
 
 class Shares(Generic[K]):
-    """Shares of a bounded memory by owner, and the entry that must make room.
+    """Shares of a bounded memory by owner, and the entry that is dropped next.
 
-    The oldest goes of the owner that has most, if that is more than a quarter; else the oldest of
-    all. So nobody can drive out those who keep to their quarter, and one who is alone has all.
+    That is the oldest entry of the owner with the most, if it has more than a quarter; else the
+    oldest of all. So an owner within its quarter keeps its entries, and a single owner has all.
     """
 
     def __init__(self, max_bytes: int, max_entries: float = float("inf")) -> None:

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("bench/results/heads.json"))
     args = parser.parse_args(argv)
-    target = load_decoder(find_model(args.model).path, dtype=args.dtype)
+    target = load_decoder(find_model(args.model).path, dtype=args.dtype, backend="native")
     target.ops.set_threads(args.threads)
     torch.set_num_threads(1)  # as the engine does beside the native kernels
     rows: list[Row] = []

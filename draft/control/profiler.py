@@ -70,7 +70,8 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], floa
     """Seconds of a pass by its rows, all of them one request's behind `NEAR` tokens.
 
     And what a token behind a request adds for each of its rows after the first: `DRAFTED` rows
-    behind `FAR` tokens are compared. 0.0 if the pool has no room for so many.
+    behind `FAR` tokens are compared. 0.0 if the pool has no room for so many. Layers of a window
+    stop attending further back: for requests longer than both, it is an upper bound.
     """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
