@@ -291,6 +291,7 @@ class DraftSpeculator:
             draft_s=draft_s,
             seconds=seconds,
             with_prompts=len(decodes) < len(plan.requests),
+            with_lm=bool(lm.passes),
             num_keys=sum(
                 each.start * (each.stop - each.start - 1 + out.num_proposed)
                 for each, out in zip(plan.requests, output.requests, strict=True)

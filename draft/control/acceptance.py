@@ -28,7 +28,7 @@ HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
 PRIOR_DRAFTS = 4.0  # that the prior of a node's worth weighs as much as
 TRIAL_WEIGHT = 5.0  # drafts that one of a model counts as that is tried now and then
-NODE_WINDOW = 30.0  # drafts over which counts of nodes fade
+NODE_WINDOW = 60.0  # drafts over which counts of nodes fade
 
 _CLASS_OF = np.searchsorted(BUCKETS, np.arange(MAX_LENGTH), side="right") - 1
 

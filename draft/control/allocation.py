@@ -4,7 +4,7 @@ A row's price in tokens is its seconds times the engine's tokens a second; it at
 behind its request, so a row of a long request is dearer. The tokens of all drafts are sorted by
 what they bring beyond that, and the prefix of this order with the highest net gain is taken.
 Chances never rise along a path, so this takes a prefix of each chain, and of each tree a smaller
-tree. The numbers of nodes of the draft model are tried one by one; at each, a request takes the
+tree. The numbers of passes of the draft model are tried one by one; at each, a request takes the
 better of its two drafts.
 """
 
@@ -22,6 +22,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
+LEAST_SHOWN = 0.01  # rows that a node of the draft model takes at least
 FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
 
 
@@ -85,12 +86,13 @@ class Allocation:
 def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
     """The drafts with the highest expected net gain, at ``rate`` tokens a second.
 
-    O(D * n log n) for n = num_requests * width tokens that could be drafted.
+    O(P * n log n) for n = num_requests * width tokens that could be drafted and P passes.
     """
     none = np.zeros(len(candidates.lookup), dtype=np.int64)
     if candidates.budget <= 0:
         return Allocation(none, none)
-    best = _take(candidates.lookup, candidates, costs, rate)
+    every = np.ones_like(candidates.lookup)
+    best = _take(candidates.lookup, every, candidates, costs, rate)
     chosen = Allocation(best.counts, none, best.net)
     if candidates.lm.size and candidates.lm.any():
         with_lm = _best_with_lm(candidates, costs, rate)
@@ -126,17 +128,29 @@ class _Taken:
 
 
 def _take(
-    survival: FloatArray, candidates: StepCandidates, costs: CostModel, rate: float
+    survival: FloatArray,
+    shown: FloatArray,
+    candidates: StepCandidates,
+    costs: CostModel,
+    rate: float,
+    *,
+    with_lm: bool = False,
 ) -> _Taken:
-    """The best prefix of the sorted tokens of ``survival`` [num_requests, width]."""
+    """The best prefix of the sorted tokens of ``survival`` [num_requests, width].
+
+    ``shown``, alike: rows that each is expected to take, above 0; the sort is by worth for a row.
+    """
     num_requests, width = survival.shape
-    flat = (survival - _key_prices(candidates, costs, rate)[:, None]).ravel()
-    order = (-flat).argsort(kind="stable") if num_requests > 1 else np.arange(width)
-    most = min(candidates.budget, int(np.count_nonzero(flat > 0.0)))
+    table = survival - _key_prices(candidates, costs, rate)[:, None] * shown
+    flat, num_rows = table.ravel(), shown.ravel()
+    for_a_row = np.minimum.accumulate(table / shown, axis=1).ravel()
+    order = (-for_a_row).argsort(kind="stable") if num_requests > 1 else np.arange(width)
+    most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))
     order = order[:most]
-    seconds = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
-    overhead = costs.draft_overhead(candidates.num_decodes)
-    net = flat[order].cumsum() - rate * (seconds[1:] + overhead)
+    by_row = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
+    seconds = np.interp(num_rows[order].cumsum(), np.arange(most + 1), by_row)
+    overhead = costs.draft_overhead(candidates.num_decodes, with_lm=with_lm)
+    net = flat[order].cumsum() - rate * (seconds + overhead)
     if not most or net.max() <= 0.0:
         return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
     taken = int(net.argmax()) + 1
@@ -145,13 +159,13 @@ def _take(
 
 
 def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
-    """The best of all depths of the draft model."""
+    """The best of all numbers of passes of the draft model."""
     lookup, lm, uncached = candidates.lookup, candidates.lm, candidates.num_uncached_draft_tokens
     num_requests, num_depths = lm.shape
     width = max(lookup.shape[1], num_depths)
     row_prices = _row_prices(candidates, costs, rate, 0)[:, None]
     # A node that is not worth its row at its place is not drafted: it costs nothing.
-    lm = np.where(lm > 0.0, lm + (1.0 - candidates.lm_shown) * row_prices, 0.0)
+    lm_shown = np.maximum(LEAST_SHOWN, np.broadcast_to(candidates.lm_shown, lm.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
@@ -161,20 +175,31 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
     lookup_worth = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
-    for depth in range(1, num_depths + 1):
-        worth = np.maximum(lm[:, :depth] - row_prices, 0.0).sum(axis=1) - entry
+    for depth in _last_depths(candidates, num_depths):
+        rows = lm_shown[:, :depth] * row_prices
+        worth = np.maximum(lm[:, :depth] - rows, 0.0).sum(axis=1) - entry
         is_lm = (worth > lookup_worth) & (lm[:, 0] > 0.0)
         if not is_lm.any():
             continue
-        survival = np.zeros((num_requests, width))
+        survival, shown = np.zeros((num_requests, width)), np.ones((num_requests, width))
         survival[:, : lookup.shape[1]] = np.where(is_lm[:, None], 0.0, lookup)
-        survival[is_lm, :depth] = lm[is_lm, :depth]
-        taken = _take(survival, candidates, costs, rate)
+        survival[is_lm, :depth], shown[is_lm, :depth] = lm[is_lm, :depth], lm_shown[is_lm, :depth]
+        taken = _take(survival, shown, candidates, costs, rate, with_lm=True)
         depths = np.where(is_lm, taken.counts, 0)
-        num_levels = candidates.passes_per_node * int(depths.max())
-        num_passes = max(1, ceil(num_levels / candidates.lm_block))
+        num_passes = _num_passes(candidates, int(depths.max()))
         net = taken.net - rate * pass_s * num_passes - float(entry[depths > 0].sum())
         if depths.any() and net > best.net:
             counts = np.where(is_lm, 0, taken.counts)
             best = Allocation(counts, depths, net, pass_price=rate * pass_s)
     return best
+
+
+def _num_passes(candidates: StepCandidates, depth: int) -> int:
+    """Passes of the draft model that yield so many nodes."""
+    return max(1, ceil(candidates.passes_per_node * depth / candidates.lm_block))
+
+
+def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
+    """For each number of passes the most nodes that it yields: fewer are within these."""
+    by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
+    return list(by_passes.values())

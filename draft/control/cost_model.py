@@ -153,7 +153,8 @@ class _Load:
     tokens: Mean = field(default_factory=Mean)  # for each request
     forward: _Fit = field(default_factory=_Fit)
     host_plain: Mean = field(default_factory=Mean)  # beyond the passes, without drafts
-    host_draft: Mean = field(default_factory=Mean)  # the same with drafts
+    host_lookup: Mean = field(default_factory=Mean)  # the same with drafts that were looked up
+    host_lm: Mean = field(default_factory=Mean)  # and where a draft model was asked
 
 
 class CostModel:
@@ -194,12 +195,16 @@ class CostModel:
             return self._draft.at(num_rows)
         return UNMEASURED_DRAFT_SHARE * self._forward.at(num_rows)
 
-    def draft_overhead(self, num_requests: int) -> float:
-        """Host seconds that a step with drafts takes beyond one without."""
+    def draft_overhead(self, num_requests: int, *, with_lm: bool = False) -> float:
+        """Host seconds that a step with drafts takes beyond one without.
+
+        ``with_lm``: a draft model is asked; as for look-ups while no such step was seen.
+        """
         load = self._loads.get(num_requests.bit_length())
-        if load is None or not load.host_plain.num_seen or not load.host_draft.num_seen:
+        if load is None or not load.host_plain.num_seen:
             return 0.0
-        return max(0.0, load.host_draft.value - load.host_plain.value)
+        host = load.host_lm if with_lm and load.host_lm.num_seen else load.host_lookup
+        return max(0.0, host.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
         """Recent tokens a second of steps with about so many decoding requests."""
@@ -225,13 +230,14 @@ class CostModel:
         draft_s: float,
         seconds: float,
         with_prompts: bool,
+        with_lm: bool = False,
         num_keys: int = 0,
     ) -> None:
         """One step of ``num_requests`` that decode: rows of the target's pass, tokens of answers.
 
         ``seconds`` is all of it, from commit to commit, of which ``forward_s`` is the target's
-        pass and ``draft_s`` the draft model's. ``num_keys``: tokens behind a request, for each of
-        its rows after the first, summed.
+        pass and ``draft_s`` the draft model's, if that was asked (``with_lm``). ``num_keys``:
+        tokens behind a request, for each of its rows after the first, summed.
         """
         keys_s = self.profile.key_s * num_keys
         if with_prompts or not num_requests or not self.is_ready:
@@ -245,8 +251,8 @@ class CostModel:
         self._forward.observe(num_rows, by_curve + off)
         load.seconds.observe(seconds)
         load.tokens.observe(num_tokens / num_requests)
-        has_drafts = num_rows > num_requests
-        host = load.host_draft if has_drafts else load.host_plain
+        host = load.host_lookup if num_rows > num_requests else load.host_plain
+        host = load.host_lm if with_lm else host
         host.observe(max(0.0, seconds - forward_s - draft_s))
 
     def observe_draft(self, passes: Sequence[int], seconds: float) -> None:

@@ -1,9 +1,10 @@
 """HeadProposer: what proposers with a trained head share, the block head's and EAGLE-3's.
 
-A head's KV lies under the same page ids as the target's, in a pool of its own. It is written
-behind each verified step, from the target's hidden states, for the positions that were committed:
-a draft's own columns never enter the pool, so nothing is ever rolled back or corrected. The KV of a
-position depends on tokens up to that position alone, hence a prefix hit brings it along.
+A head's KV lies under the same page ids as the target's, in a pool of its own. It is written from
+the target's hidden states, for the positions that were committed: a draft's own columns never enter
+the pool, so nothing is ever rolled back or corrected. The KV of a position depends on tokens up to
+that position alone, hence a prefix hit brings it along. Positions wait until a page is whole, or
+until a draft reads them: while nothing is drafted, a step costs a copy of its hidden states.
 
 A page whose positions all have head KV carries a ready mark. Where head KV is missing (a proposer
 that failed, a page that came without it) drafts see only what lies behind the hole. The target
@@ -15,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple, TypeAlias
@@ -40,12 +41,19 @@ IntArray: TypeAlias = NDArray[np.int64]
 @dataclass(slots=True)
 class Track:
     """The positions of one request that have head KV: ``start`` to ``stop``, and those of pages
-    before that are ready.
+    before that are ready. Some behind ``stop`` may wait to be written.
     """
 
     start: int = 0
     stop: int = 0
     feature: Tensor | None = None  # [hidden] of position ``stop - 1``, for heads that want it
+    waiting: list[Tensor] = field(default_factory=list)  # taps of the positions from ``stop`` on
+    waiting_ids: list[int] = field(default_factory=list)  # their tokens
+
+    @property
+    def reached(self) -> int:
+        """Behind the last position that has head KV or waits for it."""
+        return self.stop + len(self.waiting_ids)
 
 
 class Written(NamedTuple):
@@ -183,29 +191,45 @@ class HeadProposer(ABC):
         rows = [each for each in verified if self._is_live(each)]
         if not rows:
             return
-        tracks = [self._reached(each.scheduled) for each in rows]
-        counts = np.array([len(each.batch_rows) for each in rows])
+        at = [row for each in rows for row in each.batch_rows]
+        device, counts = output.taps.device, [len(each.batch_rows) for each in rows]
+        taps = self._ordered(output.taps.index_select(0, torch.tensor(at, device=device)))
+        for each, part in zip(rows, torch.split(taps, counts), strict=True):
+            track = self._reached(each.scheduled)
+            track.waiting.append(part)
+            track.waiting_ids += _token_ids(each)
+        self._write_waiting([each.scheduled for each in rows if self._ends_page(each.scheduled)])
+
+    def _ends_page(self, row: ScheduledRequest) -> bool:
+        """Whether positions that wait end a page, which others may find once it is released."""
+        track = self._tracks[row.request_id]
+        return track.reached // self.pool.page_size > track.stop // self.pool.page_size
+
+    def _write_waiting(self, rows: Sequence[ScheduledRequest]) -> None:
+        """Write the head KV of the positions of requests that wait for it; there are some."""
+        if not rows:
+            return
+        tracks, device = [self._tracks[row.request_id] for row in rows], self.device
+        counts = np.array([len(track.waiting_ids) for track in tracks])
         firsts = np.cumsum(counts) - counts
-        device = output.taps.device
-        at = torch.tensor([i for each in rows for i in each.batch_rows], device=device)
-        is_all = len(at) == len(output.taps)  # each row, in order
         owners = np.repeat(np.arange(len(rows)), counts)
-        starts = np.array([each.scheduled.start for each in rows])
+        starts = np.array([track.stop for track in tracks])
         positions = np.arange(len(owners)) + (starts - firsts)[owners]
         written = Written(
-            self._ordered(output.taps if is_all else output.taps.index_select(0, at)),
-            torch.tensor([i for each in rows for i in _token_ids(each)], device=device),
+            torch.cat([part for track in tracks for part in track.waiting]),
+            torch.tensor([i for track in tracks for i in track.waiting_ids], device=device),
             torch.from_numpy(positions).to(device),
             firsts,
             [track.feature for track in tracks],
         )
         page_size = self.pool.page_size
         at_pages = zip(owners.tolist(), (positions // page_size).tolist(), strict=True)
-        pages = np.array([rows[owner].scheduled.page_ids[page] for owner, page in at_pages])
+        pages = np.array([rows[owner].page_ids[page] for owner, page in at_pages])
         features = self._write_context(written, pages * page_size + positions % page_size, counts)
-        for each, track, start, num in zip(rows, tracks, firsts, counts, strict=True):
+        for row, track, start, num in zip(rows, tracks, firsts, counts, strict=True):
             mine = None if features is None else features[start : start + num]
-            self._advance(each.scheduled, track, int(num), mine)
+            self._advance(row, track, int(num), mine)
+            track.waiting, track.waiting_ids = [], []
 
     def _is_live(self, verified: VerifiedRequest) -> bool:
         """Whether a row was committed, to pages that are still the request's.
@@ -222,9 +246,9 @@ class HeadProposer(ABC):
         )
 
     def _reached(self, row: ScheduledRequest) -> Track:
-        """The track of a request whose columns from ``row.start`` on are about to be written."""
+        """The track of a request whose positions from ``row.start`` on were committed."""
         track = self._tracks.get(row.request_id)
-        if track is None or track.stop != row.start:
+        if track is None or track.reached != row.start:
             track = Track(row.start, row.start, self._feature_before(row))
             self._tracks[row.request_id] = track
         return track
@@ -342,11 +366,16 @@ class HeadProposer(ABC):
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         """A tree for each row that has head KV, with the verifier's noise."""
         self._trees = {}  # those of a step that failed are void
+        self._write_waiting([row for row in rows if self._waits(row)])
         starts = [start for start in map(self._start, rows) if start is not None]
         if starts:
             self._trees = {tree.row.request_id: tree for tree in self._grow(starts)}
         found = [(row, self._trees.get(row.request_id)) for row in rows]
         return [row.draft if tree is None else tree.draft() for row, tree in found]
+
+    def _waits(self, row: ScheduledRequest) -> bool:
+        track = self._tracks.get(row.request_id)
+        return track is not None and bool(track.waiting_ids)
 
     def _start(self, row: ScheduledRequest) -> DraftStart | None:
         """Where a draft of the row begins; None where the head lacks what it reads."""

@@ -151,6 +151,16 @@ def test_the_draft_model_goes_as_deep_as_its_passes_pay() -> None:
     assert depths == [[4], [3], [0]]
 
 
+def test_nodes_that_a_draft_hardly_ever_has_bring_nothing() -> None:
+    """However much cheaper the rows behind the first are, which they do not take."""
+    costs = CostModel(StepProfile({1: 1.0, 2: 1.1, 18: 1.1}, {1: 0.15}))
+    shown = np.array([[1.0] + 15 * [0.01]])
+    given = candidates([[]], [[0.2] + 15 * [0.001]], lm_shown=shown)
+    assert not lm_of(given, costs).lm_depth.any(), "a row and a pass cost more than the first node"
+    given = candidates([[]], [[0.3] + 15 * [0.001]], lm_shown=shown)
+    assert lm_of(given, costs).net == pytest.approx(0.3 - 0.1 - 0.15, abs=0.03)
+
+
 def test_each_request_takes_the_better_of_its_two_drafts_never_both() -> None:
     given = candidates([[0.95, 0.9, 0.85], [0.1, 0, 0]], [[0.3, 0.1], [0.9, 0.8]])
     found = lm_of(given, with_draft_model(0.1))

@@ -22,6 +22,7 @@ def step(
     draft_s: float = 0.0,
     host_s: float = 0.001,
     with_prompts: bool = False,
+    with_lm: bool = False,
     num_keys: int = 0,
     times: int = 1,
 ) -> None:
@@ -37,6 +38,7 @@ def step(
             draft_s=draft_s,
             seconds=pass_s + draft_s + host_s,
             with_prompts=with_prompts,
+            with_lm=with_lm,
             num_keys=num_keys,
         )
 
@@ -230,6 +232,16 @@ def test_the_overhead_of_drafts_is_what_the_host_takes_beyond_plain_steps() -> N
     assert costs.draft_overhead(4) == 0.0, "of another load nothing is known"
     step(costs, 1, host_s=0.050, times=200)
     assert costs.draft_overhead(1) == 0.0, "drafts make no step shorter"
+
+
+def test_steps_that_ask_a_draft_model_have_an_overhead_of_their_own() -> None:
+    costs = CostModel(PROFILE)
+    step(costs, 1, host_s=0.001, times=10)
+    step(costs, 1, num_drafts=4, host_s=0.002, times=10)
+    assert costs.draft_overhead(1, with_lm=True) == pytest.approx(0.001), "none was seen"
+    step(costs, 1, num_drafts=4, host_s=0.005, with_lm=True, times=10)
+    assert costs.draft_overhead(1, with_lm=True) == pytest.approx(0.004)
+    assert costs.draft_overhead(1) == pytest.approx(0.001)
 
 
 def test_the_draft_models_own_time_is_no_overhead_of_the_host() -> None:

@@ -361,6 +361,29 @@ def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])
+def test_while_nothing_is_drafted_head_kv_is_written_a_page_at_a_time(
+    target, kind, monkeypatch
+) -> None:
+    """And all of it is there for whoever hits the pages."""
+    proposer = make_proposer(make_head(kind, target), target)
+    write, written = proposer._write_context, list[int]()
+
+    def counted(context, slots, lens):
+        written.append(len(slots))
+        return write(context, slots, lens)
+
+    monkeypatch.setattr(proposer, "_write_context", counted)
+    unit = Unit(target, proposer, speculator=FixedDepth(0))
+    prompt = prompt_of(CHUNK)
+    request = unit.add("a", prompt, 5 * PAGE_SIZE, 0.0)
+    unit.driver.run()
+    num_pages = (len(request.tokens) - 1) // PAGE_SIZE
+    assert sum(written[1:]) == num_pages * PAGE_SIZE - CHUNK
+    assert len(written) <= 1 + num_pages
+    assert proposer._ready.sum() == num_pages
+
+
+@pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_a_slot_before_the_position_would_show(target, kind, monkeypatch) -> None:
     """The negative control: head KV that lies one slot too low."""
     proposer = make_proposer(make_head(kind, target), target)

@@ -136,8 +136,8 @@ MUTATIONS = (
     Mutation(
         "allocation-drafts-beyond-the-budget",
         "_take",
-        "most = min(candidates.budget, int(np.count_nonzero(flat > 0.0)))",
-        "most = int(np.count_nonzero(flat > 0.0))",
+        "most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))",
+        "most = int(np.count_nonzero(for_a_row > 0.0))",
         ("test_allocation.py",),
         "drafts stay within the rows that are offered",
     ),
