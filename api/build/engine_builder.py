@@ -32,6 +32,7 @@ from ...core.scheduling.admission import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.models.draft_model import LmProposer
+from ...draft.models.tree_growth import NUM_BEST
 from ...draft.models.head_drafters import JoinedHead, load_head
 from ...draft.models.head_files import head_kind
 from ...draft.models.head_proposer import HeadProposer
@@ -214,6 +215,7 @@ def _warm_up(
     remedy = "lower kv_memory, max_batch_tokens or max_running"
     with out_of_memory_told("before the first request", remedy):
         for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
+            is_target = decoder is target[0]
             if decoder.device.type != "cpu":
                 warm_up(
                     decoder,
@@ -221,7 +223,8 @@ def _warm_up(
                     max_len=limits.max_model_len,
                     num_tokens=limits.max_batch_tokens,
                     num_requests=limits.max_running,
-                    taps=taps if decoder is target[0] else (),
+                    taps=taps if is_target else (),
+                    num_best=0 if is_target else NUM_BEST,
                 )
         if costs is not None:
             measure_costs(costs, target, draft)

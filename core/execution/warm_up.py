@@ -32,18 +32,19 @@ def warm_up(
     num_tokens: int,
     num_requests: int,
     taps: Taps = (),
+    num_best: int = 0,
 ) -> None:
     """Capture the graphs, then compute steps of the largest size.
 
     ``max_len``: tokens of the longest request. ``num_tokens`` of a prompt and ``num_requests``
-    make the largest step. ``taps``: the boundaries that each step will want (`Proposer.taps`). The
-    pool's content is void afterwards. Raises what steps raise, which is torch's own where memory
-    runs out.
+    make the largest step. ``taps``: the boundaries that each step will want (`Proposer.taps`).
+    ``num_best``: tokens of a place that a draft model will want. The pool's content is void
+    afterwards. Raises what steps raise, which is torch's own where memory runs out.
     """
     longest = min(max_len, pool.num_pages * pool.page_size)
     decoder.warm_up(pool, longest, taps)
     prompt = array("q", [0] * min(num_tokens, longest))
-    _compute(decoder, pool, [_segment(pool, prompt)], taps)
+    _compute(decoder, pool, [_segment(pool, prompt)], taps, num_best)
     row = _segment(pool, prompt[:1])
     _compute(decoder, pool, [row] * num_requests, taps)
     if num_requests <= FEW_ROWS:  # with drafts there may be more rows of logits
@@ -55,8 +56,10 @@ def _segment(pool: KVPool, tokens: array[int]) -> Segment:
     return Segment(tokens, 0, array("q", range(num_pages)), 1)
 
 
-def _compute(decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps) -> None:
-    """A pass, and a token for each segment."""
+def _compute(
+    decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps, num_best: int = 0
+) -> None:
+    """A pass, and a token for each segment; or its ``num_best`` best, too."""
     batch = decoder.batch(segments, page_size=pool.page_size)
     logits = decoder.forward(batch, pool, Wanted(taps=taps)).logits
     rows = [
@@ -66,3 +69,5 @@ def _compute(decoder: Decoder, pool: KVPool, segments: list[Segment], taps: Taps
     for start in range(0, len(rows), len(segments)):
         block = rows[start : start + len(segments)]
         decoder.sampler.sample(logits[: len(block)], block)
+        if num_best:
+            decoder.sampler.best(logits[: len(block)], block, num_best)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -27,7 +27,15 @@ from torch import Tensor
 
 from ..interface.step import Refusal, SamplingMetadata, TokenLogprob
 from .gumbel import gumbel_rows, vocabulary_hashes
-from .logits_processors import SampleRow, apply_processors, argmax, has_truncation, scaled, truncate
+from .logits_processors import (
+    SampleRow,
+    apply_processors,
+    argmax,
+    best_ids,
+    has_truncation,
+    scaled,
+    truncate,
+)
 from .logprobs import token_logprobs
 
 NOT_FINITE = "the model's logits are not finite"
@@ -183,7 +191,7 @@ def best(
 ) -> list[Best]:
     """The ``num_best`` tokens nearest to being drawn by `sample`, the drawn one first.
 
-    ``logits`` [num_rows, vocab] are only read.
+    ``logits`` [num_rows, vocab] are only read. Ties go to the lowest id.
     """
     found = [Best((), ())] * len(rows)
     for indices, edited, score in _blocks(list(enumerate(rows)), logits):
@@ -195,13 +203,22 @@ def best(
         if sound:
             values = values if len(sound) == len(indices) else values[sound]
             scores, ids = score(values, [block[i] for i in sound], temperature_scale)
-            top = scores.topk(min(num_best, scores.shape[-1]), dim=-1)
-            token_ids = top.indices if ids is None else ids.gather(-1, top.indices)
-            pairs = zip(token_ids.tolist(), top.values.tolist(), strict=True)
-            for i, (best_ids, best_scores) in zip(sound, pairs, strict=True):
-                count = sum(map(math.isfinite, best_scores))
-                found[indices[i]] = Best(tuple(best_ids[:count]), tuple(best_scores[:count]))
+            for at, (columns, kept) in enumerate(_ranked(scores, num_best)):
+                count = sum(map(math.isfinite, kept))
+                token_ids = columns if ids is None else ids[at, columns].tolist()
+                found[indices[sound[at]]] = Best(tuple(token_ids[:count]), tuple(kept[:count]))
     return found
+
+
+def _ranked(scores: Tensor, num_best: int) -> Iterator[tuple[list[int], list[float]]]:
+    """The best columns of each row and their scores, falling; the lowest column of a tie first."""
+    # topk alone leaves it open which of several equal values it takes, and in which order.
+    top = scores.topk(min(num_best + 1, scores.shape[-1]), dim=-1)
+    for row, columns, kept in zip(scores, top.indices.tolist(), top.values.tolist(), strict=True):
+        if any(a == b and math.isfinite(a) for a, b in pairwise(kept)):
+            columns = best_ids(row, num_best).tolist()
+            kept = row[columns].tolist()
+        yield columns[:num_best], kept[:num_best]
 
 
 class _Walk:

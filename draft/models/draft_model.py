@@ -93,12 +93,8 @@ class LmProposer:
 
     @property
     def weighs(self) -> bool:
-        """Whether drafts may be trees, and end where a node is not worth its row.
-
-        Not where the device chooses tokens without the host: the best few would be read pass by
-        pass.
-        """
-        return not isinstance(self._sampler, DeviceSampler) and not self._independent
+        """Whether drafts may be trees, and end where a node is not worth its row."""
+        return not self._independent
 
     @property
     def temperature_scale(self) -> float:

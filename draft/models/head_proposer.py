@@ -31,11 +31,12 @@ from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ...core.ops.kv_pool import KVPool
-from ...core.sampling.sampler import Columns, DeviceSampler, Sampler
+from ...core.sampling.sampler import Columns, Sampler
 from .head_layers import KeysValues, TapConfig
 from .tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, frontiers, sample_rows
 
 IntArray: TypeAlias = NDArray[np.int64]
+TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, none is too dear
 
 
 @dataclass(slots=True)
@@ -118,7 +119,6 @@ class HeadProposer(ABC):
     ) -> None:
         self.config, self.pool = config, pool
         self._sampler, self._independent = sampler, independent
-        self._on_device = isinstance(sampler, DeviceSampler)
         self._ready = np.zeros(pool.num_pages, dtype=np.bool_)
         self._tracks: dict[str, Track] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
@@ -138,8 +138,8 @@ class HeadProposer(ABC):
 
     @property
     def weighs(self) -> bool:
-        """Whether drafts are to be trees, or end by prices: not on a device; see `LmProposer`."""
-        return not self._on_device and not self._independent
+        """Whether drafts may be trees, and end where a node is not worth its row."""
+        return not self._independent
 
     # -- what heads do --------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class HeadProposer(ABC):
         )
         row = ScheduledRequest(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
-            max_draft=self.tokens_a_pass,
+            max_draft=self.tokens_a_pass, row_price=TRIED_PRICE,
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
         self._grow([DraftStart(row, self.first, feature)] * num_requests)
@@ -424,12 +424,9 @@ class HeadProposer(ABC):
         return Place(request, found.level, before[request, found.parent], found.token_id)
 
     def _expand(self, places: Sequence[tuple[TreeGrowth, int]], logits: Tensor) -> None:
-        columns = self._columns
-        if columns is not None and self._on_device:  # which draws of the whole vocabulary alone
-            logits, columns = columns.widened(logits), None
         found = choose(
             places, logits, sample_rows(places), self._sampler,
-            independent=self._independent, columns=columns,
+            independent=self._independent, columns=self._columns,
         )  # fmt: skip
         for (tree, node), best in zip(places, found, strict=True):
             tree.expand(node, best)

@@ -42,7 +42,7 @@ def _shape(target: DecoderConfig) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "draft_vocab_size": target.vocab_size,
         "target_hidden_size": target.hidden_size,
-        "taps": (1, 2, target.num_layers),
+        "taps": (1, 2, target.num_layers) if target.num_layers > 1 else (0, 1),
         "hidden_size": target.hidden_size,
         "intermediate_size": 40,
         "num_heads": target.num_heads,
@@ -89,9 +89,10 @@ def random_head(kind: str, target: Decoder) -> Head:
     elif kind == "rnn":
         head = BlockHead(block_config(target.config, markov_kind="rnn", **shape))
     elif kind == "reduced":
-        shape |= {"draft_vocab_size": 100, "markov_vocab_size": 100}
+        count = min(100, target.config.vocab_size // 2 - 2)
+        shape |= {"draft_vocab_size": count, "markov_vocab_size": count}
         head = BlockHead(block_config(target.config, **shape))
-        head.set_draft_ids(torch.arange(100) * 2 + 3)
+        head.set_draft_ids(torch.arange(count) * 2 + 3)
     elif kind == "medusa":
         head = MedusaHead(medusa_config(target.config))
     else:

@@ -18,6 +18,7 @@ from foretoken.core.sampling.logits_processors import SampleRow, apply_processor
 from foretoken.core.sampling.verifier import (
     ALL_BANNED,
     NOT_FINITE,
+    Best,
     SampledToken,
     Verified,
     VerifyRequest,
@@ -603,3 +604,14 @@ def test_the_best_of_a_place_begin_with_what_is_drawn_there() -> None:
             assert found.token_ids[0] == choice.token_id
             assert len(set(found.token_ids)) == (3 if row.sampling.params.top_k == 3 else 4)
             assert list(found.scores) == sorted(found.scores, reverse=True)
+
+
+def test_of_equal_scores_the_lowest_ids_are_the_best() -> None:
+    logits = torch.tensor([[0.0, 5.0, 2.0, 5.0, 2.0, 5.0, 2.0, -torch.inf]]).repeat(2, 40)
+    logits[1, :5] = torch.arange(5.0) - 9.0
+    rows = [SampleRow(array("q", PROMPT), make_sampling(temperature=0.0))] * 2
+    first, second = best(logits, rows, 4)
+    assert first.token_ids == (1, 3, 5, 9)
+    assert second.token_ids == (5, 9, 11, 13)
+    (few,) = best(torch.tensor([[1.0, -torch.inf, 1.0]]), rows[:1], 4)
+    assert few == Best((0, 2), (1.0, 1.0))

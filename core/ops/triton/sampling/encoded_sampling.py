@@ -64,6 +64,8 @@ class EncodedSampling:
         if params.allowed_token_ids is not None and self.error is None:
             self.allowed = pack_bits(_members(params.allowed_token_ids, vocab_size))
         self.is_edited = self.error is not None or sampling.has_processors
+        # whether ids matter to nothing but the noise
+        self.races_alone = not (self.is_edited or self.min_tokens)
 
     def edits(self, row: SampleRow, allowed: NDArray[np.uint8] | None) -> tuple[Edits, ...]:
         """Single edits of a place, step by step; ``allowed`` is what its constraint allows."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....sampling.top_k_top_p import mass_unit
 from .encoded_sampling import NUM_COLUMNS, num_words
-from .gumbel_argmax_kernels import gumbel_argmax_kernel, rank_kernel
+from .gumbel_argmax_kernels import gumbel_argmax_kernel, merge_best_kernel, rank_kernel
 from .logits_processors import copy_kernel, edit_kernel
 from .top_k_top_p import cut_kernel
 
@@ -36,7 +36,7 @@ class GumbelArgmax:
     ``logits`` [num_rows, vocab]. ``controls`` int64, `NUM_COLUMNS` of each place; where `ROW` is -1
     there is nobody, and the winner is void. ``cuts`` int32: places under top-k or top-p, -1 for
     nobody. ``hashes``: `core.sampling.gumbel.vocabulary_hashes`. ``edits`` of those places that
-    have any.
+    have any. ``num_best``: tokens of each place that are wanted.
     """
 
     def __init__(
@@ -48,30 +48,50 @@ class GumbelArgmax:
         edits: SentEdits | None = None,
         *,
         tile: int = TILE,
+        num_best: int = 1,
     ) -> None:
         self._logits, self._controls, self._cuts, self._hashes = logits, controls, cuts, hashes
         vocab_size = logits.shape[-1]
         num_tiles = -(-vocab_size // tile)
         self._shape = {"VOCAB": vocab_size, "TILE": tile, "NUM_TILES": num_tiles}
-        self._tiles = 1 << (num_tiles - 1).bit_length()
+        self._tiles, self._num_best = 1 << (num_tiles - 1).bit_length(), num_best
         self._num_places = len(controls) // NUM_COLUMNS
         self._edits = edits
         self._ranks = self._space((self._num_places, num_tiles), torch.int32)
         self._kept = self._space((self._num_places, 2), torch.int32)
 
     def run(self) -> Tensor:
-        """Each place's winner, int64 [num_places]."""
+        """Each place's winner, int64 [num_places]; of several their best, [num_places, num_best].
+
+        A winner's rank says its score.
+        """
         values, raw_ranks = self._edited()
         rows = (self._logits, self._logits.stride(0), values, self._controls)
         grid = (self._num_places, self._shape["NUM_TILES"])
         winners = self._space((self._num_places,), torch.int64)
+        tile_best = winners if self._num_best == 1 else self._tile_best()
         rank_kernel[grid](*rows, self._ranks, winners, **self._shape, **ROUNDED)
         self._cut(rows)
         gumbel_argmax_kernel[grid](
-            *rows, self._ranks, raw_ranks, self._kept, self._hashes, winners,
-            **self._shape, TILES=self._tiles, **ROUNDED,
+            *rows, self._ranks, raw_ranks, self._kept, self._hashes, tile_best, winners,
+            **self._shape, TILES=self._tiles, NUM_BEST=self._num_best, **ROUNDED,
         )  # fmt: skip
-        return winners
+        return winners if self._num_best == 1 else self._merged(tile_best, winners)
+
+    def _tile_best(self) -> Tensor:
+        return self._space(
+            (self._num_places, self._shape["NUM_TILES"], self._num_best), torch.int64
+        )
+
+    def _merged(self, tile_best: Tensor, winners: Tensor) -> Tensor:
+        """The best of each place, of the best of its tiles."""
+        best = self._space((self._num_places, self._num_best), torch.int64)
+        num_tiles = self._shape["NUM_TILES"]
+        merge_best_kernel[(self._num_places,)](
+            tile_best, winners, self._controls, best, NUM_TILES=num_tiles, NUM_BEST=self._num_best,
+            WORDS=1 << (num_tiles * self._num_best - 1).bit_length(),
+        )  # fmt: skip
+        return best
 
     def _edited(self) -> tuple[Tensor, Tensor]:
         """Copies of the rows that are edited, float32 [num_edited, vocab].

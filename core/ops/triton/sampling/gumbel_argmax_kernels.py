@@ -2,7 +2,8 @@
 
 Values are compared as integers in the order of the floats, so that a maximum needs no order and
 NaN, infinities and zeros of either sign have their place. A winner is one word, rank above id: the
-greatest word is the best token, the lowest id in a tie, and tiles meet in one atomic maximum.
+greatest word is the best token, the lowest id in a tie, and tiles meet in one atomic maximum. Where
+the best few are wanted each tile keeps its own, and one program of each place merges them.
 core/sampling/verifier.py, core/sampling/logits_processors.py and core/sampling/gumbel.py define
 what is computed here.
 
@@ -115,6 +116,15 @@ def gumbel(hashes, key):
 
 
 @triton.jit
+def store_best(words, best_ptr, NUM_BEST: tl.constexpr):
+    """The greatest of ``words``, falling; those of tokens are distinct."""
+    for rank in tl.static_range(NUM_BEST):
+        best = tl.max(words, 0)
+        tl.store(best_ptr + rank, best)
+        words = tl.where(words == best, NO_WINNER, words)
+
+
+@triton.jit
 def rank_kernel(
     logits_ptr,  # [num_rows, VOCAB]
     logits_stride,
@@ -148,13 +158,15 @@ def gumbel_argmax_kernel(
     raw_ranks_ptr,  # [num_edited, NUM_TILES] int32: before the edits
     kept_ptr,  # [num_places, 2] int32: what the cuts left, where KIND is CUT
     hashes_ptr,  # [VOCAB] int64: the part of the noise that depends on the id alone
-    winners_ptr,  # [num_places] int64, in and out
+    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, out: where NUM_BEST is above 1
+    winners_ptr,  # [num_places] int64, in and out; where NUM_BEST is above 1, of errors alone
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES: tl.constexpr,
+    NUM_BEST: tl.constexpr,
 ):
-    """The winner of one tile of one place."""
+    """The winner of one tile of one place, or its best few."""
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     control_ptr = controls_ptr + place * NUM_COLUMNS
     if tl.load(control_ptr + ROW) < 0:
@@ -176,7 +188,11 @@ def gumbel_argmax_kernel(
     if kind == CUT:
         last_key, last_id = tl.load(kept_ptr + place * 2), tl.load(kept_ptr + place * 2 + 1)
     best = value_of(tl.load(ranks_ptr + tile))
+    tile_best_ptr += (place * NUM_TILES + tile) * NUM_BEST
     if (kind != GREEDY) & (key_of(scaled_of(best, top, temperature)) > last_key):
+        if NUM_BEST > 1:
+            for rank in tl.static_range(NUM_BEST):
+                tl.store(tile_best_ptr + rank, NO_WINNER)
         return  # the cuts left nothing here
     ids = tile * TILE + tl.arange(0, TILE)
     mask = ids < VOCAB
@@ -188,7 +204,33 @@ def gumbel_argmax_kernel(
         noise = gumbel(tl.load(hashes_ptr + ids, mask=mask, other=0), tl.load(control_ptr + KEY))
         values = tl.where(is_kept, noise + scaled, -float("inf"))
     winners = (rank_of(values).to(tl.int64) << 32) | (LAST_ID - ids)
-    tl.atomic_max(winners_ptr + place, tl.max(winners, 0), sem="relaxed")
+    if NUM_BEST > 1:
+        store_best(winners, tile_best_ptr, NUM_BEST)
+    else:
+        tl.atomic_max(winners_ptr + place, tl.max(winners, 0), sem="relaxed")
+
+
+@triton.jit
+def merge_best_kernel(
+    tile_best_ptr,  # [num_places, NUM_TILES, NUM_BEST] int64, of `gumbel_argmax_kernel`
+    winners_ptr,  # [num_places] int64: an error, or `NO_WINNER`
+    controls_ptr,  # [num_places, NUM_COLUMNS] int64
+    best_ptr,  # [num_places, NUM_BEST] int64, out: falling; an error comes first
+    NUM_TILES: tl.constexpr,
+    NUM_BEST: tl.constexpr,
+    WORDS: tl.constexpr,  # at least NUM_TILES * NUM_BEST
+):
+    """The best few of one place, of its tiles' best."""
+    place = tl.program_id(0).to(tl.int64)
+    if tl.load(controls_ptr + place * NUM_COLUMNS + ROW) < 0:
+        return  # nobody
+    error = tl.load(winners_ptr + place)
+    lanes = tl.arange(0, WORDS)
+    tile_best_ptr += place * NUM_TILES * NUM_BEST
+    words = tl.load(tile_best_ptr + lanes, mask=lanes < NUM_TILES * NUM_BEST, other=NO_WINNER)
+    if error != NO_WINNER:  # its tiles have left nothing
+        words = tl.where(lanes == 0, error, NO_WINNER)
+    store_best(words, best_ptr + place * NUM_BEST, NUM_BEST)
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 The host writes one packet and reads one word for each place; nothing waits in between, and `begin`
 leaves the reading for later. A plain batch takes two kernels, whatever its mix of greedy and
 sampled rows: greatest values by tiles, then the Gumbel argmax. Rows with top-k or top-p take one
-more, rows with logits processors two. Rows without processors may be chosen in a pass's graph: see
-lm_head.py.
+more, rows with logits processors two, and the best few of each place one to merge those of tiles.
+Rows without processors may be chosen in a pass's graph: see lm_head.py.
 
 core/sampling/verifier.py is the oracle: what this chooses differs from it only where two scores, or
 a token's mass and the edge of top-p, are as near as the last bits of a logarithm. A row's token
@@ -32,12 +32,12 @@ from ....sampling.verifier import (
     SampledToken,
     Verified,
     VerifyRequest,
-    best,
     walk_drafts,
 )
 from ...batch import SamplingPlan
 from ..graph_inputs import NUM_BUFFERS, AsyncCopy, Field, GraphInputs
 from . import gumbel_argmax_kernels
+from .encoded_sampling import EncodedSampling
 from .gumbel_argmax import TILE, GumbelArgmax, SentEdits
 from .sampling_inputs import EditLists, SamplingInputs, write_controls, write_plain_controls
 
@@ -48,6 +48,7 @@ BLOCK = 2**26
 _ALIGN = 4  # numbers: 16 bytes
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 _LAST_ID = 2**31 - 1
+_NEVER_RANK = -gumbel_argmax_kernels.INF_RANK.value - 1  # of -inf
 _ERRORS = {
     gumbel_argmax_kernels.NOT_FINITE.value: NOT_FINITE,
     gumbel_argmax_kernels.ALL_BANNED.value: ALL_BANNED,
@@ -84,14 +85,22 @@ class TritonSampler:
         temperature_scale: float = 1.0,
         columns: Columns | None = None,
     ) -> list[Best]:
-        """The tokens nearest to being drawn, by torch's operations: the race keeps one winner.
+        """The tokens nearest to being drawn; see `core.sampling.verifier.best`.
 
-        So the first may differ from what `sample` draws as torch's choices may. Drafts alone follow
-        from it.
+        The first of each row is what `sample` draws. Waits for the device. Of a part of the
+        vocabulary no more is looked at, unless a row wants more than the race.
         """
         _check(len(logits), len(rows))
-        logits = logits if columns is None else columns.widened(logits)
-        return best(logits, rows, num_best, temperature_scale=temperature_scale)
+        if num_best < 1:
+            raise ValueError(f"the {num_best} best of a row")
+        if columns is not None and not _race_alone(rows, columns.vocab_size):
+            logits, columns = columns.widened(logits), None
+        if not rows:
+            return []
+        places = list(enumerate(rows))
+        words, refusals = self._race(logits, places, temperature_scale, num_best, columns)
+        found = AsyncCopy(words.flatten()).read().reshape(len(rows), num_best)
+        return _bests(found, refusals, None if columns is None else columns.names)
 
     def begin(
         self, logits: Tensor, rows: Sequence[SampleRow], *, temperature_scale: float = 1.0
@@ -120,27 +129,45 @@ class TritonSampler:
     ) -> list[SampledToken]:
         return self._begin(logits, places, temperature_scale).choices() if places else []
 
-    @torch.inference_mode()
     def _begin(
         self, logits: Tensor, places: Sequence[LogitsRow], temperature_scale: float
     ) -> TritonPendingTokens:
+        return TritonPendingTokens(*self._race(logits, places, temperature_scale))
+
+    @torch.inference_mode()
+    def _race(
+        self,
+        logits: Tensor,
+        places: Sequence[LogitsRow],
+        temperature_scale: float,
+        num_best: int = 1,
+        columns: Columns | None = None,
+    ) -> tuple[Tensor, dict[int, str]]:
+        """The words of each place as `GumbelArgmax.run` leaves them; and refusals, by place."""
         vocab_size = logits.shape[-1]
+        hashes = vocabulary_hashes(vocab_size, logits.device) if columns is None else columns.hashes
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         step = max(1, BLOCK // vocab_size)
         winners, refusals = [], dict[int, str]()
         for start in range(0, len(places), step):
             controls = write_controls(places[start : start + step], vocab_size, temperature_scale)
             refusals |= {start + index: why for index, why in controls.refusals.items()}
-            winners.append(self._winners(logits, controls))
-        return TritonPendingTokens(
-            winners[0] if len(winners) == 1 else torch.cat(winners), refusals
-        )
+            winners.append(self._winners(logits, controls, hashes, num_best))
+        return winners[0] if len(winners) == 1 else torch.cat(winners), refusals
 
-    def _winners(self, logits: Tensor, controls: SamplingInputs) -> Tensor:
-        columns, cuts, *edits = self._post.send(_arrays(controls), logits.device)
-        hashes = vocabulary_hashes(logits.shape[-1], logits.device)
+    def _winners(
+        self, logits: Tensor, controls: SamplingInputs, hashes: Tensor, num_best: int
+    ) -> Tensor:
+        sent_columns, cuts, *edits = self._post.send(_arrays(controls), logits.device)
         sent = SentEdits(*edits) if edits else None
-        return GumbelArgmax(logits, columns, cuts, hashes, sent, tile=self._tile).run()
+        race = GumbelArgmax(
+            logits, sent_columns, cuts, hashes, sent, tile=self._tile, num_best=num_best
+        )
+        return race.run()
+
+
+def _race_alone(rows: Sequence[SampleRow], vocab_size: int) -> bool:
+    return all(row.sampling.cached(EncodedSampling, vocab_size).races_alone for row in rows)
 
 
 def _check(num_logits: int, num_tokens: int) -> None:
@@ -168,6 +195,27 @@ def _choices(words: NDArray[np.int64], refusals: dict[int, str]) -> list[Sampled
     for index in np.flatnonzero(words >= gumbel_argmax_kernels.NOT_FINITE.value).tolist():
         choices[index] = SampledToken(-1, _ERRORS[int(words[index])])
     return choices
+
+
+def _bests(
+    words: NDArray[np.int64], refusals: dict[int, str], names: Sequence[int] | None
+) -> list[Best]:
+    """What the words [num_places, num_best] say, as `_choices`. ``names``: ids of the columns."""
+    ranks = (words >> 32).astype(np.int32)
+    scores = (ranks ^ ((ranks >> 31) & 0x7FFFFFFF)).view(np.float32)
+    counts = np.count_nonzero(ranks > _NEVER_RANK, axis=1).tolist()  # -inf: it has no chance
+    found = []
+    for index, (count, ids, mine) in enumerate(
+        zip(counts, (_LAST_ID - (words & _LAST_ID)).tolist(), scores.tolist(), strict=True)
+    ):
+        error = _ERRORS.get(int(words[index, 0]))
+        error = refusals.get(index) if error is None else error
+        if error is not None:
+            found.append(Best((), (), error))
+            continue
+        token_ids = ids[:count] if names is None else [names[at] for at in ids[:count]]
+        found.append(Best(tuple(token_ids), tuple(mine[:count])))
+    return found
 
 
 class _Post:

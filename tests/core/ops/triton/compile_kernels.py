@@ -43,6 +43,7 @@ from foretoken.core.ops.triton.linear.tiles import linear_launch, linear_tiles
 from foretoken.core.ops.triton.sampling.gumbel_argmax import EDIT_TILE, LIST_TILE, ROUNDED, TILE
 from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import (
     gumbel_argmax_kernel,
+    merge_best_kernel,
     rank_kernel,
     take_kernel,
 )
@@ -131,11 +132,16 @@ VOCAB = {"VOCAB": 151_936, "TILE": TILE, "NUM_TILES": -(-151_936 // TILE)}
 LOGITS = {
     **dict.fromkeys(("logits_ptr", "values_ptr", "list_ptr", "amounts_ptr"), "fp32"),
     **dict.fromkeys(("controls_ptr", "hashes_ptr", "winners_ptr"), "i64"),
+    **dict.fromkeys(("tile_best_ptr", "best_ptr"), "i64"),
 }
+RACE = {**VOCAB, "TILES": 256}
+MERGE_BEST = {"NUM_TILES": VOCAB["NUM_TILES"], "NUM_BEST": 4, "WORDS": 1024}
 CUT = {"TILES": 256, "MASS_SCALE": 2.0**44, "LIST_TILE": LIST_TILE}
 VARIANTS |= {
     "sample rank": Variant(rank_kernel, VOCAB, LOGITS, ROUNDED),
-    "sample race": Variant(gumbel_argmax_kernel, {**VOCAB, "TILES": 256}, LOGITS, ROUNDED),
+    "sample race": Variant(gumbel_argmax_kernel, {**RACE, "NUM_BEST": 1}, LOGITS, ROUNDED),
+    "sample race best": Variant(gumbel_argmax_kernel, {**RACE, "NUM_BEST": 4}, LOGITS, ROUNDED),
+    "sample merge best": Variant(merge_best_kernel, MERGE_BEST, LOGITS),
     "sample cut": Variant(cut_kernel, {**VOCAB, **CUT}, LOGITS, {"num_warps": 8, **ROUNDED}),
     "sample copy": Variant(copy_kernel, {**VOCAB, "MASK_WORDS": 4748}, LOGITS, ROUNDED),
     "sample take": Variant(take_kernel, NONE, LOGITS, {"num_warps": 1}),

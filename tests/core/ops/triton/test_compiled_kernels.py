@@ -130,7 +130,10 @@ def test_a_weights_products_are_the_same_instructions_for_any_number_of_rows(
 
 @pytest.mark.parametrize(
     "name",
-    ["merge", "rms norm", "add rms norm", "silu mul", "sample rank", "sample race", "sample copy"],
+    [
+        *("merge", "rms norm", "add rms norm", "silu mul"),
+        *("sample rank", "sample race", "sample race best", "sample merge best", "sample copy"),
+    ],
 )
 def test_what_only_moves_memory_moves_it_in_wide_loads(kernels, name) -> None:
     assert kernels[name]["wide loads"]
@@ -155,5 +158,5 @@ def test_the_samplers_kernels_round_after_every_operation(kernels) -> None:
     """
     for name, kernel in those(kernels, "sample").items():
         assert "fma.rn.f32" not in kernel["multiply-adds"], name
-    for name in ("sample race", "sample cut", "sample edit"):
+    for name in ("sample race", "sample race best", "sample cut", "sample edit"):
         assert "div.rn" in kernels[name]["divisions"], name

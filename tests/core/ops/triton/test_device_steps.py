@@ -27,6 +27,7 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.triton.linear import tiles
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.draft import training
+from foretoken.draft.models.tree_growth import NUM_BEST
 
 FOLDER = Path(next(iter(training.__path__)), "builtin") / "target"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -152,6 +153,10 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
             decoder.sampler.sample(logits, rows)
             told.append(len(rows))
 
+        def best(self, logits: torch.Tensor, rows: list[SampleRow], num_best: int) -> None:
+            decoder.sampler.best(logits, rows, num_best)
+            told.append(f"{num_best} of {len(rows)}")
+
         def warm_up(self, _: object, max_len: int, taps: tuple[int, ...]) -> None:
             told.append(max_len)
             tapped.add(taps)
@@ -169,6 +174,9 @@ def test_what_warms_up_computes_the_largest_steps_and_draws_in_every_way() -> No
     assert tapped == {(0, 1)}, "the graphs and every step leave the boundaries that are observed"
     kinds, many = [1] * 4, [[1] * 65, 65]
     assert told == [48, [48], *kinds, [1] * 5, 5, *many], "the pool, a prompt, decodes, many rows"
+    told.clear()
+    warm_up(watched, pool, max_len=48, num_tokens=64, num_requests=65, num_best=3)
+    assert told == [48, [48], *([1, "3 of 1"] * 4), [1] * 65, 65], "a draft model's, of every kind"
 
 
 def test_more_rows_than_few_are_those_for_which_a_linear_layer_has_another_kernel() -> None:
@@ -184,4 +192,7 @@ def test_a_gpu_is_made_ready_before_the_first_request_and_a_cpu_is_not(monkeypat
     assert not warmed
     building._warm_up((target, None), (draft, None), limits, None, taps=(2,))  # type: ignore[arg-type]
     sizes = {"max_len": 99, "num_tokens": 64, "num_requests": 8}
-    assert warmed == [(target, sizes | {"taps": (2,)}), (draft, sizes | {"taps": ()})]
+    assert warmed == [
+        (target, sizes | {"taps": (2,), "num_best": 0}),
+        (draft, sizes | {"taps": (), "num_best": NUM_BEST}),
+    ]

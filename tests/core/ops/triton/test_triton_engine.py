@@ -26,10 +26,11 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.checkpoints import make_reference, save
-from support.draft_trees import RandomTrees, TreeRows, tree_of
+from support.draft_trees import RandomTrees, TreeDepth, TreeRows, tree_of
 from support.equality_harness import make_speculator
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
+from support.tiny_heads import join_random
 
 pytest.importorskip("triton")
 
@@ -50,6 +51,11 @@ PARAMS = (
     TokenSamplingParams(
         temperature=0.8, top_p=0.9, repetition_penalty=1.2, logprobs=1, max_tokens=NUM_TOKENS
     ),
+)
+
+WILD = (
+    TokenSamplingParams(temperature=6.0, max_tokens=NUM_TOKENS),
+    TokenSamplingParams(temperature=4.0, top_p=0.95, max_tokens=NUM_TOKENS),
 )
 
 
@@ -87,6 +93,7 @@ def make_driver(
     *,
     speculator: Speculator,
     with_lm: bool = False,
+    head: str | None = None,
     num_pages: int = 40,
     page_size: int = PAGE_SIZE,
     max_batch_tokens: int = 32,
@@ -103,6 +110,9 @@ def make_driver(
     for pool in pools:
         pool.data.fill_(torch.nan)
     proposer: Proposer | None = LmProposer(draft, pools[1], window=16) if with_lm else None
+    if head is not None:
+        joined = join_random(head, target)
+        proposer = joined.proposer(joined.make_pool(num_pages, page_size=page_size))
     scheduler = Scheduler(PrefixCache(num_pages, page_size), limits, speculator)
     return Driver(scheduler, ModelRunner(target, pools[0], proposer))  # type: ignore[arg-type]
 
@@ -122,6 +132,12 @@ def alone(decoders: Sequence[Decoder]) -> dict[str, list[int]]:
     for request in requests():
         told |= serve(make_driver(decoders, speculator=FixedDepth(0)), [request])
     return told
+
+
+@pytest.fixture(scope="module")
+def wild(decoders: Sequence[Decoder]) -> dict[str, list[int]]:
+    """The same of requests that may say anything: their drafts have branches."""
+    return serve(make_driver(decoders, speculator=FixedDepth(0)), requests(WILD))
 
 
 def test_neither_a_batch_nor_a_cached_prompt_nor_look_ups_change_a_token(decoders, alone) -> None:
@@ -147,6 +163,20 @@ def test_draft_trees_change_no_token(decoders, alone) -> None:
     assert serve(driver, asked) == alone
     beside = [r.usage.accepted_by_source.get(f"path {n}", 0) for r in asked for n in (1, 2, 3)]
     assert sum(beside) > 0
+
+
+@pytest.mark.parametrize("drafter", ["lm", "reduced", "eagle"])
+def test_trees_that_grow_by_the_races_best_few_change_no_token(decoders, wild, drafter) -> None:
+    """Of a draft model, in spare slots of its own pool, and of heads, one of fewer ids."""
+    asked = requests(WILD)
+    sources = {"lm": {"with_lm": True}}.get(drafter, {"head": drafter})
+    driver = make_driver(decoders, speculator=TreeDepth(6), page_size=2, **sources)
+    assert serve(driver, asked) == wild
+    assert sum(request.usage.proposed_tokens for request in asked) > 0
+    if drafter != "reduced":
+        assert sum(request.usage.tree_steps for request in asked) > 0
+    if drafter == "lm":
+        assert sum(request.usage.accepted_tokens for request in asked) > 0
 
 
 @pytest.mark.parametrize(("page_size", "length"), [(1, 9), (4, 14)])

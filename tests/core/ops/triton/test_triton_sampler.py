@@ -22,8 +22,10 @@ from foretoken.core.ops.triton.sampling.gumbel_argmax_kernels import ODD_1, ODD_
 from foretoken.core.ops.triton.sampling.sampler import TritonSampler
 from foretoken.core.sampling.gumbel import _gumbel_of_words
 from foretoken.core.sampling.logits_processors import scaled, truncate
+from foretoken.core.sampling.sampler import Columns
+from foretoken.core.sampling.verifier import NOT_FINITE, Best
 from support.sampling_rows import logits_of, random_row, row_of
-from support.triton_sampling import SAMPLER, as_on_a_gpu, oracle  # noqa: F401
+from support.triton_sampling import ORACLE, SAMPLER, as_on_a_gpu, oracle  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread", "as_on_a_gpu")
 INF, NAN = math.inf, math.nan
@@ -114,6 +116,72 @@ def test_noise_is_as_accurate_for_the_rarest_words() -> None:
     torch.testing.assert_close(noise[: len(words)], expected[: len(words)], rtol=bound, atol=bound)
 
 
+# ---- the best few ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab", "tile", "shape"), [
+    (3, 256, "normal"), (301, 64, "normal"), (301, 64, "ties"), (150, 32, "sparse"),
+    (150, 32, "same"), (90, 256, "huge"),
+])  # fmt: skip
+def test_the_best_are_torchs_by_any_tiles_and_the_first_is_drawn(
+    vocab: int, tile: int, shape: str
+) -> None:
+    """Whatever parameters say: their ids and the gaps of their scores, ties to the lowest id."""
+    rng, spread = random.Random(vocab + tile), SHAPES[shape]
+    logits = logits_of(14, vocab, spread, vocab)
+    if shape == "ties":
+        logits.round_()
+    if shape == "sparse":
+        logits[logits < 1.5 * spread] = -INF
+    rows = [random_row(rng, vocab) for _ in range(11)]
+    rows += [row_of(1, temperature=0.0), row_of(2), row_of(3, top_k=2, temperature=0.5)]
+    scale, sampler = rng.choice([1.0, 0.5]), TritonSampler(tile=tile)
+    logits[9, 0] = NAN
+    found = sampler.best(logits, rows, 4, temperature_scale=scale)
+    with torch.device("cpu"):
+        wanted = ORACLE.best(logits.cpu(), rows, 4, temperature_scale=scale)
+    drawn = sampler.sample(logits, rows, temperature_scale=scale)
+    for best, other, choice in zip(found, wanted, drawn, strict=True):
+        assert (best.token_ids, best.error) == (other.token_ids, other.error)
+        assert best.scores == pytest.approx(other.scores, abs=1e-4, rel=1e-6)
+        assert best.token_ids[:1] == ((choice.token_id,) if choice.error is None else ())
+    assert sampler.best(logits, rows, 1, temperature_scale=scale) == [
+        Best(best.token_ids[:1], best.scores[:1], best.error) for best in found
+    ]
+    assert max(len(best.token_ids) for best in found) == min(4, vocab)
+
+
+def test_the_best_of_a_greedy_row_are_its_greatest_logits() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0, -1.0], [0.0, NAN, 0.0, 0.0, 0.0]])
+    row = row_of(temperature=0.0)
+    first, second = TritonSampler(tile=2).best(logits, [row, row], 3)
+    assert first == Best((1, 2, 3), (5.0, 5.0, 2.0))
+    assert second == Best((), (), NOT_FINITE)
+    with pytest.raises(ValueError, match="1 tokens"):
+        SAMPLER.best(logits, [row], 3)
+    with pytest.raises(ValueError, match="0 best"):
+        SAMPLER.best(logits, [row, row], 0)
+    assert SAMPLER.best(logits[:0], [], 3) == []
+
+
+def test_a_part_of_the_vocabulary_races_as_if_all_others_were_banned() -> None:
+    rng, vocab = random.Random(2), 301
+    columns = Columns(torch.tensor(sorted(rng.sample(range(vocab), 70))), vocab)
+    plain = [row_of(number, **form) for number, form in enumerate([
+        {}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.2},
+    ])]  # fmt: skip
+    edited = [random_row(rng, vocab) for _ in range(5)]
+    sampler = TritonSampler(tile=32)
+    for rows, is_wide in ((plain, False), ([*plain, *edited], True)):
+        narrow = logits_of(len(rows), 70)
+        found, wide = sampler.best(narrow, rows, 4, columns=columns), columns.widened(narrow)
+        wanted = ORACLE.best(wide.cpu(), rows, 4)
+        for best, other in zip(found, wanted, strict=True):
+            assert (best.token_ids, best.error) == (other.token_ids, other.error)
+            assert best.scores == pytest.approx(other.scores, abs=1e-4)
+        assert (found == sampler.best(wide, rows, 4)) or not is_wide
+
+
 # ---- a row on its own --------------------------------------------------------------------------
 
 
@@ -148,12 +216,14 @@ def test_a_batch_takes_few_kernels_whatever_its_mix(
     monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], num_kernels: int
 ) -> None:
     launched = []
-    for name in ("rank", "gumbel_argmax", "cut", "copy", "edit"):
+    for name in ("rank", "gumbel_argmax", "cut", "copy", "edit", "merge_best"):
         kernel = getattr(race_module, f"{name}_kernel")
         monkeypatch.setattr(race_module, f"{name}_kernel", _Counted(kernel, launched))
     rows = [row_of(tokens=(0, 0, 1), **each) for each in ({"temperature": 0.0}, {}, form)]
     SAMPLER.sample(logits_of(3, 20), rows)
     assert len(launched) == num_kernels
+    SAMPLER.best(logits_of(3, 20), rows, 4)
+    assert len(launched) == num_kernels + num_kernels + 1
 
 
 class _Counted:
