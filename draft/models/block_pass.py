@@ -31,18 +31,21 @@ from ...core.ops.base import (
 from ...core.ops.batch import NOTHING_MORE, IntArray, RaggedBatch
 from ...core.ops.kv_pool import KVPool
 from .block import BlockHead, BlockLayer
-from .head_layers import Projections, RmsNorm
+from .eagle import EagleHead
+from .head_layers import Mlp, Projections, RmsNorm
+from .head_proposer import Written
 
 BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another
 
 
-def can_pass(head: BlockHead, target: Decoder) -> bool:
+def can_pass(head: BlockHead | EagleHead, target: Decoder) -> bool:
     """Whether the target's kernels compute the head: those of the CPU do, without windows.
 
     A row's window would end at the block's last position instead of its own.
     """
-    ops = target.ops
-    return target.device.type == "cpu" and ops.min_rows == 1 and not any(head.config.windows)
+    ops, has_windows = target.ops, isinstance(head, BlockHead) and any(head.config.windows)
+    is_host = target.device.type == "cpu" and ops.batch_device is None
+    return is_host and ops.min_rows == 1 and not has_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class BlockPass:
         self._weights = DecoderWeights(
             embedding=head.table.detach(),
             layers=layers,
-            final_norm=_norm(head.norm),
+            final_norm=plain_norm(head.norm),
             lm_head=target.weights.lm_head,  # logits are the head's business
         )
         compiled = ops.compile_forward(self._weights)
@@ -153,6 +156,12 @@ class ContextRows:
     positions: IntArray  # [n]
     slots: IntArray  # [n]
 
+    @classmethod
+    def of(cls, written: Written, lens: IntArray, slots: IntArray) -> ContextRows:
+        """Those of a step; ``lens`` [num_requests] positions of each."""
+        positions = written.positions.numpy()
+        return cls(positions[written.firsts], lens, positions, slots)
+
     def batch(self, page_size: int) -> RaggedBatch:
         """As the kernels want it that write keys and values; it names no page to be read."""
         count = len(self.starts)
@@ -174,23 +183,29 @@ class ContextRows:
 
 
 def _packed_layer(layer: BlockLayer, ops: Ops, *, has_bias: bool) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+    attention = layer.self_attn
     return LayerWeights(
-        attention_norm=_norm(layer.input_layernorm),
-        qkv=_packed_qkv(attention, ops, has_bias=has_bias),
+        attention_norm=plain_norm(layer.input_layernorm),
+        qkv=pack_qkv(attention, ops, has_bias=has_bias),
         head_norm=_head_norm(attention),
         o=ops.pack_linear(attention.o_proj.weight.detach().contiguous()),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        mlp=MlpWeights(
-            ops.pack_linear(gate_up.detach()),
-            ops.pack_linear(mlp.down_proj.weight.detach().contiguous()),
-        ),
+        mlp_norm=plain_norm(layer.post_attention_layernorm),
+        mlp=pack_mlp(layer.mlp, ops),
         window=None,
     )
 
 
-def _packed_qkv(attention: Projections, ops: Ops, *, has_bias: bool) -> PackedLinear:
+def pack_mlp(mlp: Mlp, ops: Ops) -> MlpWeights:
+    """A gated MLP, gate and factor side by side."""
+    gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+    return MlpWeights(
+        ops.pack_linear(gate_up.detach()),
+        ops.pack_linear(mlp.down_proj.weight.detach().contiguous()),
+    )
+
+
+def pack_qkv(attention: Projections, ops: Ops, *, has_bias: bool) -> PackedLinear:
+    """Queries, keys and values side by side."""
     parts = (attention.q_proj, attention.k_proj, attention.v_proj)
     weight = torch.cat([part.weight for part in parts]).detach()
     if not has_bias:
@@ -210,5 +225,6 @@ def _head_norm(attention: Projections) -> HeadNorm:
     return HeadNorm(torch.cat(rows).contiguous(), eps)
 
 
-def _norm(norm: RmsNorm) -> Norm:
+def plain_norm(norm: RmsNorm) -> Norm:
+    """A norm as the kernels take it."""
     return Norm(norm.weight.detach().contiguous(), norm.eps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from .head_layers import (
     attend,
     init_weights,
 )
+
+if TYPE_CHECKING:
+    from .eagle_pass import EaglePass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,7 @@ class EagleHead(Vocabulary):
         self.midlayer = EagleLayer(config)
         self.norm = RmsNorm(config.hidden_size, eps)
         self.rotary = RotaryTable(config.rope, config.head_dim)
+        self.eagle_pass: EaglePass | None = None  # what computes the layer in service, if it can
         init_weights(self)
 
     def features(self, taps: Tensor) -> Tensor:

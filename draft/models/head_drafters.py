@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import ModelLoadError
+from ...core.execution.layout import natural_slots
 from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import SamplingMetadata, ScheduledRequest
 from ...core.model.decoder import Decoder
@@ -24,6 +25,7 @@ from ...core.sampling.logits_processors import SampleRow
 from .block import BlockHead
 from .block_pass import BLOCKS_A_PASS, BlockPass, BlockPlace, ContextRows, can_pass
 from .eagle import EagleHead
+from .eagle_pass import ColumnPlace, EaglePass
 from .head_files import Head, Odds, open_head
 from .head_layers import KeysValues
 from .head_proposer import (
@@ -46,18 +48,22 @@ def join_target(head: Head, target: Decoder, read_output: Callable[[], Tensor]) 
     """Move a head beside its target and lend it what it lacks; for inference only.
 
     Its matrices are laid out for the target's kernels, quantised if the target's are.
+    ``read_output``: see `lend`.
+    """
+    lend(head, target, read_output)
+    pack(head, target)
+
+
+def lend(head: Head, target: Decoder, read_output: Callable[[], Tensor]) -> None:
+    """Move a head beside its target and lend it what it lacks.
+
     ``read_output`` reads the target's output matrix [vocab, hidden], which a head of fewer ids
     takes rows of; it is called only if the target's embedding does not serve for it.
     """
     head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    weights, ops = target.weights, target.ops
     if isinstance(head, MedusaHead):  # it has its own output layers
-        _pack_linears(head, ops)
         return
-    if isinstance(head, BlockHead):
-        head.borrow(weights.embedding)
-        _give_pass(head, target)
-    _pack_linears(head, ops)
+    weights, ops = target.weights, target.ops
     packed = weights.lm_head
     if head.draft_ids is not None and head.lm_head is None:
         is_tied = target.config.tie_embeddings
@@ -68,11 +74,15 @@ def join_target(head: Head, target: Decoder, read_output: Callable[[], Tensor]) 
     head.borrow(weights.embedding, partial(_by_kernels, logits, packed, ops.min_rows))
 
 
-def _give_pass(head: BlockHead, target: Decoder) -> None:
-    """Move the layers of a head to the target's kernels, where these compute it."""
-    if can_pass(head, target):
+def pack(head: Head, target: Decoder) -> None:
+    """Lay out a head's matrices for the target's kernels: its layers as a pass, where they can."""
+    if isinstance(head, BlockHead) and can_pass(head, target):
         head.block_pass = BlockPass(head, target, head.context_vectors)
         head.layers = nn.ModuleList()  # packed by now
+    if isinstance(head, EagleHead) and can_pass(head, target):
+        head.eagle_pass = EaglePass(head, target)
+        del head.midlayer  # likewise
+    _pack_linears(head, target.ops)
 
 
 class _Packed(nn.Module):
@@ -194,9 +204,10 @@ def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) ->
         )
     folder = open_head(path, target.config)
     head = folder.load()
-    join_target(head, target, read_output)
+    lend(head, target, read_output)
     if isinstance(head, EagleHead) and folder.shifted_taps is not None:
         _choose_taps(path, head, folder.shifted_taps, target)
+    pack(head, target)
     config = head.config
     logger.info(
         "head %s: %s, taps %s, drafts %d of %d token ids",
@@ -222,7 +233,8 @@ def _choose_taps(path: Path, head: EagleHead, others: Taps, target: Decoder) -> 
 def score_taps(head: EagleHead, taps: Taps, target: Decoder) -> int:
     """How many of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
 
-    They follow a text that the target draws at temperature 1.
+    They follow a text that the target draws at temperature 1. The head was lent what it lacks and
+    is not packed.
     """
     ids, tapped = _own_text(target, taps)
     hidden = head(ids[:, :-1], tapped, 1)[0]  # column i decides token i + 2
@@ -316,8 +328,7 @@ class BlockProposer(HeadProposer):
         block_pass = self.head.block_pass
         if block_pass is None:
             return super()._write_context(written, slots, lens)
-        positions = written.positions.numpy()
-        rows = ContextRows(positions[written.firsts], lens, positions, slots)
+        rows = ContextRows.of(written, lens, slots)
         block_pass.write_context(self.pool, written.taps, rows)
         return None
 
@@ -454,6 +465,11 @@ class EagleProposer(HeadProposer):
         return MOST_PASSES
 
     @property
+    def keeps_columns(self) -> bool:
+        """Where the target's kernels compute the head."""
+        return self.head.eagle_pass is not None
+
+    @property
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's."""
         return self.head.draft_ids
@@ -468,16 +484,61 @@ class EagleProposer(HeadProposer):
 
     def columns(self, written: Written) -> tuple[list[KeysValues], Tensor]:
         """Columns from the features of the positions before."""
+        features, before = self._written_features(written)
+        return [self.head.context(before, written.token_ids, written.positions)], features
+
+    def _written_features(self, written: Written) -> tuple[Tensor, Tensor]:
+        """Features of the positions, and of the position before each; 0 where that is unknown."""
         features = self.head.features(written.taps)
         before = features.roll(1, dims=0)
         for first, feature in zip(written.firsts.tolist(), written.before, strict=True):
             before[first] = 0.0 if feature is None else feature
-        return [self.head.context(before, written.token_ids, written.positions)], features
+        return features, before
+
+    def _write_context(self, written: Written, slots: IntArray, lens: IntArray) -> Tensor | None:
+        eagle_pass = self.head.eagle_pass
+        if eagle_pass is None:
+            return super()._write_context(written, slots, lens)
+        features, before = self._written_features(written)
+        rows = ContextRows.of(written, lens, slots)
+        eagle_pass.write_context(self.pool, before, written.token_ids, rows)
+        return features
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """A pass for each token."""
         del num_drafted
+        if self.head.eagle_pass is not None:
+            return _PassedColumns(self.head, self.head.eagle_pass, self.pool, starts)
         return _Columns(self.head, self.anchors(starts), _features(starts))
+
+
+class _PassedColumns(Drafting):
+    """Each place of a level is a column of its own, by the target's kernels."""
+
+    def __init__(
+        self, head: EagleHead, eagle_pass: EaglePass, pool: KVPool, starts: Sequence[DraftStart]
+    ) -> None:
+        self._head, self._pass, self._pool, self._starts = head, eagle_pass, pool, starts
+        self._features = _features(starts)  # [places of the call before, hidden]
+        page_size = pool.page_size
+        self._roots = [
+            natural_slots(start.row, len(start.row.tokens) - 1, 1, page_size) for start in starts
+        ]
+
+    def logits(self, places: Sequence[Place]) -> Tensor:
+        """Of the column of each place's token."""
+        columns = [self._column(each) for each in places]
+        features = self._features
+        if places[0].level:
+            features = features[torch.tensor([each.parent for each in places])]
+        token_ids = [each.token_id for each in places]
+        normed, hidden = self._pass.hidden(self._pool, features, token_ids, columns)
+        self._features = normed if self._head.config.norm_output else hidden
+        return self._head.project(normed)
+
+    def _column(self, place: Place) -> ColumnPlace:
+        start = self._starts[place.request]
+        return ColumnPlace(start.row, start.first, [*self._roots[place.request], *place.slots])
 
 
 class _Columns(Drafting):

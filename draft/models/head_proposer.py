@@ -1,9 +1,9 @@
 """HeadProposer: what proposers with a trained head share, the block head's and EAGLE-3's.
 
 A head's KV lies under the same page ids as the target's, in a pool of its own. It is written from
-the target's hidden states, for the positions that were committed: a draft's own columns never enter
-the pool, so nothing is ever rolled back or corrected. The KV of a position depends on tokens up to
-that position alone, hence a prefix hit brings it along. Positions wait until a page is whole, or
+the target's hidden states, for the positions that were committed: a draft's own columns are void by
+then, wherever they were, so nothing is ever rolled back. The KV of a position depends on tokens up
+to that position alone, hence a prefix hit brings it along. Positions wait until a page is whole, or
 until a draft reads them: while nothing is drafted, a step costs a copy of its hidden states.
 
 A page whose positions all have head KV carries a ready mark. Where head KV is missing (a proposer
@@ -91,6 +91,9 @@ class Place(NamedTuple):
     level: int  # draft tokens up to it, itself included
     parent: int  # its place in the call before, one level up; -1 for an anchor
     token_id: int
+    slots: Sequence[
+        int
+    ] = ()  # of the columns of the draft tokens up to it, if they lie in the pool
 
 
 class Drafting(ABC):
@@ -152,6 +155,11 @@ class HeadProposer(ABC):
     @abstractmethod
     def longest(self) -> int:
         """Tokens of a draft at most."""
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether the columns of draft tokens lie in the pool until the step is verified."""
+        return False
 
     @abstractmethod
     def columns(self, written: Written) -> tuple[list[KeysValues], Tensor | None]:
@@ -413,7 +421,8 @@ class HeadProposer(ABC):
 
     def _tree(self, row: ScheduledRequest) -> TreeGrowth:
         odds = self._odds[row.sampling.params.temperature > 0.0]
-        return TreeGrowth(row, odds, self.source, most_levels=self.longest)
+        page_size = self.pool.page_size if self.keeps_columns else 0
+        return TreeGrowth(row, odds, self.source, page_size, most_levels=self.longest)
 
     def _place(
         self, tree: TreeGrowth, request: int, node: int, before: dict[tuple[int, int], int]
@@ -421,7 +430,8 @@ class HeadProposer(ABC):
         if node == ROOT:
             return Place(request, 0, -1, tree.row.tokens[-1])
         found = tree.nodes[node]
-        return Place(request, found.level, before[request, found.parent], found.token_id)
+        parent = before[request, found.parent]
+        return Place(request, found.level, parent, found.token_id, tree.path_slots(node))
 
     def _expand(self, places: Sequence[tuple[TreeGrowth, int]], logits: Tensor) -> None:
         found = choose(

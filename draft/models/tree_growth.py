@@ -277,6 +277,11 @@ class TreeGrowth:
         away = next((at for at, each in enumerate(path) if not each.is_first), len(path))
         return [each.slot for each in path[away:] if each.slot is not None]
 
+    def path_slots(self, node: int) -> list[int]:
+        """Slots of all nodes on the path to ``node``, where the drafter keeps their KV."""
+        slots = [self.nodes[index].slot for index in self.path(node)]
+        return [slot for slot in slots if slot is not None]
+
     def draft(self, num_uncached_draft_tokens: int = 0) -> Draft:
         """The best ``max_draft`` nodes above a row's price, depth first, the best child first.
 

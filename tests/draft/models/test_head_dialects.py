@@ -18,7 +18,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.head_drafters import load_head, score_taps
+from foretoken.draft.models.head_drafters import lend, load_head, score_taps
 from foretoken.draft.models.head_files import head_kind, open_head, save_head
 from support.tiny_heads import TARGET, block_config, eagle_config
 from support.tiny_pair import write_pair
@@ -236,7 +236,8 @@ def test_the_reading_that_guesses_more_is_taken_with_a_warning(
     with caplog.at_level(logging.WARNING):
         joined = load_head(tmp_path, target, lambda: pytest.fail("tied"))
     assert isinstance(joined.head, EagleHead)
-    scores = {taps: score_taps(joined.head, taps, target) for taps in ((0, 0, 1), (1, 1, 2))}
+    lend(head, target, lambda: pytest.fail("tied"))
+    scores = {taps: score_taps(head, taps, target) for taps in ((0, 0, 1), (1, 1, 2))}
     best = max(scores, key=lambda taps: scores[taps])
     assert scores[0, 0, 1] != scores[1, 1, 2], "the readings differ in what they guess"
     assert joined.head.config.taps == best
