@@ -1,11 +1,13 @@
 """Chains, trees and look-ups beside them, of the built-in draft model.
 
-    python -m foretoken.bench.lab.trees [--temperature 0] [--out FILE]
+    python -m foretoken.bench.lab.trees [--temperature 0] [--every-position] [--out FILE]
 
 One request after the other, on one thread; every setting serves the same requests, whose tokens
 must be equal under all of them. Prices are those of a row and of a pass, in tokens. The second
 table is of the controller with prices held fixed: a row and a pass of the draft model cost what
-`ROW` and `PASS` say, in plain steps; its units of time are simulated, its tokens are not.
+`ROW` and `PASS` say, in plain steps; its units of time are simulated, its tokens are not. A step
+begins where the last draft failed, mostly behind a token that was hard to guess;
+``--every-position`` counts a step from each position of the text instead, fixed drafts alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from ...api.build.engine_builder import build
 from ...core.config import EngineConfig
@@ -25,7 +28,7 @@ from ...core.execution.model_runner import ModelRunner
 from ...core.interface.request import Request
 from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.speculator import DraftPlan, Speculator
-from ...core.interface.step import SamplingMetadata
+from ...core.interface.step import RequestOutput, SamplingMetadata
 from ...core.scheduling.admission import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.acceptance import AcceptanceModel
@@ -42,6 +45,7 @@ from .streams import builtin_tokenizer, streams
 
 PROMPT_LEN, PAGE_SIZE, NUM_PAGES = 256, 16, 400
 ROW, PASS = 0.035, 0.1  # of a plain step
+MOST_ROWS = 20  # that a draft may have
 KINDS = ("fresh code", "agent edit")
 
 
@@ -65,7 +69,7 @@ def settings() -> list[Setting]:
             f"{'tree' if tree else 'chain'}, row price {price}",
         )
         for tree in (False, True)
-        for price in (0.3, 0.25, 0.2, 0.1, 0.05)
+        for price in (0.4, 0.35, 0.3, 0.25, 0.2, 0.1, 0.05)
     ]
     return fixed + priced
 
@@ -122,7 +126,12 @@ def requests(
 
 
 def measure(
-    runner: ModelRunner, name: str, speculator: Speculator, asked: Sequence[Request]
+    runner: ModelRunner,
+    name: str,
+    speculator: Speculator,
+    asked: Sequence[Request],
+    *,
+    every_position: bool = False,
 ) -> tuple[Row, list[list[int]]]:
     """Its figures, and what each request got."""
     limits = SchedulerLimits(
@@ -131,7 +140,7 @@ def measure(
     )  # fmt: skip
     scheduler = Scheduler(PrefixCache(NUM_PAGES, PAGE_SIZE), limits, speculator)
     waiting = list(asked)[::-1]
-    seconds, units, num_steps, num_tokens = 0.0, 0.0, 0, 0
+    seconds, units, num_steps, num_tokens, num_proposed = 0.0, 0.0, 0, 0, 0
     while scheduler.num_requests or waiting:
         if not scheduler.num_requests:  # prompts that wait would keep a draft model from drafting
             scheduler.add(waiting.pop(), 0.0)
@@ -139,24 +148,35 @@ def measure(
         began = time.perf_counter()
         output = runner.step(plan)
         (row,) = output.requests
-        if plan.num_tokens == 1:
+        (scheduled,) = plan.requests
+        if plan.num_tokens == 1 and not (every_position and _is_near_end(scheduled.stop, asked)):
             seconds += time.perf_counter() - began
             units += 1.0 + ROW * row.num_proposed + PASS * row.num_levels
             num_steps += 1
             num_tokens += len(row.token_ids)
+            num_proposed += row.num_proposed
+        if every_position:
+            output = replace(output, requests=[first_token(row)])
         scheduler.commit(plan, output, 0.0)
-    usages = [request.usage for request in asked]
-    proposed = sum(usage.proposed_tokens for usage in usages)
-    accepted = sum(usage.accepted_tokens for usage in usages)
     figures: Row = {
         "setting": name,
-        "rows": round(proposed / num_steps, 2),
+        "rows": round(num_proposed / num_steps, 2),
         "tokens/step": round(num_tokens / num_steps, 3),
-        "accepted/proposed": round(accepted / max(1, proposed), 3),
+        "accepted/proposed": round((num_tokens - num_steps) / max(1, num_proposed), 3),
         "tokens/s": round(num_tokens / seconds),
         "tokens/simulated step": round(num_tokens / units, 3),
     }
     return figures, [list(request.tokens[request.prompt_len :]) for request in asked]
+
+
+def _is_near_end(position: int, asked: Sequence[Request]) -> bool:
+    """Whether a draft behind the position may be cut by the end of the request."""
+    return position + MOST_ROWS >= min(request.max_len for request in asked)
+
+
+def first_token(row: RequestOutput) -> RequestOutput:
+    """The step as if nothing had been drafted: the next one begins a position later."""
+    return replace(row, token_ids=row.token_ids[:1], num_accepted=0, accepted_ranks=())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -165,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--every-position", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -172,14 +193,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     runner = built.engine.runner
     assert isinstance(runner, ModelRunner)
     fixed: list[tuple[str, Speculator]] = [(each.name, each) for each in settings()]
-    wanted = [("fresh code", fixed), *((kind, controlled()) for kind in KINDS)]
+    wanted = [("fresh code", fixed)]
+    if not args.every_position:
+        wanted += [(kind, controlled()) for kind in KINDS]
     report: dict[str, object] = {"command": command(), "machine": machine()}
     for at, (kind, speculators) in enumerate(wanted):
         rows, told = [], []
         label = f"{kind}, {'controlled' if at else 'given'}"
         for name, speculator in speculators:
             asked = requests(kind, name, args.requests, args.temperature, args.output_len)
-            figures, tokens = measure(runner, name, speculator, asked)
+            figures, tokens = measure(
+                runner, name, speculator, asked, every_position=args.every_position
+            )
             rows.append(figures)
             told.append(tokens)
             print(figures, flush=True)
