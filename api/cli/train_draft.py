@@ -152,9 +152,9 @@ def train_draft(parsed: argparse.Namespace) -> int:
     _check(parsed)
     import torch
 
-    from ...draft.training.drafts.answers import Asking
+    from ...draft.training.drafts.answers import AnswerOptions
     from ...draft.training.drafts.conversations import read_data
-    from ...draft.training.drafts.gathering import Gathering, gather
+    from ...draft.training.drafts.gathering import GatherOptions, gather
     from ...draft.training.drafts.run import MAX_LEN, Trainer, write_report
 
     if parsed.threads is not None:
@@ -164,10 +164,10 @@ def train_draft(parsed: argparse.Namespace) -> int:
     with _Encoder(target) as encoder:
         found = read_data([Path(each) for each in parsed.data], encoder, text_len=MAX_LEN)
     options = _options(parsed)
-    gathering = Gathering(
+    gathering = GatherOptions(
         regenerate=parsed.regenerate,
         minutes=options.minutes,
-        asking=Asking(max_tokens=ANSWER_TOKENS),
+        answers=AnswerOptions(max_tokens=ANSWER_TOKENS),
     )
     talks = gather(found, target, out, gathering)
     trainer = Trainer(target, talks, options, out)

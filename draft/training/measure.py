@@ -138,7 +138,7 @@ def samples(target: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> lis
 
 
 def cpu_model() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, where the system has it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next(

@@ -165,7 +165,7 @@ class Trainer:
         )
 
     def _record(self) -> None:
-        """Leave what the model card tells about this stage beside the weights."""
+        """Write what the model card says of this stage beside the weights."""
         path = self.folder / self.settings.stage.role / "training.json"
         records = json.loads(path.read_text()) if path.exists() else {}
         records[self.settings.stage.name] = {

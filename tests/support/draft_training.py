@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from foretoken.draft.training.drafts.answers import Asking
+from foretoken.draft.training.drafts.answers import AnswerOptions
 
-ASKING = Asking(max_tokens=24, num_running=8)
+ASKING = AnswerOptions(max_tokens=24, num_running=8)

@@ -1,5 +1,6 @@
-"""`foretoken train-draft`: a draft for a target, trained on what the target itself says.
+"""`foretoken train-draft`: a draft for a target, trained on the target's own answers.
 
-`conversations` reads data, `answers` lets the target answer, `teacher` computes what a draft
-learns from, `students` are the kinds of drafts, `run` is the loop, `report` measures.
+`conversations` reads data, `gathering` and `answers` have the target answer prompts, `teacher`
+computes the target's distributions, `students` are the kinds of drafts, `run` is the training loop,
+`measuring` evaluates.
 """

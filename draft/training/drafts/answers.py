@@ -17,10 +17,9 @@ from ....core.engine.engine import Engine
 from ....core.execution.model_runner import ModelRunner
 from ....core.interface.request import Request
 from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.speculator import NO_SPECULATION
 from ....core.interface.step import SamplingMetadata
 from ....core.model.decoder import Decoder
-from ....core.scheduling.admission import SchedulerLimits
+from ....core.scheduling.request_table import SchedulerLimits
 from ....core.scheduling.scheduler import Scheduler
 from ....radix_cache import PrefixCache
 from .records import VERSION, Record, digest, read_records, write_line
@@ -30,7 +29,7 @@ STEP_TOKENS = 512  # of a step, prompts included
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class AnswerOptions:
     """How answers are made. ``temperatures`` take turns, by the prompt's place."""
 
     max_tokens: int = 384
@@ -43,7 +42,7 @@ class Asking:
         yield from zip(prompts, cycle(self.temperatures), strict=False)
 
 
-class AnswerBook:
+class AnswerStore:
     """Answers in a file of records, one for each prompt and temperature; grows, never changes.
 
     What is there already is not asked again: a run that was stopped goes on.
@@ -86,37 +85,37 @@ def _drop_half_line(path: Path) -> None:
 def answer_prompts(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    book: AnswerBook,
-    asking: Asking,
+    store: AnswerStore,
+    options: AnswerOptions,
     on_answer: Callable[[Record], bool],
 ) -> None:
-    """Ask for what the book lacks, in order, until ``on_answer`` returns False.
+    """Generate the answers that ``store`` lacks, in order, until ``on_answer`` returns False.
 
     Every answer follows from its prompt, temperature and the seed alone: not from what else is
     decoded at the time.
     """
-    asyncio.run(_Asker(decoder, book, asking, on_answer).ask(prompts))
+    asyncio.run(_Generator(decoder, store, options, on_answer).generate(prompts))
 
 
-class _Asker:
+class _Generator:
     def __init__(
         self,
         decoder: Decoder,
-        book: AnswerBook,
-        asking: Asking,
+        store: AnswerStore,
+        options: AnswerOptions,
         on_answer: Callable[[Record], bool],
     ) -> None:
-        self._decoder, self._book, self._asking = decoder, book, asking
+        self._decoder, self._store, self._options = decoder, store, options
         self._on_answer = on_answer
         self._goes_on = True
 
-    async def ask(self, prompts: Sequence[Sequence[int]]) -> None:
+    async def generate(self, prompts: Sequence[Sequence[int]]) -> None:
         engine = self._engine()
         await engine.start()
         waiting = self._missing(prompts)
         seats = [
             asyncio.create_task(self._seat(engine, waiting))
-            for _ in range(self._asking.num_running)
+            for _ in range(self._options.num_running)
         ]
         try:
             await asyncio.gather(*seats)
@@ -126,28 +125,28 @@ class _Asker:
             await engine.close()
 
     def _engine(self) -> Engine:
-        decoder, asking = self._decoder, self._asking
+        decoder, options = self._decoder, self._options
         max_len = decoder.config.max_model_len
-        num_tokens = asking.num_running * (asking.max_tokens + 512) + max_len
+        num_tokens = options.num_running * (options.max_tokens + 512) + max_len
         num_pages = -(-num_tokens // PAGE_SIZE)
         limits = SchedulerLimits(
             max_batch_tokens=STEP_TOKENS,
-            max_running=asking.num_running,
-            max_queued=asking.num_running,
+            max_running=options.num_running,
+            max_queued=options.num_running,
             max_model_len=max_len,
             vocab_size=decoder.config.vocab_size,
         )
-        scheduler = Scheduler(PrefixCache(num_pages, PAGE_SIZE), limits, NO_SPECULATION)
+        scheduler = Scheduler(PrefixCache(num_pages, PAGE_SIZE), limits)
         pool = decoder.make_pool(num_pages, page_size=PAGE_SIZE)
         return Engine(scheduler, ModelRunner(decoder, pool, None))
 
     def _missing(self, prompts: Sequence[Sequence[int]]) -> Iterator[Request]:
-        asking = self._asking
-        for index, (prompt, temperature) in enumerate(asking.pairs(prompts)):
+        options = self._options
+        for index, (prompt, temperature) in enumerate(options.pairs(prompts)):
             fits = len(prompt) + 1 < self._decoder.config.max_model_len
-            if fits and self._book.find(prompt, temperature) is None:
-                seed = int.from_bytes(digest([asking.seed, *prompt])[:8])
-                params = TokenSamplingParams(temperature=temperature, max_tokens=asking.max_tokens)
+            if fits and self._store.find(prompt, temperature) is None:
+                seed = int.from_bytes(digest([options.seed, *prompt])[:8])
+                params = TokenSamplingParams(temperature=temperature, max_tokens=options.max_tokens)
                 stop_ids = frozenset(self._decoder.config.eos_token_ids)
                 yield Request(
                     request_id=f"prompt-{index}",
@@ -175,7 +174,7 @@ class _Asker:
                 temperature=request.sampling.params.temperature,
                 finish=str(finish),
             )
-            self._book.add(record)
+            self._store.add(record)
             self._goes_on = self._on_answer(record) and self._goes_on
             if not self._goes_on:
                 return

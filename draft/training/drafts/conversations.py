@@ -192,8 +192,8 @@ def frequent_ids(
 ) -> Tensor:
     """The ``count`` most frequent ids of answers, and ``always``, in ascending order."""
     counted: Counter[int] = Counter()
-    for talk in conversations:
-        counted.update(talk.tokens[talk.prompt_len :])
+    for conversation in conversations:
+        counted.update(conversation.tokens[conversation.prompt_len :])
     order = [*always, *(token for token, _ in counted.most_common()), *range(vocab_size)]
     chosen = list(dict.fromkeys(token for token in order if token < vocab_size))[:count]
     return torch.tensor(sorted(chosen))
@@ -202,8 +202,13 @@ def frequent_ids(
 def answer_pairs(conversations: Iterable[Conversation]) -> Tensor:
     """Every token of answers with the one before it, ``[num, 2]``."""
     pairs = [
-        torch.tensor([talk.tokens[at - 1 : at + 1] for at in range(talk.first_row + 1, len(talk))])
-        for talk in conversations
+        torch.tensor(
+            [
+                conversation.tokens[at - 1 : at + 1]
+                for at in range(conversation.first_row + 1, len(conversation))
+            ]
+        )
+        for conversation in conversations
     ]
     return torch.cat(pairs)
 
@@ -240,10 +245,10 @@ class Shuffler:
         for at in range(0, len(order), self.POOL):
             pool = sorted((self._found[i] for i in order[at : at + self.POOL]), key=len)
             batch: list[Conversation] = []
-            for talk in pool:
-                if batch and len(talk) * (len(batch) + 1) > self._batch_tokens:
+            for conversation in pool:
+                if batch and len(conversation) * (len(batch) + 1) > self._batch_tokens:
                     batches.append(batch)
                     batch = []
-                batch.append(talk)
+                batch.append(conversation)
             batches.append(batch)
         return [batches[i] for i in rng.permutation(len(batches))]

@@ -1,4 +1,4 @@
-"""What a draft's distribution has to come close to, and how near it is.
+"""The distillation loss of drafts: KL divergence and overlap with the target's distribution.
 
 The target's distribution ``p`` is given over the ids that the draft knows: it need not add up to
 1, for what is missing lies on other ids. ``q`` is the draft's.
@@ -14,7 +14,7 @@ from torch import Tensor
 _PART = 2**18  # probabilities that are worked on together: they stay in a core's cache
 
 
-class _Closeness(torch.autograd.Function):
+class _KlOverlap(torch.autograd.Function):
     """``w KL(p, q) + (1 - w) (1 - sum min(p, q))`` with ``w = e^(-3 sum min(p, q))``, by row.
 
     KL finds the way from afar, the overlap is what acceptance counts; w is held fixed in the
@@ -56,13 +56,13 @@ def _part(logits: Tensor, p: Tensor, grad: Tensor) -> Tensor:
     return losses.squeeze(-1)
 
 
-def closeness_loss(logits: Tensor, p: Tensor, rows: Tensor) -> Tensor:
+def kl_overlap_loss(logits: Tensor, p: Tensor, rows: Tensor) -> Tensor:
     """Loss of each row, ``[n]``.
 
     ``logits`` [n, draft_vocab] of the draft, ``p`` [num_rows, draft_vocab] of the target, of which
     ``rows`` [n] says which belongs to each.
     """
-    out: Tensor = _Closeness.apply(logits, p, rows)  # type: ignore[no-untyped-call]
+    out: Tensor = _KlOverlap.apply(logits, p, rows)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -78,7 +78,7 @@ class Weights:
 
 
 def make_student(target: Target, shape: Shape, init: str | None) -> Student:
-    """A draft that begins as ``init`` says: "target", a folder with one of its kind, or None.
+    """A draft that begins as ``init`` names: "target", a folder with one of its kind, or None.
 
     Raises `InvalidRequest` for a folder that holds another kind or shape.
     """
@@ -181,7 +181,7 @@ def _block_from_target(head: BlockHead, weights: Weights, num_layers: int) -> No
 
 
 def _begin_with_pairs(head: BlockHead, pairs: Tensor) -> None:
-    """The Markov head begins as what the data's neighbouring tokens say, and the rest is quiet.
+    """The Markov head begins with the counts of neighbouring tokens in the data.
 
     Its first rank holds the frequency of each id, the others the strongest directions of how much
     likelier an id is behind another one than anywhere, both weighted by how often they occur.

@@ -1,4 +1,4 @@
-"""How good a draft is on held-out answers: acceptance by position, odds of its candidates."""
+"""Evaluator: a draft on held-out answers, its acceptance by position and its candidates' odds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from .conversations import Conversation
 from .losses import gumbel
 from .students import Student
-from .teacher import Lesson, Teacher
+from .teacher import Teacher, TeacherOutput
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 BEST = 4  # candidates of a position that a tree may hold
@@ -44,7 +44,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class Races:
+class RankedCandidates:
     """The 4 best candidates of every position, and which of them the target took."""
 
     gaps: Tensor  # [n, 4] how far each lies behind the best score
@@ -52,26 +52,26 @@ class Races:
     reached: Tensor  # [n] whether the chain was right so far
 
 
-class Examiner:
-    """Measures a student on held-out conversations, with the same noise every time."""
+class Evaluator:
+    """Evaluates a student on held-out conversations, with the same noise every time."""
 
     def __init__(self, teacher: Teacher, held: Sequence[Conversation], *, seed: int) -> None:
         self._teacher, self._held, self._seed = teacher, held, seed
 
     def acceptance(
         self, student: Student, temperature: float, most: int
-    ) -> tuple[Acceptance, Races]:
+    ) -> tuple[Acceptance, RankedCandidates]:
         """Over at most so many conversations, of answers given at such a temperature if any are."""
         was_training = student.module.training
         student.module.eval()
-        races = [
-            self._races(student, talk, temperature, index)
-            for index, talk in enumerate(self._answers(temperature)[:most])
+        ranked = [
+            self._ranked(student, conversation, temperature, index)
+            for index, conversation in enumerate(self._answers(temperature)[:most])
         ]
         student.module.train(was_training)
-        if not races:
+        if not ranked:
             return Acceptance(temperature, 0, [], [], 1.0), _join([], student.depth)
-        joined = _join(races, student.depth)
+        joined = _join(ranked, student.depth)
         hits = (joined.ranks == 0).view(-1, student.depth).float()
         reached = joined.reached.view(-1, student.depth).float()
         near = (joined.ranks < BEST).view(-1, student.depth).float()
@@ -89,26 +89,32 @@ class Examiner:
 
     def _answers(self, temperature: float) -> list[Conversation]:
         alike = [
-            talk
-            for talk in self._held
-            if (talk.temperature < NEAR_GREEDY) == (temperature < NEAR_GREEDY)
+            conversation
+            for conversation in self._held
+            if (conversation.temperature < NEAR_GREEDY) == (temperature < NEAR_GREEDY)
         ]
         return alike or list(self._held)
 
     @torch.no_grad()
-    def _races(self, student: Student, talk: Conversation, temperature: float, index: int) -> Races:
-        lesson = self._teacher([talk])
-        with torch.autocast(lesson.taps.device.type, torch.bfloat16):
-            logits, rows = student.chains(lesson)
+    def _ranked(
+        self, student: Student, conversation: Conversation, temperature: float, index: int
+    ) -> RankedCandidates:
+        taught = self._teacher([conversation])
+        with torch.autocast(taught.taps.device.type, torch.bfloat16):
+            logits, rows = student.chains(taught)
         generator = torch.Generator().manual_seed(self._seed + index)
-        return _race(logits.float(), lesson, rows, temperature, generator)
+        return _rank(logits.float(), taught, rows, temperature, generator)
 
 
-def _race(
-    logits: Tensor, lesson: Lesson, rows: Tensor, temperature: float, generator: torch.Generator
-) -> Races:
+def _rank(
+    logits: Tensor,
+    taught: TeacherOutput,
+    rows: Tensor,
+    temperature: float,
+    generator: torch.Generator,
+) -> RankedCandidates:
     """Target and draft choose with the same noise. ``logits`` [chains, depth, draft_vocab]."""
-    p = lesson.p[rows.flatten()]
+    p = taught.p[rows.flatten()]
     outside = (1 - p.sum(dim=-1, keepdim=True)).clamp_min(1e-7)
     target = torch.cat((p, outside), dim=-1).log()  # all ids that the draft lacks are the last one
     log_q = logits.flatten(0, 1).log_softmax(dim=-1)
@@ -122,19 +128,19 @@ def _race(
     ranks = torch.where(is_hit.any(dim=-1), is_hit.float().argmax(dim=-1), BEST)
     hits = (ranks == 0).view(rows.shape).float()
     reached = torch.cat((torch.ones_like(hits[:, :1]), hits[:, :-1]), dim=1).cumprod(dim=1)
-    return Races(best.values[:, :1] - best.values, ranks, reached.flatten() > 0)
+    return RankedCandidates(best.values[:, :1] - best.values, ranks, reached.flatten() > 0)
 
 
-def _join(races: Sequence[Races], depth: int) -> Races:
-    if not races:
-        return Races(torch.empty(0, BEST), torch.empty(0), torch.empty(0, depth))
-    parts = [[getattr(each, name) for each in races] for name in ("gaps", "ranks", "reached")]
-    return Races(*(torch.cat(part) for part in parts))
+def _join(ranked: Sequence[RankedCandidates], depth: int) -> RankedCandidates:
+    if not ranked:
+        return RankedCandidates(torch.empty(0, BEST), torch.empty(0), torch.empty(0, depth))
+    parts = [[getattr(each, name) for each in ranked] for name in ("gaps", "ranks", "reached")]
+    return RankedCandidates(*(torch.cat(part) for part in parts))
 
 
-def fit_odds(races: Races, first: Odds, *, num_steps: int = 300) -> Odds:
+def fit_odds(ranked: RankedCandidates, first: Odds, *, num_steps: int = 300) -> Odds:
     """The three numbers that give the ranks of positions that were reached the best likelihood."""
-    gaps, ranks = races.gaps[races.reached], races.ranks[races.reached].long()
+    gaps, ranks = ranked.gaps[ranked.reached], ranked.ranks[ranked.reached].long()
     if not len(gaps):
         return first
     numbers = torch.tensor(first, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The training loop: batches against a budget, checkpoints, a log, and the best draft kept."""
+"""Trainer of drafts: batches within a budget, checkpoints, a log; the best draft is kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from ....core.errors import InvalidRequest
 from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
 from .making import Kind, Shape, Target, make_student, save_student
-from .measuring import FIRST_ODDS, TEMPERATURES, Acceptance, Examiner, fit_odds
+from .measuring import FIRST_ODDS, TEMPERATURES, Acceptance, Evaluator, fit_odds
 from .students import Student
 from .teacher import Teacher
 
@@ -32,16 +32,16 @@ MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
 WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
 MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 1e-2
 LM_RATE = 0.3  # a language model begins as trained layers: both rates are lower
-LEVELLED = 8  # conversations by which taps are brought to one size
+NUM_SCALED = 8  # conversations by which taps are scaled to one size
 CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
-NUM_CHECKS = 10  # times that the held-out conversations are looked at on the way
+NUM_CHECKS = 10  # evaluations on held-out conversations on the way
 CHECKED, REPORTED = 8, 24  # conversations of each temperature, on the way and at the end
 STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What `foretoken train-draft` is told. One of ``minutes`` and ``tokens`` is the budget.
+    """The options of `foretoken train-draft`. One of ``minutes`` and ``tokens`` is the budget.
 
     ``tokens`` counts all tokens that the target computes for the draft to learn from.
     """
@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     progress: Progress
     was_stopped: bool
@@ -98,7 +98,7 @@ class Trainer:
         """Raises `InvalidRequest` where there is nothing to learn from or to resume."""
         self._target, self._options, self._folder, self._clock = target, options, folder, clock
         max_len = min(MAX_LEN, target.config.max_model_len)
-        train, held = split(talk.cut(max_len) for talk in found)
+        train, held = split(conversation.cut(max_len) for conversation in found)
         if not train:
             raise InvalidRequest("data holds no answer to learn from", param="data")
         self.num_train, self.num_held = len(train), len(held)
@@ -115,8 +115,8 @@ class Trainer:
         teacher = Teacher(target.decoder, self.student.taps, self._taught_ids(), max_len)
         self._teacher = teacher
         if options.init is None and self.student.taps:
-            teacher.level_taps(train[:LEVELLED])
-        self._examiner = Examiner(teacher, held, seed=options.seed)
+            teacher.fit_tap_scale(train[:NUM_SCALED])
+        self._evaluator = Evaluator(teacher, held, seed=options.seed)
         self._shuffler = Shuffler(train, BATCH_TOKENS, options.seed)
         self._generator = torch.Generator().manual_seed(options.seed)
         self._optimizers = make_optimizers(self.student, options.kind)
@@ -178,9 +178,9 @@ class Trainer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * self._rate()
-        lesson = self._teacher(self._shuffler.next())
-        with torch.autocast(lesson.taps.device.type, torch.bfloat16):
-            loss = self.student.loss(lesson, self._generator)
+        taught = self._teacher(self._shuffler.next())
+        with torch.autocast(taught.taps.device.type, torch.bfloat16):
+            loss = self.student.loss(taught, self._generator)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -189,7 +189,7 @@ class Trainer:
             optimizer.step()
         progress = self.progress
         progress.step += 1
-        progress.tokens += lesson.num_tokens
+        progress.tokens += taught.num_tokens
         progress.seconds += self._clock() - began
         progress.epoch, progress.cursor = self._shuffler.epoch, self._shuffler.cursor
         return loss.item()
@@ -200,9 +200,9 @@ class Trainer:
         return max(0.0, min(done / WARM_UP + 0.02, (1 - done) / (1 - DECAY_FROM), 1.0))
 
     def _check(self) -> None:
-        """Look at held-out answers; the draft is written if it is the best so far."""
+        """Evaluate on held-out answers; the draft is written if it is the best so far."""
         self.progress.num_checks += 1
-        found = [self._examiner.acceptance(self.student, t, CHECKED)[0] for t in (0.0, 1.0)]
+        found = [self._evaluator.acceptance(self.student, t, CHECKED)[0] for t in (0.0, 1.0)]
         score = sum(each.tokens_per_step for each in found) / len(found)
         self._note(held_out=[each.to_dict() for each in found])
         if score > self.progress.best:
@@ -304,11 +304,11 @@ class Trainer:
         outcome = Outcome(self.progress, self._stopped)
         odds: dict[str, object] = {}
         for temperature in TEMPERATURES:
-            acceptance, races = self._examiner.acceptance(self.student, temperature, REPORTED)
+            acceptance, ranked = self._evaluator.acceptance(self.student, temperature, REPORTED)
             outcome.acceptance.append(acceptance)
             kind = {0.0: "greedy", 1.0: "sampled"}.get(temperature)
             if kind is not None:
-                odds[kind] = [round(n, 3) for n in fit_odds(races, FIRST_ODDS[kind])]
+                odds[kind] = [round(n, 3) for n in fit_odds(ranked, FIRST_ODDS[kind])]
         outcome.report = {
             "options": asdict(self._options),
             "progress": asdict(self.progress),

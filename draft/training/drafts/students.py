@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ....core.ops.batch import Taps
 from ...models.block import BlockHead
 from ...models.eagle import EagleHead
-from .losses import closeness_loss, pass_weights, slot_weights
-from .teacher import Lesson
+from .losses import kl_overlap_loss, pass_weights, slot_weights
+from .teacher import TeacherOutput
 
 NUM_PASSES = 7  # that EAGLE-3 is unrolled
 ANCHORS = 512  # of a batch, at most
@@ -27,13 +27,13 @@ class Student(Protocol):
     taps: Taps
     depth: int  # tokens of a chain
 
-    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
         """The mean loss over a batch."""
 
-    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
         """Of every place where a whole chain fits: what was drafted from, and what it should be.
 
-        Logits ``[chains, depth, draft_vocab]``, and the rows of ``lesson.p`` ``[chains,
+        Logits ``[chains, depth, draft_vocab]``, and the rows of ``taught.p`` ``[chains,
         depth]``.
         """
 
@@ -50,30 +50,30 @@ class BlockStudent:
         self._head = head
         self._weights = slot_weights(self.depth, head.config.block_size)
 
-    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:
         """As `Student.loss`."""
-        anchors, is_drawn = _draw_anchors(lesson.rows, ANCHORS, generator)
-        rows = _rows_behind(lesson.rows, anchors, self.depth)
+        anchors, is_drawn = _draw_anchors(taught.rows, ANCHORS, generator)
+        rows = _rows_behind(taught.rows, anchors, self.depth)
         rows = rows.masked_fill(~is_drawn.unsqueeze(-1), -1)
-        hidden = self._head(lesson.token_ids, lesson.taps, anchors)
+        hidden = self._head(taught.token_ids, taught.taps, anchors)
         is_used = rows >= 0
-        before = _tokens_behind(lesson.token_ids, anchors, self.depth)
+        before = _tokens_behind(taught.token_ids, anchors, self.depth)
         logits = self._head.logits(hidden[is_used].unsqueeze(1), before[is_used].unsqueeze(1))
-        losses = closeness_loss(logits.squeeze(1), lesson.p, rows[is_used])
+        losses = kl_overlap_loss(logits.squeeze(1), taught.p, rows[is_used])
         weights = self._weights.to(losses.device).expand(rows.shape)[is_used]
         return (losses * weights).sum() / weights.sum()
 
-    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
         """As `Student.chains`."""
-        places = (lesson.rows >= 0).nonzero()
+        places = (taught.rows >= 0).nonzero()
         logits, targets = [], []
-        for index in range(len(lesson.rows)):
+        for index in range(len(taught.rows)):
             anchors = places[places[:, 0] == index, 1].unsqueeze(0)
             if not anchors.shape[1]:
                 continue
-            rows = _rows_behind(lesson.rows[index : index + 1], anchors, self.depth)
+            rows = _rows_behind(taught.rows[index : index + 1], anchors, self.depth)
             fits = (rows >= 0).all(dim=-1)
-            token_ids, taps = (each[index : index + 1] for each in (lesson.token_ids, lesson.taps))
+            token_ids, taps = (each[index : index + 1] for each in (taught.token_ids, taught.taps))
             hidden = self._head(token_ids, taps, anchors)
             before = _tokens_behind(token_ids, anchors, self.depth)
             logits.append(self._head.logits(hidden[fits], before[fits]))
@@ -116,26 +116,26 @@ class EagleStudent:
         self.taps, self.depth = head.config.taps, num_passes
         self._head = head
 
-    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:  # noqa: ARG002
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """As `Student.loss`."""
-        total = lesson.p.new_zeros(())
+        total = taught.p.new_zeros(())
         weights = pass_weights(self.depth)
-        width = lesson.token_ids.shape[1]
+        width = taught.token_ids.shape[1]
         passes = min(self.depth, width - 2)
-        for index, hidden in enumerate(self._head(lesson.token_ids, lesson.taps, passes)):
-            rows = lesson.rows[:, 1 + index :]
+        for index, hidden in enumerate(self._head(taught.token_ids, taught.taps, passes)):
+            rows = taught.rows[:, 1 + index :]
             is_used = rows >= 0
             logits = self._head.logits(hidden[is_used])
-            losses = closeness_loss(logits, lesson.p, rows[is_used])
+            losses = kl_overlap_loss(logits, taught.p, rows[is_used])
             total = total + weights[index] * losses.mean()
         return total / sum(weights[:passes])
 
-    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
         """As `Student.chains`."""
-        width = lesson.token_ids.shape[1]
-        passes = self._head(lesson.token_ids, lesson.taps, min(self.depth, width - 2))
+        width = taught.token_ids.shape[1]
+        passes = self._head(taught.token_ids, taught.taps, min(self.depth, width - 2))
         rows = _rows_behind(
-            lesson.rows, torch.arange(1, width).expand(len(lesson.rows), -1), self.depth
+            taught.rows, torch.arange(1, width).expand(len(taught.rows), -1), self.depth
         )
         # Pass k of column i decides the token behind place i + 1 + k.
         fits = (rows >= 0).all(dim=-1)[:, : passes[-1].shape[1]]
@@ -154,23 +154,23 @@ class LmStudent:
     def __init__(self, model: nn.Module, depth: int) -> None:
         self.module, self.depth = model, depth
 
-    def loss(self, lesson: Lesson, generator: torch.Generator) -> Tensor:  # noqa: ARG002
+    def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
         """As `Student.loss`."""
-        is_used = lesson.rows >= 0
-        losses = closeness_loss(self._logits(lesson)[is_used], lesson.p, lesson.rows[is_used])
+        is_used = taught.rows >= 0
+        losses = kl_overlap_loss(self._logits(taught)[is_used], taught.p, taught.rows[is_used])
         return losses.mean()
 
-    def _logits(self, lesson: Lesson) -> Tensor:
-        logits: Tensor = self.module(input_ids=lesson.token_ids, use_cache=False).logits
+    def _logits(self, taught: TeacherOutput) -> Tensor:
+        logits: Tensor = self.module(input_ids=taught.token_ids, use_cache=False).logits
         return logits
 
-    def chains(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+    def chains(self, taught: TeacherOutput) -> tuple[Tensor, Tensor]:
         """As `Student.chains`: along an answer, a draft has seen what it drafted before."""
-        width = lesson.token_ids.shape[1]
-        anchors = torch.arange(width, device=lesson.rows.device).expand(len(lesson.rows), -1)
-        rows = _rows_behind(lesson.rows, anchors, self.depth)
+        width = taught.token_ids.shape[1]
+        anchors = torch.arange(width, device=taught.rows.device).expand(len(taught.rows), -1)
+        rows = _rows_behind(taught.rows, anchors, self.depth)
         fits = (rows >= 0).all(dim=-1)
-        logits = self._logits(lesson)
+        logits = self._logits(taught)
         padded = nn.functional.pad(logits, (0, 0, 0, self.depth))
         batch, places = fits.nonzero(as_tuple=True)
         spans = places.unsqueeze(-1) + torch.arange(self.depth, device=places.device)

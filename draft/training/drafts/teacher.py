@@ -1,6 +1,7 @@
-"""What a draft learns from, computed by the target as it will serve: features and distributions.
+"""Teacher: the hidden states and distributions of the target that a draft is trained on.
 
-Nothing of it is kept beyond a batch: a few hundred numbers a token would fill disks.
+They are computed as they will be in serving. Nothing is kept beyond a batch: a few hundred numbers
+a token would fill disks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ LOGIT_ROWS = 256  # whose logits over the whole vocabulary are held at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """A batch of conversations, padded at their ends to one length T.
+class TeacherOutput:
+    """What the target computes for a batch of conversations, padded at their ends to one length T.
 
     ``p[i]`` is the target's distribution of the token *behind* one row, over the draft's ids:
     ``rows`` [b, T] says which ``i`` belongs to a position, -1 where there is none: outside answers,
@@ -59,8 +60,8 @@ class Teacher:
         self.tap_scale: Tensor | None = None  # [num_taps * hidden] that taps are multiplied by
 
     @torch.inference_mode()
-    def __call__(self, batch: Sequence[Conversation]) -> Lesson:
-        """Teach a batch. Raises ValueError for a conversation longer than ``max_len``."""
+    def __call__(self, batch: Sequence[Conversation]) -> TeacherOutput:
+        """Compute a batch. Raises ValueError for a conversation longer than ``max_len``."""
         if max(map(len, batch)) > self._max_len:
             raise ValueError(f"a conversation of more than {self._max_len} tokens")
         device, width = self._decoder.device, max(map(len, batch))
@@ -72,65 +73,65 @@ class Teacher:
         for places in self._passes(batch):
             found = self._forward([batch[place] for place in places])
             for place, (features, p) in zip(places, found, strict=True):
-                talk = batch[place]
-                token_ids[place, : len(talk)] = torch.tensor(talk.tokens)
-                taps[place, : len(talk)] = features
-                first = talk.first_row
-                rows[place, first : len(talk) - 1] = torch.arange(len(p)) + num_rows
+                conversation = batch[place]
+                token_ids[place, : len(conversation)] = torch.tensor(conversation.tokens)
+                taps[place, : len(conversation)] = features
+                first = conversation.first_row
+                rows[place, first : len(conversation) - 1] = torch.arange(len(p)) + num_rows
                 num_rows += len(p)
                 probabilities.append(p)
-        lens = torch.tensor([len(talk) for talk in batch])
+        lens = torch.tensor([len(conversation) for conversation in batch])
         # Out of inference mode: a draft's backward pass reads them.
         if self.tap_scale is not None:
             taps *= self.tap_scale
         parts = (token_ids.to(device), lens, taps, torch.cat(probabilities), rows.to(device))
         with torch.inference_mode(False):
-            return Lesson(*(part.clone() for part in parts))
+            return TeacherOutput(*(part.clone() for part in parts))
 
-    def level_taps(self, batch: Sequence[Conversation]) -> Tensor:
-        """Find and set a scale by which every dimension of the taps has about the same size.
+    def fit_tap_scale(self, batch: Sequence[Conversation]) -> Tensor:
+        """Set and return a scale [num_taps * hidden] that gives all dimensions about one size.
 
         In a residual stream a few dimensions are a hundred times larger than the others and hardly
-        change: unlevelled they drown what a head has to read. The first token is an outlier.
+        change: unscaled they drown what a head has to read. The first token is an outlier.
         """
-        lesson = self(batch)
-        is_token = torch.arange(lesson.taps.shape[1]) < lesson.lens.unsqueeze(1)
+        taught = self(batch)
+        is_token = torch.arange(taught.taps.shape[1]) < taught.lens.unsqueeze(1)
         is_token[:, 0] = False
-        taps = lesson.taps[is_token.to(lesson.taps.device)].float()
+        taps = taught.taps[is_token.to(taught.taps.device)].float()
         self.tap_scale = (taps.square().mean(dim=0).sqrt() + 1e-3).reciprocal()
-        self.tap_scale = self.tap_scale.to(lesson.taps.dtype)
+        self.tap_scale = self.tap_scale.to(taught.taps.dtype)
         return self.tap_scale
 
     def _passes(self, batch: Sequence[Conversation]) -> Iterator[list[int]]:
         """Places of conversations that fit one pass together."""
         places: list[int] = []
-        for place, talk in enumerate(batch):
-            num_rows = sum(len(batch[each]) for each in places) + len(talk)
+        for place, conversation in enumerate(batch):
+            num_rows = sum(len(batch[each]) for each in places) + len(conversation)
             if places and (len(places) == self._num_seats or num_rows > PASS_ROWS):
                 yield places
                 places = []
             places.append(place)
         yield places
 
-    def _forward(self, talks: Sequence[Conversation]) -> list[tuple[Tensor, Tensor]]:
+    def _forward(self, conversations: Sequence[Conversation]) -> list[tuple[Tensor, Tensor]]:
         """Features and probabilities of each, [len, num_taps * hidden] and [rows, vocab]."""
         segments = [
             Segment(
-                token_ids=array("q", talk.tokens),
+                token_ids=array("q", conversation.tokens),
                 start=0,
                 page_ids=array("q", range(seat * self._pages, (seat + 1) * self._pages)),
                 num_logits=0,
             )
-            for seat, talk in enumerate(talks)
+            for seat, conversation in enumerate(conversations)
         ]
         decoder = self._decoder
         batch = decoder.batch(segments, page_size=PAGE_SIZE)
         output = decoder.forward(batch, self._pool, Wanted(taps=self._taps))
         features = output.hidden.new_empty(0) if output.taps is None else output.taps
         found = []
-        for at, talk in zip(batch.first_rows.tolist(), talks, strict=True):
-            hidden = output.hidden[at + talk.first_row : at + len(talk) - 1]
-            found.append((features[at : at + len(talk)].clone(), self._p(hidden)))
+        for at, conversation in zip(batch.first_rows.tolist(), conversations, strict=True):
+            hidden = output.hidden[at + conversation.first_row : at + len(conversation) - 1]
+            found.append((features[at : at + len(conversation)].clone(), self._p(hidden)))
         return found
 
     def _p(self, hidden: Tensor) -> Tensor:

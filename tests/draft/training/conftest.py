@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.model.loader import load_decoder
-from foretoken.draft.training.drafts.answers import AnswerBook, answer_prompts
+from foretoken.draft.training.drafts.answers import AnswerStore, answer_prompts
 from foretoken.draft.training.drafts.conversations import Conversation
 from foretoken.draft.training.drafts.making import Target
 from foretoken.draft.training.drafts.records import read_records
@@ -33,11 +33,11 @@ def prompts() -> list[list[int]]:
 def book(target, prompts, tmp_path_factory) -> Path:
     """The target's answers to them, in a file."""
     path = tmp_path_factory.mktemp("answers") / "answers.jsonl"
-    answer_prompts(target.decoder, prompts, AnswerBook(path), ASKING, lambda record: True)
+    answer_prompts(target.decoder, prompts, AnswerStore(path), ASKING, lambda record: True)
     return path
 
 
 @pytest.fixture(scope="session")
-def talks(book) -> list[Conversation]:
+def conversations(book) -> list[Conversation]:
     """The same as conversations."""
     return [Conversation.of(record, "chat") for record in read_records(book)]

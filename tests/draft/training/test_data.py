@@ -7,7 +7,7 @@ import json
 import pytest
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong
-from foretoken.draft.training.drafts.answers import AnswerBook, answer_prompts
+from foretoken.draft.training.drafts.answers import AnswerStore, answer_prompts
 from foretoken.draft.training.drafts.conversations import (
     Conversation,
     Shuffler,
@@ -16,7 +16,7 @@ from foretoken.draft.training.drafts.conversations import (
     read_data,
     split,
 )
-from foretoken.draft.training.drafts.gathering import Gathering, gather
+from foretoken.draft.training.drafts.gathering import GatherOptions, gather
 from foretoken.draft.training.drafts.records import VERSION, Record, read_records, write_line
 from support.draft_training import ASKING
 
@@ -69,23 +69,29 @@ def test_of_a_chat_every_answer_is_learnt_and_nothing_else(tmp_path):
 
 def test_a_chat_that_ends_with_a_question_is_a_prompt_too(tmp_path):
     file = write(tmp_path / "a.jsonl", {"messages": [user("x"), answer("y"), user("z")]})
-    assert [len(talk) - talk.prompt_len for talk in read(file)] == [2, 0]
+    assert [len(conversation) - conversation.prompt_len for conversation in read(file)] == [2, 0]
 
 
 def test_texts_are_cut_into_pieces_that_are_learnt_whole(tmp_path):
     (tmp_path / "b.txt").write_text("abcdefgh")
     file = write(tmp_path / "a.jsonl", {"text": "ijk"})
     found = read(tmp_path)
-    assert ["".join(map(chr, talk.tokens)) for talk in found] == ["ijk", "abcd", "efgh"]
-    assert {(talk.prompt_len, talk.origin) for talk in found} == {(0, "text")}
+    assert ["".join(map(chr, conversation.tokens)) for conversation in found] == [
+        "ijk",
+        "abcd",
+        "efgh",
+    ]
+    assert {(conversation.prompt_len, conversation.origin) for conversation in found} == {
+        (0, "text")
+    }
     assert file.exists()
 
 
 def test_recorded_traffic_is_read_as_it_was_written(tmp_path):
     record = Record(v=VERSION, tokens=[5, 6, 7], prompt_len=2, temperature=0.5, finish="stop")
     (tmp_path / "t.jsonl").write_bytes(write_line(record) + b'{"v":1,"tok')  # it was being written
-    (talk,) = read(tmp_path / "t.jsonl")
-    assert talk == Conversation([5, 6, 7], 2, 0.5, "traffic")
+    (conversation,) = read(tmp_path / "t.jsonl")
+    assert conversation == Conversation([5, 6, 7], 2, 0.5, "traffic")
 
 
 def test_traffic_of_another_tokenizer_is_refused(tmp_path):
@@ -133,39 +139,41 @@ def test_data_that_is_missing_empty_or_no_text_is_refused(tmp_path):
 
 
 def test_what_is_held_out_follows_from_the_prompt_alone():
-    talks = [
+    conversations = [
         Conversation([index, index + 1, answer], 2) for index in range(3000) for answer in (1, 2)
     ]
-    train, held = split(talks)
-    assert len(train) + len(held) == len(talks)
+    train, held = split(conversations)
+    assert len(train) + len(held) == len(conversations)
     assert 60 <= len(held) <= 180  # 2% of 6,000
-    assert {tuple(talk.tokens[:2]) for talk in train}.isdisjoint(tuple(t.tokens[:2]) for t in held)
-    assert split(talks[::-1])[1] == held[::-1]
+    assert {tuple(conversation.tokens[:2]) for conversation in train}.isdisjoint(
+        tuple(t.tokens[:2]) for t in held
+    )
+    assert split(conversations[::-1])[1] == held[::-1]
 
 
 def test_of_few_conversations_the_last_are_held_out():
-    talks = [Conversation([1, 2, index], 2) for index in range(20)]
-    assert not any(talk.is_held_out for talk in talks)
-    assert split(talks) == (talks[:18], talks[18:])
+    conversations = [Conversation([1, 2, index], 2) for index in range(20)]
+    assert not any(conversation.is_held_out for conversation in conversations)
+    assert split(conversations) == (conversations[:18], conversations[18:])
 
 
 def test_frequent_ids_count_answers_only():
-    talks = [Conversation([9, 9, 9, 4, 4, 3], 3), Conversation([8, 3, 3], 1)]
-    assert frequent_ids(talks, 3, 10, always=[7]).tolist() == [3, 4, 7]
-    assert answer_pairs(talks).tolist() == [[9, 4], [4, 4], [4, 3], [8, 3], [3, 3]]
+    conversations = [Conversation([9, 9, 9, 4, 4, 3], 3), Conversation([8, 3, 3], 1)]
+    assert frequent_ids(conversations, 3, 10, always=[7]).tolist() == [3, 4, 7]
+    assert answer_pairs(conversations).tolist() == [[9, 4], [4, 4], [4, 3], [8, 3], [3, 3]]
 
 
 def test_batches_hold_everything_once_an_epoch_and_go_on_from_a_place():
-    talks = [Conversation(list(range(2 + index % 5)), 1) for index in range(40)]
-    shuffler = Shuffler(talks, 12, seed=3)
+    conversations = [Conversation(list(range(2 + index % 5)), 1) for index in range(40)]
+    shuffler = Shuffler(conversations, 12, seed=3)
     seen = []
     while shuffler.epoch == 0:
         batch = shuffler.next()
         assert max(map(len, batch)) * len(batch) <= 12 or len(batch) == 1
         seen += batch if shuffler.epoch == 0 else []
-    assert sorted(map(id, seen)) == sorted(map(id, talks))
+    assert sorted(map(id, seen)) == sorted(map(id, conversations))
     place = (shuffler.epoch, shuffler.cursor)
-    other = Shuffler(talks, 12, seed=3)
+    other = Shuffler(conversations, 12, seed=3)
     other.place(*place)
     assert [other.next() for _ in range(30)] == [shuffler.next() for _ in range(30)]
 
@@ -174,9 +182,9 @@ def test_batches_hold_everything_once_an_epoch_and_go_on_from_a_place():
 
 
 def test_an_answer_does_not_depend_on_what_else_is_asked(target, prompts, book, tmp_path):
-    alone = AnswerBook(tmp_path / "alone.jsonl")
+    alone = AnswerStore(tmp_path / "alone.jsonl")
     answer_prompts(target.decoder, prompts[:2], alone, ASKING, lambda record: True)
-    together = AnswerBook(book)
+    together = AnswerStore(book)
     for prompt, temperature in ASKING.pairs(prompts[:2]):
         found = alone.find(prompt, temperature)
         assert found is not None
@@ -190,7 +198,7 @@ def test_answers_that_are_there_are_not_asked_again(target, prompts, book, tmp_p
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # stopped in the middle of the last
     asked = []
     answer_prompts(
-        target.decoder, prompts, AnswerBook(path), ASKING, lambda r: asked.append(r) or True
+        target.decoder, prompts, AnswerStore(path), ASKING, lambda r: asked.append(r) or True
     )
     assert len(asked) == 1
     assert sorted(path.read_bytes().splitlines()) == sorted(book.read_bytes().splitlines())
@@ -202,18 +210,23 @@ def test_which_answers_are_given_anew(target, tmp_path):
     text = Conversation([4, 3, 2, 1], 0, origin="text")
     found = [chat, traffic, text]
 
-    def gathered(how):
-        talks = gather(found, target, tmp_path / how, Gathering(regenerate=how, asking=ASKING))
-        return [talk for talk in talks if talk not in found]
+    def gathered(regenerate):
+        conversations = gather(
+            found,
+            target,
+            tmp_path / regenerate,
+            GatherOptions(regenerate=regenerate, answers=ASKING),
+        )
+        return [conversation for conversation in conversations if conversation not in found]
 
     assert gathered("off") == []
-    assert [talk.tokens[:2] for talk in gathered("auto")] == [[5, 6]]
+    assert [conversation.tokens[:2] for conversation in gathered("auto")] == [[5, 6]]
     assert len(gathered("on")) == 3
     with pytest.raises(InvalidRequest, match="prompts alone"):
-        gather([Conversation([1, 2], 2)], target, tmp_path, Gathering(regenerate="off"))
+        gather([Conversation([1, 2], 2)], target, tmp_path, GatherOptions(regenerate="off"))
 
 
 def test_token_ids_of_another_model_are_refused(target, tmp_path):
-    talk = Conversation([5, target.config.vocab_size, 7], 1, origin="traffic")
+    conversation = Conversation([5, target.config.vocab_size, 7], 1, origin="traffic")
     with pytest.raises(InvalidRequest, match="token ids"):
-        gather([talk], target, tmp_path, Gathering())
+        gather([conversation], target, tmp_path, GatherOptions())

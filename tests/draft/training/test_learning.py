@@ -16,9 +16,14 @@ from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_files import open_head
 from foretoken.draft.training.drafts import run
 from foretoken.draft.training.drafts.conversations import Conversation
-from foretoken.draft.training.drafts.losses import closeness_loss, slot_weights
+from foretoken.draft.training.drafts.losses import kl_overlap_loss, slot_weights
 from foretoken.draft.training.drafts.making import Shape, Weights, make_student
-from foretoken.draft.training.drafts.measuring import FIRST_ODDS, Examiner, Races, fit_odds
+from foretoken.draft.training.drafts.measuring import (
+    FIRST_ODDS,
+    Evaluator,
+    RankedCandidates,
+    fit_odds,
+)
 from foretoken.draft.training.drafts.run import Trainer, TrainOptions
 from foretoken.draft.training.drafts.teacher import Teacher
 
@@ -34,12 +39,12 @@ def one_thread():
 
 
 @pytest.fixture
-def train(target, talks, tmp_path, monkeypatch):
+def train(target, conversations, tmp_path, monkeypatch):
     """``train(kind, tokens=, name=, ...)``: a trainer over the target's answers; small batches."""
     monkeypatch.setattr(run, "BATCH_TOKENS", 64)
     monkeypatch.setattr(run, "NUM_CHECKS", 2)
 
-    def make(kind, *, tokens=200, name="out", found=talks, **options):
+    def make(kind, *, tokens=200, name="out", found=conversations, **options):
         chosen = TrainOptions(kind=kind, tokens=tokens, block=3, **options)
         return Trainer(target, found, chosen, tmp_path / name)
 
@@ -49,24 +54,24 @@ def train(target, talks, tmp_path, monkeypatch):
 # -- the target's side ----------------------------------------------------------------------------
 
 
-def test_a_lesson_is_what_transformers_computes(target):
+def test_what_is_taught_is_what_transformers_computes(target):
     from transformers import Qwen3ForCausalLM
 
     batch = [Conversation([5, 6, 7, 8, 9], 2), Conversation([11, 12, 13], 0)]
     ids = torch.tensor([3, 60, 700, 4000])
-    lesson = Teacher(target.decoder, (1, 6), ids, max_len=16)(batch)
+    taught = Teacher(target.decoder, (1, 6), ids, max_len=16)(batch)
     model = Qwen3ForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
-    assert lesson.rows.tolist() == [[-1, 0, 1, 2, -1], [3, 4, -1, -1, -1]]
-    for index, talk in enumerate(batch):
+    assert taught.rows.tolist() == [[-1, 0, 1, 2, -1], [3, 4, -1, -1, -1]]
+    for index, conversation in enumerate(batch):
         with torch.no_grad():
-            out = model(input_ids=torch.tensor([talk.tokens]), output_hidden_states=True)
-        first = lesson.taps[index, : len(talk), : target.config.hidden_size]
+            out = model(input_ids=torch.tensor([conversation.tokens]), output_hidden_states=True)
+        first = taught.taps[index, : len(conversation), : target.config.hidden_size]
         torch.testing.assert_close(first, out.hidden_states[1][0], atol=1e-4, rtol=1e-3)
-        rows = lesson.rows[index]
-        expected = out.logits[0].softmax(-1)[: len(talk)][rows[: len(talk)] >= 0]
-        found = lesson.p[rows[rows >= 0]]
+        rows = taught.rows[index]
+        expected = out.logits[0].softmax(-1)[: len(conversation)][rows[: len(conversation)] >= 0]
+        found = taught.p[rows[rows >= 0]]
         torch.testing.assert_close(found, expected[:, ids], atol=1e-5, rtol=1e-3)
-    assert lesson.num_tokens == 8
+    assert taught.num_tokens == 8
 
 
 # -- losses ---------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula():
     rows = torch.tensor([0, 2, 2, 3, 1, 0])
     logits = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(6)
-    (closeness_loss(logits, p, rows) * weights).sum().backward()
+    (kl_overlap_loss(logits, p, rows) * weights).sum().backward()
     plain = logits.detach().requires_grad_()
     q, want = plain.softmax(-1), p[rows].double()
     overlap = torch.minimum(want, q).sum(-1)
@@ -86,7 +91,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula():
     kl = (want * (want.log() - plain.log_softmax(-1))).sum(-1)
     loss = share * kl + (1 - share) * (1 - overlap)
     (loss * weights).sum().backward()
-    torch.testing.assert_close(closeness_loss(plain, p, rows), loss.float(), check_dtype=False)
+    torch.testing.assert_close(kl_overlap_loss(plain, p, rows), loss.float(), check_dtype=False)
     torch.testing.assert_close(logits.grad, plain.grad, atol=1e-6, rtol=1e-4)
 
 
@@ -98,9 +103,9 @@ def test_the_first_slot_counts_most():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_raises_the_acceptance_of_the_first_position(train, talks, kind):
+def test_training_raises_the_acceptance_of_the_first_position(train, conversations, kind):
     trainer = train(kind, tokens=1600, init=None)
-    examiner = Examiner(trainer._teacher, talks, seed=0)
+    examiner = Evaluator(trainer._teacher, conversations, seed=0)
     before, _ = examiner.acceptance(trainer.student, 1.0, 8)
     trainer.run()
     after, _ = examiner.acceptance(trainer.student, 1.0, 8)
@@ -145,14 +150,16 @@ def test_a_written_head_is_read_to_the_bit(train, target, tmp_path, kind, type_,
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle3"])
-def test_a_head_that_began_at_random_reads_taps_as_they_are(train, target, talks, tmp_path, kind):
+def test_a_head_that_began_at_random_reads_taps_as_they_are(
+    train, target, conversations, tmp_path, kind
+):
     """In training every dimension of its taps has about the same size."""
     trainer = train(kind, init=None)
     trainer.run()
     scale = trainer._teacher.tap_scale
     assert scale.max() > 2 * scale.min()
-    plain = Teacher(target.decoder, trainer.student.taps, None, max_len=64)(talks[:8]).taps
-    levelled = trainer._teacher(talks[:8]).taps
+    plain = Teacher(target.decoder, trainer.student.taps, None, max_len=64)(conversations[:8]).taps
+    levelled = trainer._teacher(conversations[:8]).taps
     before, after = (each.square().mean(dim=(0, 1)) for each in (plain, levelled))
     assert after.max() / after.median() < 0.7 * before.max() / before.median()
     written = open_head(tmp_path / "out", target.config).load().float()
@@ -275,19 +282,19 @@ class Perfect:
     def __init__(self, shifted):
         self.module, self._shifted = torch.nn.Module(), shifted
 
-    def chains(self, lesson):
-        rows = lesson.rows[lesson.rows >= 0]
+    def chains(self, taught):
+        rows = taught.rows[taught.rows >= 0]
         rows = torch.stack((rows[:-1], rows[1:]), dim=1)
-        logits = lesson.p[rows].log()
+        logits = taught.p[rows].log()
         if self._shifted:
             logits[:, 1] = logits[:, 1].roll(1, dims=-1)
         return logits, rows
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_draft_that_knows_the_target_is_always_accepted(target, talks, temperature):
+def test_a_draft_that_knows_the_target_is_always_accepted(target, conversations, temperature):
     teacher = Teacher(target.decoder, (), None, max_len=64)
-    examiner = Examiner(teacher, talks, seed=0)
+    examiner = Evaluator(teacher, conversations, seed=0)
     found, _ = examiner.acceptance(Perfect(shifted=False), temperature, 3)
     assert found.by_position == [1.0, 1.0]
     assert found.tokens_per_step == 3.0
@@ -297,9 +304,9 @@ def test_a_draft_that_knows_the_target_is_always_accepted(target, talks, tempera
     assert found.tokens_per_step == pytest.approx(2 + found.by_position[1])
 
 
-def test_a_target_that_chooses_what_a_draft_does_not_know_is_never_met(target, talks):
+def test_a_target_that_chooses_what_a_draft_does_not_know_is_never_met(target, conversations):
     ids = torch.arange(4)  # hardly ever chosen
-    examiner = Examiner(Teacher(target.decoder, (), ids, max_len=64), talks, seed=0)
+    examiner = Evaluator(Teacher(target.decoder, (), ids, max_len=64), conversations, seed=0)
     found, _ = examiner.acceptance(Perfect(shifted=False), 1.0, 3)
     assert found.by_position[0] < 0.2
 
@@ -311,6 +318,7 @@ def test_the_odds_that_made_ranks_are_found_again():
     scores = torch.cat((-1.2 * gaps, -0.5 - 0.8 * gaps[:, 1:2]), dim=1)
     ranks = torch.multinomial(scores.softmax(1), 1, generator=generator).squeeze(1)
     found = fit_odds(
-        Races(gaps, ranks, torch.ones(len(gaps), dtype=torch.bool)), FIRST_ODDS["sampled"]
+        RankedCandidates(gaps, ranks, torch.ones(len(gaps), dtype=torch.bool)),
+        FIRST_ODDS["sampled"],
     )
     assert found == pytest.approx((1.2, -0.5, 0.8), abs=0.1)
