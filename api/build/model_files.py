@@ -134,9 +134,9 @@ def _problem(model: str) -> str:
 
 
 def _families() -> list[str]:
-    from ...core.model.families import FAMILIES
+    from ...core.model.families import MODEL_FAMILIES
 
-    return sorted(FAMILIES)
+    return sorted(MODEL_FAMILIES)
 
 
 _PATHS = {

@@ -60,7 +60,7 @@ class Decoder:
         self._ropes = tuple(RopeTable(spec, config.head_dim, self.device) for spec in specs)
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
-        """A KV pool of this decoder's shape and device; of its dtype, too, unless told."""
+        """A KV pool of this decoder's shape and device; of its dtype unless another is given."""
         return KVPool(
             num_pages,
             num_layers=self.config.num_layers,

@@ -128,7 +128,7 @@ def _files(path: Path) -> tuple[Format, int]:
 
 
 def _quantization(path: Path) -> str:
-    """How the matrices of the files are quantised, or of those that a config.json tells of."""
+    """How the matrices of the files are quantised, or of those that a config.json describes."""
     file = gguf_file(path)
     if file is not None:
         from .formats.gguf import GgufFile

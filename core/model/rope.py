@@ -21,7 +21,7 @@ _CHUNK = 4096  # positions; tables grow in equal pieces so that their bits do no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """What config.json says of RoPE; fields that a kind does not use keep their defaults."""
+    """The RoPE fields of a config.json; fields that a kind does not use keep their defaults."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0

@@ -102,6 +102,7 @@ class TopKTopP:
 
 
 def nonzero(mask: Tensor) -> Tensor:
+    """Indices of a mask's true items, int64 [num_true]."""
     if mask.device.type == "cpu":  # numpy's is several times as fast
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero()[:, 0]

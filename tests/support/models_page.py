@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from foretoken.core.model.fallback.transformers_loader import OTHER_ENGINE, REFUSED
-from foretoken.core.model.families import FAMILIES
+from foretoken.core.model.families import MODEL_FAMILIES
 from foretoken.core.model.formats.gguf_architectures import ARCHITECTURES, GGUF_TYPES
 from foretoken.core.model.report import ModelReport, inspect_model
 from support.known_models import KNOWN
@@ -41,7 +41,7 @@ def _families() -> str:
     rows = ["| model type | formats | backends | bits in any batch | tested against |", _line(5)]
     rows += [
         f"| `{name}` | {_formats(name)} | torch, native, Triton | the same | transformers |"
-        for name in FAMILIES
+        for name in MODEL_FAMILIES
     ]
     rows += [
         "| all below | safetensors; GGUF of those listed below"

@@ -55,6 +55,7 @@ class Packed(nn.Module):
         self.ops, self.packed = ops, ops.pack_linear(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[.., in_features] -> [.., out_features]`` by the backend's kernels."""
         if x.numel() == 0:  # experts of which no row took one
             return x.new_zeros((*x.shape[:-1], self.out_features))
         return linear_of_few(self.ops, x, self.packed)

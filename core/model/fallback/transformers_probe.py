@@ -86,6 +86,7 @@ ExpertsInterface.register(HOOKS, _experts)
 
 @contextmanager
 def hooked(hooks: Hooks) -> Iterator[None]:
+    """Have transformers' attention, masks and experts call ``hooks`` inside the block."""
     token = _CURRENT.set(hooks)
     try:
         yield

@@ -31,18 +31,21 @@ _AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_lay
 
 
 def llama(fields: Fields) -> DecoderConfig:
+    """Llama, and what computes as it does: RMS norms, RoPE, SwiGLU (arXiv 2302.13971)."""
     bias = fields.flag("attention_bias", False)
     mlp_bias = fields.flag("mlp_bias", False)
     return base_config(fields, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
 def mistral(fields: Fields) -> DecoderConfig:
+    """Mistral: Llama with a window in every layer (arXiv 2310.06825)."""
     # The class default applies where the key is absent; null means full attention.
     absent = "sliding_window" not in fields.values
     return base_config(fields, layers=windowed(fields, 4096 if absent else window_of(fields)))
 
 
 def ministral3(fields: Fields) -> DecoderConfig:
+    """Ministral 3: Mistral with YaRN, and queries scaled by their position."""
     if not fields.has("rope_parameters"):
         raise fields.unsupported("rope_parameters", "is missing")
     rope = parse_rope(fields, max_len=fields.positive("max_position_embeddings", 262144))
@@ -59,10 +62,12 @@ def ministral3(fields: Fields) -> DecoderConfig:
 
 
 def qwen2(fields: Fields) -> DecoderConfig:
+    """Qwen 2 and 2.5: biases on queries, keys and values (arXiv 2407.10671)."""
     return base_config(fields, qkv_bias=True, layers=qwen_layers(fields))
 
 
 def qwen3(fields: Fields) -> DecoderConfig:
+    """Qwen 3: norms on each head's queries and keys (arXiv 2505.09388)."""
     bias = fields.flag("attention_bias", False)
     head_dim = fields.positive("head_dim", 128)
     return base_config(
@@ -76,12 +81,14 @@ def qwen3(fields: Fields) -> DecoderConfig:
 
 
 def phi3(fields: Fields) -> DecoderConfig:
+    """Phi-3 and Phi-4: fused matrices (arXiv 2404.14219)."""
     fold = Fold(fused_qkv=True, fused_gate_up=True)
     layers = windowed(fields, window_of(fields))
     return base_config(fields, eps=1e-5, partial=1.0, layers=layers, fold=fold)
 
 
 def granite(fields: Fields) -> DecoderConfig:
+    """Granite 3: factors on the embedding, the residual stream, scores and logits."""
     bias = fields.flag("attention_bias", False)
     fold = Fold(
         embed_scale=fields.number("embedding_multiplier", 1.0),
@@ -99,6 +106,7 @@ def granite(fields: Fields) -> DecoderConfig:
 
 
 def glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """GLM-4: RoPE turns half of each head, in neighbouring pairs (arXiv 2406.12793)."""
     return base_config(
         fields,
         partial=0.5,
@@ -111,6 +119,7 @@ def glm(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - 
 
 
 def glm4(fields: Fields) -> DecoderConfig:
+    """GLM-4 of 2025: `glm` with norms before and after attention and MLP."""
     norms = NormNames(
         "input_layernorm",
         "post_self_attn_layernorm",
@@ -121,6 +130,7 @@ def glm4(fields: Fields) -> DecoderConfig:
 
 
 def helium(fields: Fields) -> DecoderConfig:
+    """Helium 1: RoPE turns neighbouring pairs."""
     return base_config(
         fields,
         theta=1e5,
@@ -133,6 +143,7 @@ def helium(fields: Fields) -> DecoderConfig:
 
 
 def ernie(fields: Fields) -> DecoderConfig:
+    """ERNIE 4.5 without experts: RoPE turns neighbouring pairs."""
     bias = fields.flag("use_bias", False)
     return base_config(
         fields,
@@ -148,6 +159,7 @@ def ernie(fields: Fields) -> DecoderConfig:
 
 
 def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """Gemma: norms of 1 + weight, a scaled embedding (arXiv 2403.08295)."""
     if fields.values.get("hidden_act") == "gelu":  # of the first release, which meant the other
         fields = Fields({**fields.values, "hidden_act": "gelu_pytorch_tanh"}, fields.where)
     bias = fields.flag("attention_bias", False)
@@ -167,6 +179,7 @@ def gemma(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
 
 
 def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """Gemma 2: norms before and after, windows, capped scores (arXiv 2408.00118)."""
     if fields.flag("use_bidirectional_attention", False):
         raise fields.unsupported("use_bidirectional_attention", "is not supported")
     shape: dict[str, Any] = {
@@ -181,6 +194,7 @@ def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
 
 
 def gemma3(fields: Fields) -> DecoderConfig:
+    """Gemma 3: head norms; layers with a window have a RoPE of their own (arXiv 2503.19786)."""
     max_len = fields.positive("max_position_embeddings", 131072)
     full, local = parse_ropes(fields, max_len=max_len, theta=1e6, local_theta=1e4)
     pattern = fields.positive("sliding_window_pattern", 6)
@@ -195,6 +209,7 @@ def gemma3(fields: Fields) -> DecoderConfig:
 
 
 def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """OLMo 2: norms behind attention and MLP, and over all heads (arXiv 2501.00656)."""
     bias = fields.flag("attention_bias", False)
     return base_config(
         fields,
@@ -208,12 +223,14 @@ def olmo2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
 
 
 def olmo3(fields: Fields) -> DecoderConfig:
+    """OLMo 3: `olmo2` with windows in three of four layers."""
     max_len = fields.positive("max_position_embeddings", 2048)
     full, local = parse_ropes(fields, max_len=max_len, theta=5e5)
     return olmo2(fields, rope=full, layers=sliding(fields, 4, window=4096, local=local))
 
 
 def smollm3(fields: Fields) -> DecoderConfig:
+    """SmolLM3: by default every fourth layer has no RoPE."""
     bias = fields.flag("attention_bias", False)
     turns = turns_of(fields)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
@@ -234,6 +251,7 @@ def smollm3(fields: Fields) -> DecoderConfig:
 
 
 def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """Command R: attention and MLP side by side behind one layer norm."""
     if fields.flag("use_qk_norm", False):
         raise fields.unsupported("use_qk_norm", "is not supported")
     bias = fields.flag("attention_bias", False)
@@ -255,12 +273,14 @@ def cohere(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
 
 
 def cohere2(fields: Fields) -> DecoderConfig:
+    """Command R7B and A: `cohere` with windows; layers without one have no RoPE."""
     pattern = fields.positive("sliding_window_pattern", 4)
     layers = sliding(fields, pattern, window=4096)
     return cohere(fields, theta=1e4, layers=without_rope_unless_windowed(layers))
 
 
 def exaone4(fields: Fields) -> DecoderConfig:
+    """EXAONE 4: norms behind attention and MLP, head norms (arXiv 2507.11407)."""
     absent = "sliding_window" not in fields.values
     window = 4096 if absent else window_of(fields)
     layers = (LayerSpec(),) * fields.positive("num_hidden_layers")
@@ -271,6 +291,7 @@ def exaone4(fields: Fields) -> DecoderConfig:
 
 
 def starcoder2(fields: Fields) -> DecoderConfig:
+    """StarCoder 2: layer norms and an MLP without a gate (arXiv 2402.19173)."""
     bias = fields.flag("use_bias", True)
     return base_config(
         fields,
@@ -288,6 +309,7 @@ def starcoder2(fields: Fields) -> DecoderConfig:
 
 
 def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """AFM of Arcee: an MLP without a gate, by squared ReLU."""
     bias = fields.flag("attention_bias", False)
     shape: dict[str, Any] = {"eps": 1e-5} | differences
     return base_config(
@@ -303,6 +325,7 @@ def arcee(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 
 
 
 def nemotron(fields: Fields) -> DecoderConfig:
+    """Nemotron and Minitron: `arcee` with layer norms of 1 + weight (arXiv 2402.16819)."""
     return arcee(
         fields,
         partial=0.5,

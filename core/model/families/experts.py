@@ -21,6 +21,7 @@ from .shared import (
 
 
 def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """Mixtral: experts in every layer, weights of the chosen ones renormed (arXiv 2401.04088)."""
     names = ExpertNames(
         "block_sparse_moe.gate", "block_sparse_moe.experts.{}.", MlpNames("w1", "w3", "w2")
     )
@@ -35,6 +36,7 @@ def mixtral(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN40
 
 
 def minimax_m2(fields: Fields) -> DecoderConfig:
+    """MiniMax M2: sigmoid scores with a bias that only chooses; norms over all heads."""
     names = ExpertNames(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts.{}.",
@@ -56,6 +58,7 @@ def minimax_m2(fields: Fields) -> DecoderConfig:
 
 
 def qwen2_moe(fields: Fields) -> DecoderConfig:
+    """Qwen 1.5 and 2 with experts: a shared expert behind a gate (arXiv 2407.10671)."""
     if fields.flag("use_sliding_window", False) and not fields.has("layer_types"):
         raise fields.unsupported("use_sliding_window", "is not supported without layer_types")
     names = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
@@ -71,6 +74,7 @@ def qwen2_moe(fields: Fields) -> DecoderConfig:
 
 
 def qwen3_moe(fields: Fields) -> DecoderConfig:
+    """Qwen 3 with experts (arXiv 2505.09388)."""
     bias = fields.flag("attention_bias", False)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     routing = Routing(_top_k(fields), renorm=_renorm(fields, False))
@@ -84,6 +88,7 @@ def qwen3_moe(fields: Fields) -> DecoderConfig:
 
 
 def olmoe(fields: Fields) -> DecoderConfig:
+    """OLMoE: norms over all heads (arXiv 2409.02060)."""
     if fields.has("clip_qkv"):
         raise fields.unsupported("clip_qkv", "is not supported")
     bias = fields.flag("attention_bias", False)
@@ -100,6 +105,7 @@ def olmoe(fields: Fields) -> DecoderConfig:
 
 
 def glm4_moe(fields: Fields) -> DecoderConfig:
+    """GLM-4.5: DeepSeek V3's router; RoPE turns half of each head (arXiv 2508.06471)."""
     return base_config(
         fields,
         eps=1e-5,
@@ -112,6 +118,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
 
 
 def dots1(fields: Fields) -> DecoderConfig:
+    """dots.llm1: DeepSeek V3's router, head norms, windows in later layers (arXiv 2506.05767)."""
     bias = fields.flag("attention_bias", False)
     window = window_of(fields)
     first = fields.integer("max_window_layers", 62)
@@ -128,6 +135,7 @@ def dots1(fields: Fields) -> DecoderConfig:
 
 
 def gpt_oss(fields: Fields) -> DecoderConfig:
+    """gpt-oss: sinks, a clamped SwiGLU, windows in every other layer (arXiv 2508.10925)."""
     if fields.number("swiglu_alpha", 1.702) != 1.702:
         raise fields.unsupported("swiglu_alpha", "other than 1.702 is not supported")
     limit = fields.above_zero("swiglu_limit", 7.0)

@@ -14,7 +14,7 @@ from ..formats.quantized import read_scheme
 from ..nested import is_nested, text_fields
 from . import dense, experts
 
-FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
+MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
     "cohere": dense.cohere,
     "cohere2": dense.cohere2,
@@ -64,7 +64,7 @@ def read_folder_config(folder: Path) -> DecoderConfig:
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is not a folder")
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    if is_nested(fields) and fields.values.get("model_type") not in FAMILIES:
+    if is_nested(fields) and fields.values.get("model_type") not in MODEL_FAMILIES:
         config = replace(parse_config(text_fields(folder, fields)), is_nested=True)
     else:
         config = parse_config(fields)
@@ -78,9 +78,9 @@ def read_folder_config(folder: Path) -> DecoderConfig:
 def parse_config(fields: Fields) -> DecoderConfig:
     """The config of one config.json."""
     model_type = fields.text("model_type")
-    family = FAMILIES.get(model_type)
+    family = MODEL_FAMILIES.get(model_type)
     if family is None:
-        supported = ", ".join(sorted(FAMILIES))
+        supported = ", ".join(sorted(MODEL_FAMILIES))
         raise fields.unsupported("model_type", f"{model_type!r} is not supported; {supported} are")
     _refuse_unsupported(fields)
     return _check(family(fields), fields)

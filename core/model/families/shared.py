@@ -69,6 +69,7 @@ def base_config(
 
 
 def window_of(fields: Fields) -> int | None:
+    """Positions of the sliding window; None without one."""
     return fields.positive("sliding_window") if fields.has("sliding_window") else None
 
 
@@ -104,6 +105,7 @@ def sliding(
 
 
 def without_rope_unless_windowed(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    """The layers, of which those without a window have no RoPE."""
     return tuple(replace(each, rope=None if each.window else NO_ROPE) for each in layers)
 
 
@@ -139,6 +141,7 @@ def cap_of(fields: Fields, name: str, default: float) -> float | None:
 
 
 def activation_of(fields: Fields, field: str, default: str, *, is_gated: bool) -> Activation:
+    """The activation named by ``field``, else ``default``. Raises `UnsupportedConfig`."""
     name = fields.text(field, default)
     kind = _ACTIVATIONS.get(name)
     if kind is None:

@@ -48,7 +48,7 @@ _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transform
 _HARMONY_VOCAB, _HARMONY_CALL = 201088, 200012  # <|call|> ends an answer, too
 
 
-class _Source(NamedTuple):
+class _StoredTensor(NamedTuple):
     """A tensor by the name of transformers: its shape, and how it is read."""
 
     shape: tuple[int, ...]
@@ -192,8 +192,8 @@ class GgufFile:
 
     # -- tensors --------------------------------------------------------------------------------
 
-    def _find_sources(self) -> dict[str, _Source]:
-        found: dict[str, _Source] = {}
+    def _find_sources(self) -> dict[str, _StoredTensor]:
+        found: dict[str, _StoredTensor] = {}
         for own, tensor in self._tensors.items():
             layer = _LAYER_TENSOR.fullmatch(own)
             if layer is None:
@@ -226,7 +226,7 @@ class GgufFile:
         more = {f"output_norm.{ending}": f"{final}.{ending}" for ending in ("weight", "bias")}
         return MODEL_NAMES | more
 
-    def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _Source:
+    def _plain(self, name: str, tensor: gguf.ReaderTensor) -> _StoredTensor:
         rows = self._order_of(name)
         offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
         shape = (1, *_shape(tensor)) if name.endswith(_ROW) else _shape(tensor)
@@ -238,7 +238,7 @@ class GgufFile:
                 return value if rows is None else value[rows]
             return value if rows is None else value.rows(rows)
 
-        return _Source(shape, read, (tensor.name,))
+        return _StoredTensor(shape, read, (tensor.name,))
 
     def _order_of(self, name: str) -> Tensor | None:
         """The rows of queries and keys where they lie in turned pairs there, here in halves."""
@@ -250,7 +250,7 @@ class GgufFile:
         pairs = torch.arange(heads * head_dim).view(heads, head_dim // 2, 2)
         return pairs.transpose(1, 2).reshape(-1)
 
-    def _experts(self, name: str, tensor: gguf.ReaderTensor) -> dict[str, _Source]:
+    def _experts(self, name: str, tensor: gguf.ReaderTensor) -> dict[str, _StoredTensor]:
         """One by one what the file stacks."""
 
         def read_one(index: int) -> Callable[[], StoredWeight]:
@@ -258,11 +258,11 @@ class GgufFile:
 
         count, *shape = _shape(tensor)
         return {
-            name.format(index): _Source(tuple(shape), read_one(index), (tensor.name,))
+            name.format(index): _StoredTensor(tuple(shape), read_one(index), (tensor.name,))
             for index in range(count)
         }
 
-    def _gpt_oss_experts(self, layer: int) -> dict[str, _Source]:
+    def _gpt_oss_experts(self, layer: int) -> dict[str, _StoredTensor]:
         """Gate and up row by row in one, matrices turned; as transformers has them."""
         found = {}
         for ending in ("weight", "bias"):
@@ -274,10 +274,10 @@ class GgufFile:
                 count, rows, *columns = _shape(self._tensors[parts[0]])
                 shape = (count, *columns, rows * len(parts))
                 full_name = f"model.layers.{layer}.mlp.experts.{name}{suffix}"
-                found[full_name] = _Source(shape, self._joined(parts), tuple(parts))
+                found[full_name] = _StoredTensor(shape, self._joined(parts), tuple(parts))
         return found
 
-    def _granite_experts(self, layer: int) -> dict[str, _Source]:
+    def _granite_experts(self, layer: int) -> dict[str, _StoredTensor]:
         """Rows of the gate, then those of the factor."""
         owns = [f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
         if not all(own in self._tensors for own in owns):
@@ -287,7 +287,9 @@ class GgufFile:
             tensors = [self._tensors[part] for part in parts]
             count, rows, columns = _shape(tensors[0])
             shape = (count, rows * len(parts), columns)
-            found[f"{prefix}{name}.weight"] = _Source(shape, self._behind(tensors), tuple(parts))
+            found[f"{prefix}{name}.weight"] = _StoredTensor(
+                shape, self._behind(tensors), tuple(parts)
+            )
         return found
 
     def _behind(self, tensors: list[gguf.ReaderTensor]) -> Callable[[], StoredWeight]:

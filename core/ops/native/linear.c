@@ -380,41 +380,19 @@ FT_INLINE void int6_k_tile(const ft_linear_job *job, const tile_t *tile, const i
     finish_sums(job, tile, sum, count);
 }
 
-FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_INT4);
-}
-
-FT_INLINE void int4_min_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_INT4_MIN);
-}
-
-FT_INLINE void int8_group_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_INT8_GROUP);
-}
-
-FT_INLINE void int4_zero_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_INT4_ZERO);
-}
-
-FT_INLINE void int4_k_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_INT4_K);
-}
-
-FT_INLINE void int5_k_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_INT5_K);
-}
-
-FT_INLINE void iq4_nl_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_IQ4_NL);
-}
-
-FT_INLINE void mxfp4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_MXFP4);
-}
-
-FT_INLINE void iq4_xs_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
-    group_tile(job, tile, count, FT_LINEAR_IQ4_XS);
-}
+#define GROUP_TILE(kind, FORM) \
+    FT_INLINE void kind##_tile(const ft_linear_job *job, const tile_t *tile, const int count) { \
+        group_tile(job, tile, count, FORM); \
+    }
+GROUP_TILE(int4, FT_LINEAR_INT4)
+GROUP_TILE(int4_min, FT_LINEAR_INT4_MIN)
+GROUP_TILE(int8_group, FT_LINEAR_INT8_GROUP)
+GROUP_TILE(int4_zero, FT_LINEAR_INT4_ZERO)
+GROUP_TILE(int4_k, FT_LINEAR_INT4_K)
+GROUP_TILE(int5_k, FT_LINEAR_INT5_K)
+GROUP_TILE(iq4_nl, FT_LINEAR_IQ4_NL)
+GROUP_TILE(mxfp4, FT_LINEAR_MXFP4)
+GROUP_TILE(iq4_xs, FT_LINEAR_IQ4_XS)
 
 #define CASE(kind, n) \
     case n: kind##_tile(job, tile, n); break;

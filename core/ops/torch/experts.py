@@ -10,7 +10,7 @@ from ..layers import linear_of_few, run_mlp
 
 
 def run_experts(ops: Ops, x: Tensor, weights: ExpertWeights) -> Tensor:
-    """What the experts of each row of ``[T, hidden]`` say, added up in the order of its choices."""
+    """The outputs of each row's experts, [T, hidden], added up in the order of its choices."""
     logits = ops.logits(x, weights.router)
     scores, chosen = route(logits, weights.routing, weights.choice_bias)
     slots = x.new_empty((*chosen.shape, x.shape[-1]))

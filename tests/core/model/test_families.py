@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from foretoken.core.model import Decoder, load_decoder
-from foretoken.core.model.families import FAMILIES, parse_config
+from foretoken.core.model.families import MODEL_FAMILIES, parse_config
 from foretoken.core.model.fields import Fields
 from foretoken.core.ops.native import native_library
 from support.checkpoints import (
@@ -202,7 +202,7 @@ _LEAST = {
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 # Configs in the spelling of older files: fields that they leave out, RoPE of layers with a window.
 OLDER: dict[str, tuple[str, dict[str, Any]]] = {
-    **{each: (each, {"num_local_experts": 8, "n_routed_experts": 8}) for each in FAMILIES},
+    **{each: (each, {"num_local_experts": 8, "n_routed_experts": 8}) for each in MODEL_FAMILIES},
     "ministral3": ("ministral3", {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}}),
     "gemma3, scaled": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "gemma3, local": ("gemma3_text", {"rope_theta": 7e5, "rope_local_base_freq": 3e4}),
@@ -220,7 +220,7 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", OLDER)
 def test_what_a_config_leaves_out_is_what_transformers_takes_for_it(case: str) -> None:
     model_type, differences = OLDER[case]
-    if model_type not in FAMILIES:
+    if model_type not in MODEL_FAMILIES:
         pytest.skip("no own decoder")
     values = {**_LEAST, **differences, "model_type": model_type}
     if model_type in ("phi3", "qwen2_moe"):  # what a config of theirs always has

@@ -12,7 +12,7 @@ import torch
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import load_decoder
 from foretoken.core.model.config import DecoderConfig, ExpertNames, LayerSpec, NormNames
-from foretoken.core.model.families import FAMILIES
+from foretoken.core.model.families import MODEL_FAMILIES
 from foretoken.core.model.fields import Fields
 from foretoken.core.model.fold import Fold, head_order, scaled
 from foretoken.core.ops.base import Activation
@@ -98,13 +98,13 @@ def test_a_difference_taken_away_changes_the_logits(
 ) -> None:
     folder = make_checkpoint(tmp_path, kind)
     model_type, ids = KINDS[kind][0], random_ids(100)
-    declared = FAMILIES[model_type]
+    declared = MODEL_FAMILIES[model_type]
     expected = _logits(folder, ids)
 
     def without(fields: Fields) -> Any:
         return TAKEN_AWAY[kind, difference](declared(fields))
 
-    monkeypatch.setitem(FAMILIES, model_type, without)
+    monkeypatch.setitem(MODEL_FAMILIES, model_type, without)
     off = (_logits(folder, ids) - expected).abs().max() / expected.std()
     assert off > 0.05
 
@@ -128,9 +128,9 @@ def test_tensors_that_are_not_declared_are_refused(
     kind: str, difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model_type = make_checkpoint(tmp_path, kind), KINDS[kind][0]
-    declared = FAMILIES[model_type]
+    declared = MODEL_FAMILIES[model_type]
     monkeypatch.setitem(
-        FAMILIES, model_type, lambda fields: NAMED[kind, difference](declared(fields))
+        MODEL_FAMILIES, model_type, lambda fields: NAMED[kind, difference](declared(fields))
     )
     with pytest.raises(ModelLoadError, match=r"tensors|has shape"):
         load_decoder(folder, impl="own")
@@ -141,13 +141,13 @@ def test_fused_tensors_that_are_not_declared_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(tmp_path, "phi3")
-    declared = FAMILIES["phi3"]
+    declared = MODEL_FAMILIES["phi3"]
 
     def without(fields: Fields) -> Any:
         config = declared(fields)
         return replace(config, fold=replace(config.fold, **{name: False}))
 
-    monkeypatch.setitem(FAMILIES, "phi3", without)
+    monkeypatch.setitem(MODEL_FAMILIES, "phi3", without)
     with pytest.raises(ModelLoadError, match="lacks tensors"):
         load_decoder(folder)
 

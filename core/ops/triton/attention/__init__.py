@@ -1,1 +1,1 @@
-"""Attention over pages, and who computes which part of it."""
+"""Attention over pages, and how it is divided among programs."""

@@ -80,7 +80,7 @@ class _Sorted:
 def run_experts(
     ops: Ops, x: Tensor, weights: ExpertWeights, tables: ExpertTables, slots: Tensor | None
 ) -> Tensor:
-    """``[T, hidden]`` to what each row's experts say, added up; of the same shape.
+    """``[T, hidden]`` to the outputs of each row's experts, added up; of the same shape.
 
     ``slots`` [T]: -1 where there is no row, which then chooses no expert; None: all are there.
     """

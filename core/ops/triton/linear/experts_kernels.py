@@ -76,7 +76,7 @@ def route_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
 ):
-    """The experts of one row and what they weigh, as `Routing` says."""
+    """The experts of one row and their weights, as `Routing` defines them."""
     row = tl.program_id(0).to(tl.int64)
     number, slot = tl.arange(0, TILE), tl.arange(0, TOP_TILE)
     is_slot = slot < TOP_K
@@ -251,7 +251,7 @@ def expert_linear_kernel(
 
 @triton.jit
 def add_up_kernel(
-    y_ptr,  # [T, TOP_K, WIDTH]: what the experts of each row say
+    y_ptr,  # [T, TOP_K, WIDTH]: the outputs of each row's experts
     weights_ptr,  # [T, TOP_K] float32
     chosen_ptr,  # [T, TOP_K]
     shared_ptr,  # [T, WIDTH], read where HAS_SHARED
@@ -264,7 +264,7 @@ def add_up_kernel(
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """What its experts say to a row, slot by slot, then what is shared."""
+    """Add up the outputs of a row's experts, slot by slot, then the shared expert's."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < WIDTH

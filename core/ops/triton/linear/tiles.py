@@ -1,10 +1,10 @@
-"""LinearTiles: how the products of a weight are cut up, told by its shape and dtype alone.
+"""LinearTiles: how the products of a weight are cut up, by its shape and dtype alone.
 
 A matrix instruction may add up in an order of its own, so the rows of a call must not choose it.
 Here they choose only which programs do the work: a tile has 64 rows or, as two times the same
 instructions, 128; and a sum over the inputs is made of pieces at fixed places, added in order,
 whether each has a program of its own or one has them all. So it is on Ampere, Ada and Hopper; the
-large Blackwell has another instruction for 128 rows, whose order nobody has compared.
+large Blackwell has another instruction for 128 rows, whose order was not compared.
 
 A tile computes 64 rows, there or not: the fewest of Hopper's wgmma. For one row or 64 a weight
 costs 128 operations, 0.16 ps at the 790 TFLOP/s that an H200 was seen to reach, and its two bytes

@@ -85,7 +85,7 @@ def narrowed(
 ):
     """Leave out of a long list what is surely beyond ``limit``; how many are left, in their order.
 
-    As far as one look at 16 values from 0 down to ``low`` can tell.
+    As far as one look at 16 values from 0 down to ``low`` shows.
     """
     if (count > LONG * TILE) & (low > -float("inf")):
         steps = (tl.arange(0, 16) + 1).to(tl.float32)
@@ -175,16 +175,9 @@ def list_row(
         best = value_of(tl.load(ranks_ptr + tile))
         if key_of(scaled_of(best, top, temperature)) <= bound:
             ids, scaled = row_tile(
-                tile,
-                logits_ptr,
-                logits_stride,
-                values_ptr,
-                control_ptr,
-                top,
-                temperature,
-                VOCAB,
-                TILE,
-            )
+                tile, logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+                VOCAB, TILE,
+            )  # fmt: skip
             is_listed = ((key_of(scaled) <= bound) & (ids < VOCAB)).to(tl.int32)
             at = count + tl.cumsum(is_listed, 0) - 1
             tl.store(list_ptr + at, scaled, mask=is_listed != 0)
@@ -205,16 +198,9 @@ def last_tie(
         best = value_of(tl.load(ranks_ptr + tile))
         if (key_of(scaled_of(best, top, temperature)) <= key) & (seen < ties):
             ids, scaled = row_tile(
-                tile,
-                logits_ptr,
-                logits_stride,
-                values_ptr,
-                control_ptr,
-                top,
-                temperature,
-                VOCAB,
-                TILE,
-            )
+                tile, logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+                VOCAB, TILE,
+            )  # fmt: skip
             is_tie = ((key_of(scaled) == key) & (ids < VOCAB)).to(tl.int64)
             stays = (is_tie != 0) & (seen + tl.cumsum(is_tie, 0) <= ties)
             last_id = tl.maximum(last_id, tl.max(tl.where(stays, ids, 0), 0))
@@ -247,7 +233,7 @@ def cut_kernel(
     logits_stride,
     values_ptr,  # [num_edited, VOCAB] float32
     controls_ptr,  # [num_places, NUM_COLUMNS] int64
-    cuts_ptr,  # [num_cuts] int32: places; -1: nobody
+    cuts_ptr,  # [num_cuts] int32: places; -1: no row
     ranks_ptr,  # [num_places, NUM_TILES] int32
     list_ptr,  # [num_cuts, VOCAB] float32: working space
     kept_ptr,  # [num_places, 2] int32, out: last key and last id
