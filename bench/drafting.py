@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.interface.request import Request
-from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, NoSpeculation
+from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, Speculator
 
 
 @dataclass(frozen=True)
-class FixedDrafts(NoSpeculation):
+class FixedDrafts(Speculator):
     """Every request drafts by the same plan in every step, by the draft model or head alone."""
 
     plan_: DraftPlan

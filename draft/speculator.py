@@ -1,10 +1,10 @@
 """DraftSpeculator: decides which tokens each request drafts in a step, and how many.
 
-Sources look the next tokens up in earlier tokens, or know what a grammar forces. A draft
-model, if there is one, proposes in the model thread. The acceptance rate of each is measured
-(control/acceptance.py), the cost of a step is measured (control/cost_model.py), and the controller
-drafts every token that is worth its row, which may be none. Look-ups run before a step; committed
-tokens are indexed while the next step runs.
+Sources look the next tokens up in earlier tokens, or know what a grammar forces. A proposer (a
+draft model or a trained head), if there is one, drafts in the model thread. The acceptance rate of
+each is measured (control/acceptance.py), the cost of a step is measured (control/cost_model.py),
+and the controller drafts every token that is worth its row, which may be none. Look-ups run before
+a step; committed tokens are indexed while the next step runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from ..core.interface.request import Request
-from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, Speculator
 from ..core.interface.step import (
     NO_DRAFT,
     Draft,
@@ -28,30 +28,30 @@ from ..core.interface.step import (
 )
 from .control.acceptance import AcceptanceModel, NodeWorth
 from .control.allocation import StepCandidates
-from .control.candidates import CandidateGenerator
 from .control.controller import Controller
 from .control.cost_model import Mean
 from .control.request_state import NO_SURVIVAL, DraftState, padded
 from .sources.grammar import GrammarSource
-from .sources.merge import Survival
+from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
 LOOKUP_LEN = 24  # longest path of a look-up in "auto"
-LM_NODES = 16  # most nodes of the model's draft in "auto"
-FEW_TO_CATCH_UP = 6  # tokens of the model's KV that are caught up with while prompts wait
-LM_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # of the model's best node
+PROPOSER_NODES = 16  # most nodes of its draft in "auto"
+FEW_TO_CATCH_UP = 6  # tokens of its KV that are caught up with while prompts wait
+PROPOSER_PRIORS = {"greedy": 0.75, "sampled": 0.65}  # chance of its best node
 DECIDE_SHARE = 0.02  # of a step: if deciding takes longer, look-ups that find nothing back off
 
 
-class DraftSpeculator:
+class DraftSpeculator(Speculator):
     """Plans drafts for all requests of an engine.
 
     ``depth``: "auto" lets the controller decide, a number fixes it. A request may ask for another
     depth; if ``adapts`` is false, its "auto" means ``depth``. ``overlaps``: steps without drafts
     are launched before the step ahead of them is read, so look-ups back off even if they are cheap.
-    ``lm_block``: tokens that one pass of the draft model yields. ``lm_catches_up``: whether it must
-    compute the tokens of a request itself; a head's KV is written from the target's passes.
-    ``lm_weighs``: whether it weighs its own tokens by the prices of a plan.
+    ``has_proposer``: a draft model or a trained head drafts in the model thread.
+    ``tokens_per_pass``: tokens that one of its passes yields. ``proposer_catches_up``: whether it
+    must compute the tokens of a request itself; a head's KV is written from the target's passes.
+    ``proposer_weighs``: whether it weighs its own tokens by the prices of a plan.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class DraftSpeculator:
         odds: AcceptanceModel,
         *,
         depth: Literal["auto"] | int = "auto",
-        has_lm: bool = False,
-        lm_block: int = 1,
-        lm_catches_up: bool = True,
-        lm_weighs: bool = True,
+        has_proposer: bool = False,
+        tokens_per_pass: int = 1,
+        proposer_catches_up: bool = True,
+        proposer_weighs: bool = True,
         adapts: bool = True,
         overlaps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -73,19 +73,18 @@ class DraftSpeculator:
         self.controller = controller
         self.odds = odds
         self._sources = [GuardedSource(source) for source in sources]
-        grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
-        self._generator = CandidateGenerator(self._sources, odds, grammar)
+        self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self._indexer = SourceIndexer(self._sources)
-        self._has_lm, self._adapts, self._overlaps = has_lm, adapts, overlaps
-        self._lm_block, self._lm_catches_up = lm_block, lm_catches_up
-        self._lm_weighs = lm_weighs
+        self._has_proposer, self._adapts, self._overlaps = has_proposer, adapts, overlaps
+        self._tokens_per_pass, self._proposer_catches_up = tokens_per_pass, proposer_catches_up
+        self._proposer_weighs = proposer_weighs
         self._clock = clock
         self._states: dict[str, DraftState] = {}  # of requests that may draft
         self._decide_s = Mean()  # seconds of a decision
-        self._lm = _DraftModelUse()  # in the step under way
-        self._uses_lm = has_lm and depth != "auto"
-        self._lm_worth = NodeWorth(LM_NODES, **LM_PRIORS)
-        self._lm_shape = Mean(), Mean()  # of its drafts in a step: most levels, most nodes
+        self._proposer_use = _ProposerUse()  # in the step under way
+        self._uses_proposer = has_proposer and depth != "auto"
+        self._node_worth = NodeWorth(PROPOSER_NODES, **PROPOSER_PRIORS)
+        self._draft_shape = Mean(), Mean()  # of its drafts in a step: most levels, most nodes
         for source in self._sources:
             odds.register(source.name, source.priors)
 
@@ -107,7 +106,7 @@ class DraftSpeculator:
         self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
     ) -> Sequence[DraftPlan]:
         """Fixed depths first, then the controller shares what is left of the budget."""
-        self._lm = _DraftModelUse()
+        self._proposer_use = _ProposerUse()
         plans = [NO_DRAFT_PLAN] * len(requests)
         share = budget // max(1, len(requests))
         auto = []
@@ -146,13 +145,16 @@ class DraftSpeculator:
         return self._states.setdefault(request.request_id, DraftState(request))
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """A source's draft of at most ``depth`` tokens; without one, the draft model's."""
+        """A source's draft of at most ``depth`` tokens; without one, the proposer's."""
         if depth < 1:
             return NO_DRAFT_PLAN
-        tree = self._generator.generate(state, depth)
+        tree = self._look_up(state, depth)
         if tree is not None:
             return DraftPlan(Draft.of(tree.trunk.token_ids[:depth], tree.trunk.source))
-        return DraftPlan(max_draft=depth) if self._has_lm else NO_DRAFT_PLAN
+        return DraftPlan(max_draft=depth) if self._has_proposer else NO_DRAFT_PLAN
+
+    def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
+        return state.look_up(self._sources, self._grammar, self.odds, most)
 
     def _candidates(
         self,
@@ -166,39 +168,39 @@ class DraftSpeculator:
         for state, limit in zip(states, limits, strict=True):
             is_requested = limit and not self._drafts_nothing(state.request, 0)
             most = min(limit, LOOKUP_LEN)
-            state.tree = self._generator.generate(state, most) if is_requested else None
-        worth, shown = self._lm_odds(states, limits, is_busy=num_prefill > 0)
-        levels, nodes = self._lm_shape
+            state.tree = self._look_up(state, most) if is_requested else None
+        worth, shown = self._proposer_odds(states, limits, is_busy=num_prefill > 0)
+        levels, nodes = self._draft_shape
         return StepCandidates(
             lookup=padded([NO_SURVIVAL if s.tree is None else s.tree.odds for s in states]),
-            lm=worth,
+            proposer_worth=worth,
             num_uncached_draft_tokens=np.array([self._num_uncached(state) for state in states]),
             budget=budget,
             num_prefill=num_prefill,
             num_others=num_others,
-            lm_shown=shown,
-            lm_block=self._lm_block,
+            proposer_shown=shown,
+            tokens_per_pass=self._tokens_per_pass,
             passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
             context_lens=np.array([len(state.request.tokens) for state in states]),
         )
 
     def _num_uncached(self, state: DraftState) -> int:
-        """Tokens that the draft model must compute before it drafts."""
-        return len(state.request.tokens) - state.lm_len if self._lm_catches_up else 0
+        """Tokens that the proposer must compute before it drafts."""
+        return len(state.request.tokens) - state.proposer_len if self._proposer_catches_up else 0
 
-    def _lm_odds(
+    def _proposer_odds(
         self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
     ) -> tuple[Survival, Survival]:
-        """Worth of the draft model's nodes, and how often there are so many; [num_requests, most].
+        """Worth of the proposer's nodes, and how often there are so many; [num_requests, most].
 
         Empty without a model.
         """
-        if not self._has_lm:
+        if not self._has_proposer:
             return (none := np.zeros((len(states), 0))), none
         pairs = zip(states, limits, strict=True)
         nodes = [(self._most_nodes(*each, is_busy), each[0].is_sampled) for each in pairs]
-        worth = padded([self._lm_worth.worth(most, sampled=sampled) for most, sampled in nodes])
-        return worth, padded([self._lm_worth.shown(most, sampled=s) for most, s in nodes])
+        worth = padded([self._node_worth.worth(most, sampled=sampled) for most, sampled in nodes])
+        return worth, padded([self._node_worth.shown(most, sampled=s) for most, s in nodes])
 
     def _most_nodes(self, state: DraftState, limit: int, is_busy: bool) -> int:
         """Most nodes of the model's draft; 0 while prompts wait and much KV is missing.
@@ -206,7 +208,7 @@ class DraftSpeculator:
         Then the load may be growing, and catching up would delay the prompts.
         """
         has_backlog = is_busy and self._num_uncached(state) > FEW_TO_CATCH_UP
-        return 0 if has_backlog else min(limit, LM_NODES)
+        return 0 if has_backlog else min(limit, PROPOSER_NODES)
 
     def _allocate(
         self, states: Sequence[DraftState], limits: Sequence[int], candidates: StepCandidates
@@ -214,12 +216,12 @@ class DraftSpeculator:
         """Ask the controller for the drafts; requests whose look-ups find nothing may back off."""
         allocation = self.controller.allocate(candidates)
         may_back_off = self._overlaps or self._is_deciding_dear(candidates.num_decodes)
-        num_lookup, depths = allocation.num_lookup.tolist(), allocation.lm_depth.tolist()
-        self._uses_lm = any(depths)
+        num_lookup, depths = allocation.num_lookup.tolist(), allocation.num_proposer.tolist()
+        self._uses_proposer = any(depths)
         # The model weighs its own tokens: its drafts may have what is left of the rows.
         room = candidates.budget - allocation.num_rows
-        spare = room // max(1, int(np.count_nonzero(allocation.lm_depth)))
-        row_prices = allocation.row_prices if self._lm_weighs else None
+        spare = room // max(1, int(np.count_nonzero(allocation.num_proposer)))
+        row_prices = allocation.row_prices if self._proposer_weighs else None
         prices = [0.0] * len(states) if row_prices is None else row_prices.tolist()
         plans = []
         for state, limit, num_nodes, depth, price in zip(
@@ -228,7 +230,7 @@ class DraftSpeculator:
             if depth and row_prices is None:
                 plans.append(DraftPlan(max_draft=depth))
             elif depth:
-                most = min(limit, LM_NODES, depth + spare)
+                most = min(limit, PROPOSER_NODES, depth + spare)
                 plans.append(self._merged(state, most, price, allocation.pass_price))
             elif num_nodes and state.tree is not None:
                 plans.append(DraftPlan(state.tree.draft(num_nodes)))
@@ -241,7 +243,7 @@ class DraftSpeculator:
     def _merged(
         self, state: DraftState, most: int, row_price: float, pass_price: float
     ) -> DraftPlan:
-        """A tree of the draft model, which begins with what was looked up and is worth its rows."""
+        """A tree of the proposer, which begins with what was looked up and is worth its rows."""
         known = NO_DRAFT
         if state.tree is not None:
             num_worthy = int(np.count_nonzero(state.tree.odds > row_price))
@@ -270,10 +272,10 @@ class DraftSpeculator:
         if state.guesses:
             state.score(self.odds, request.tokens[-num_served:])
         if scheduled.max_draft:
-            uncached = scheduled.stop - state.lm_len if self._lm_catches_up else 0
-            self._lm.add(uncached, output, self._lm_block)
+            uncached = scheduled.stop - state.proposer_len if self._proposer_catches_up else 0
+            self._proposer_use.add(uncached, output, self._tokens_per_pass)
             is_trial = self.controller.is_trying
-            state.judge_lm(self._lm_worth, scheduled, output, num_served, is_trial=is_trial)
+            state.judge_proposer(self._node_worth, scheduled, output, num_served, is_trial=is_trial)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Learn the cost of a step that took ``seconds``."""
@@ -282,7 +284,7 @@ class DraftSpeculator:
             for scheduled, out in zip(plan.requests, output.requests, strict=True)
             if scheduled.stop - scheduled.start == 1
         ]
-        lm, draft_s = self._lm, output.times.get("draft", 0.0)
+        use, draft_s = self._proposer_use, output.times.get("draft", 0.0)
         self.controller.costs.observe(
             num_rows=output.num_rows,
             num_requests=len(decodes),
@@ -291,27 +293,27 @@ class DraftSpeculator:
             draft_s=draft_s,
             seconds=seconds,
             with_prompts=len(decodes) < len(plan.requests),
-            with_lm=bool(lm.passes),
+            with_proposer=bool(use.passes),
             num_keys=sum(
                 each.start * (each.stop - each.start - 1 + out.num_proposed)
                 for each, out in zip(plan.requests, output.requests, strict=True)
             ),
         )
-        self.controller.costs.observe_draft(lm.passes, draft_s)
-        self.controller.observe(seconds, num_lm_drafted=lm.num_drafted, num_lm_hits=lm.num_hits)
-        if lm.most_nodes:
-            levels, nodes = self._lm_shape
-            levels.observe(lm.most_levels)
-            nodes.observe(lm.most_nodes)
-        self._lm = _DraftModelUse()
+        self.controller.costs.observe_draft(use.passes, draft_s)
+        self.controller.observe(seconds, num_drafted=use.num_drafted, num_hits=use.num_hits)
+        if use.most_nodes:
+            levels, nodes = self._draft_shape
+            levels.observe(use.most_levels)
+            nodes.observe(use.most_nodes)
+        self._proposer_use = _ProposerUse()
 
     # -- requests -------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
-        """Register a request; a prefix hit brings the draft model's KV along, if that is in use."""
+        """Register a request; a prefix hit brings the proposer's KV along, if that is in use."""
         if self._depth(request) == 0:
             return
-        self._state_of(request).lm_len = request.num_computed if self._uses_lm else 0
+        self._state_of(request).proposer_len = request.num_computed if self._uses_proposer else 0
         self._indexer.join(request)
         for state in self._states.values():  # the load has changed
             state.paused_until = 0
@@ -341,20 +343,22 @@ class DraftSpeculator:
         return self.controller.describe()
 
 
-class _DraftModelUse:
-    """The draft model's work in one step."""
+class _ProposerUse:
+    """The proposer's work in one step."""
 
     def __init__(self) -> None:
         self.num_drafted = self.num_hits = self.most_nodes = self.most_levels = 0
         self.passes: list[int] = []  # rows of each
 
-    def add(self, num_uncached_draft_tokens: int, output: RequestOutput, lm_block: int) -> None:
+    def add(
+        self, num_uncached_draft_tokens: int, output: RequestOutput, tokens_per_pass: int
+    ) -> None:
         """Count a request: tokens caught up with, drafted and accepted, and passes."""
-        num_passes = max(1, -(-output.num_levels // lm_block))
+        num_passes = max(1, -(-output.num_levels // tokens_per_pass))
         # A head that drafts blocks computes a row a pass, others the nodes that they expand.
         others = max(1, round((output.num_ranked - 1) / (num_passes - 1))) if num_passes > 1 else 0
         mine = [max(1, num_uncached_draft_tokens)]
-        mine += [others if lm_block == 1 else 1] * (num_passes - 1)
+        mine += [others if tokens_per_pass == 1 else 1] * (num_passes - 1)
         self.passes = [sum(pair) for pair in zip_longest(self.passes, mine, fillvalue=0)]
         self.most_nodes = max(self.most_nodes, output.num_ranked)
         self.most_levels = max(self.most_levels, output.num_levels)

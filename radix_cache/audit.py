@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from .eviction import EvictionIndex, NamespaceQuota
-from .node import KVLease, LockHandle, Node, PageCounts
+from .node import KVLease, LockHandle, Node
 
 Steps = Iterator[None]
 FEW = 64  # page ids that one step may look at
@@ -29,17 +29,20 @@ def gather(nodes: Iterable[Node], into: list[Node]) -> Steps:
         yield
 
 
-def check_pages(nodes: Sequence[Node], counts: PageCounts, num_nodes: int) -> Steps:
-    """The counters are right, and no page is in two nodes. O(pages)."""
-    found, owned, below_roots = PageCounts(), set[int](), 0
+def check_pages(nodes: Sequence[Node], counts: Mapping[str, int]) -> Steps:
+    """The tree's ``counts`` are right, and no page is in two nodes. O(pages)."""
+    found, owned = Counter[str](), set[int]()
     for node in nodes:
-        found.add(node)
+        num_pages = len(node.page_ids)
+        found["nodes"] += node.parent is not None
+        found["pages"] += num_pages
+        found["locked"] += num_pages if node.ref_count else 0
+        found["pinned"] += num_pages if node.pins else 0
+        found["yielding"] += num_pages if node.pins == node.ref_count > 0 else 0
         owned.update(node.page_ids)
-        below_roots += node.parent is not None
         yield
-    assert counts == found, f"{found} are counted as {counts}"
-    assert num_nodes == below_roots, f"{below_roots} nodes are counted as {num_nodes}"
-    assert len(owned) == found.num_pages, "two nodes own the same page"
+    assert +found == +Counter(counts), f"{found} are counted as {counts}"
+    assert len(owned) == found["pages"], "two nodes own the same page"
 
 
 def check_owned(nodes: Sequence[Node], owned: NamespaceQuota) -> Steps:

@@ -124,27 +124,6 @@ class Node:
             stack.extend(node.children.values())
 
 
-@dataclass(slots=True)
-class PageCounts:
-    """How many pages the nodes of a tree own, and how many are locked."""
-
-    num_pages: int = 0
-    num_locked: int = 0  # some lock holds them
-    num_pinned: int = 0  # some pin does
-    num_yielding: int = 0  # pins alone do
-
-    def add(self, node: Node, sign: int = 1) -> None:
-        """Add a node's pages to the counts; with -1 subtract them, before a node changes."""
-        count = sign * len(node.page_ids)
-        self.num_pages += count
-        if node.ref_count:
-            self.num_locked += count
-        if node.pins:
-            self.num_pinned += count
-            if not node.is_borrowed:
-                self.num_yielding += count
-
-
 class Match(NamedTuple):
     """The longest cached prefix of some tokens, in whole pages.
 

@@ -54,7 +54,7 @@ class PinnedPrefixes:
 
     def keep(self, match: Match, ttl: float) -> None:
         """Pin a match of at most ``quota`` pages, or prolong the pin it has. O(depth + pins)."""
-        before = self._tree.counts.num_pinned
+        before = self._tree.num_pinned_pages
         lock = self._tree.lock(match, is_pin=True)
         known = self._pins.get(lock.node)
         if known is not None:
@@ -62,7 +62,7 @@ class PinnedPrefixes:
             known.ttl = max(known.ttl, ttl)
             self._renew(known)
             return
-        self._num_pages[match.namespace] += self._tree.counts.num_pinned - before
+        self._num_pages[match.namespace] += self._tree.num_pinned_pages - before
         self._num_made += 1
         pinned = Pin(lock, ttl, self.now + ttl, self._num_made)
         self._pins[lock.node] = self._due[pinned.until, pinned.serial] = pinned
@@ -131,9 +131,9 @@ class PinnedPrefixes:
         self._pins.move_to_end(pinned.lock.node)
 
     def _drop(self, pinned: Pin) -> None:
-        before = self._tree.counts.num_pinned
+        before = self._tree.num_pinned_pages
         self._tree.unlock(pinned.lock)
-        self._num_pages[pinned.namespace] -= before - self._tree.counts.num_pinned
+        self._num_pages[pinned.namespace] -= before - self._tree.num_pinned_pages
         if not self._num_pages[pinned.namespace]:
             del self._num_pages[pinned.namespace]
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
@@ -143,7 +143,7 @@ class PinnedPrefixes:
         own = newest.namespace
         while self._num_pages[own] > self.quota:
             self._drop(next(self._others(own, newest)))
-        while self._tree.counts.num_pinned > self.total_quota:
+        while self._tree.num_pinned_pages > self.total_quota:
             biggest = (name for name, _ in self._num_pages.most_common())
             self._drop(next(pin for name in biggest for pin in self._others(name, newest)))
 

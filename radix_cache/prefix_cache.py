@@ -68,12 +68,12 @@ class PrefixCache:
     @property
     def num_pinned_pages(self) -> int:
         """Cached pages that some pin keeps, each counted once. O(1)."""
-        return self.tree.counts.num_pinned
+        return self.tree.num_pinned_pages
 
     @property
     def num_available_pages(self) -> int:
         """Pages that `extend` could hand out now: free, evictable, or pinned only. O(1)."""
-        return self.num_free_pages + self.num_evictable_pages + self.tree.counts.num_yielding
+        return self.num_free_pages + self.num_evictable_pages + self.tree.num_yielding_pages
 
     @property
     def usage(self) -> float:

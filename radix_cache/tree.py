@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from . import audit
 from .eviction import EvictionIndex, NamespaceQuota
-from .node import ITEM_SIZE, Cause, LockHandle, Match, Node, OnEviction, PageCounts, token_bytes
+from .node import ITEM_SIZE, Cause, LockHandle, Match, Node, OnEviction, token_bytes
 
 
 class RadixTree:
@@ -32,7 +32,10 @@ class RadixTree:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1 token, not {page_size}")
         self.page_size = page_size  # tokens
-        self.counts = PageCounts()
+        self.num_pages = 0  # owned by nodes
+        self.num_locked_pages = 0  # those of them that some lock holds
+        self.num_pinned_pages = 0  # that some pin holds
+        self.num_yielding_pages = 0  # that pins alone hold
         self.owned = NamespaceQuota(quota, idle_after)
         self.num_nodes = 0  # roots not counted
         self.num_evicted = 0  # pages, ever
@@ -46,26 +49,16 @@ class RadixTree:
         self.epoch = 0  # one tick per node cut or dropped: older matches are void
 
     @property
-    def num_pages(self) -> int:
-        """Pages owned by nodes."""
-        return self.counts.num_pages
-
-    @property
     def version(self) -> int:
         """A number that changes whenever the tree does."""
         return self._clock + self.epoch
-
-    @property
-    def num_locked_pages(self) -> int:
-        """Pages that some lock holds."""
-        return self.counts.num_locked
 
     def match(
         self, tokens: array[int], *, namespace: str | None = None, limit: int | None = None
     ) -> Match:
         """The longest cached prefix within ``limit`` tokens, in whole pages; changes nothing.
 
-        Recency too stays as it was, so a scheduler may look at whom it will not admit.
+        Recency stays as it was: a scheduler may look at requests that it does not admit.
         O(len(tokens) + depth), at memcmp speed.
         """
         data, size = token_bytes(tokens, limit), self._page_bytes
@@ -199,7 +192,14 @@ class RadixTree:
             assert set(locks) == self._locks, "the live locks are not those of the live leases"
         nodes: list[Node] = []
         yield from audit.gather(self.nodes(), nodes)
-        yield from audit.check_pages(nodes, self.counts, self.num_nodes)
+        counts = {
+            "nodes": self.num_nodes,
+            "pages": self.num_pages,
+            "locked": self.num_locked_pages,
+            "pinned": self.num_pinned_pages,
+            "yielding": self.num_yielding_pages,
+        }
+        yield from audit.check_pages(nodes, counts)
         yield from audit.check_owned(nodes, self.owned)
         yield from audit.check_links(nodes, self._roots, self.page_size)
         yield from audit.check_locks(nodes, self._locks)
@@ -226,10 +226,10 @@ class RadixTree:
             lock.node.link(self.page_size)
             self.num_nodes += 1
         else:  # held by this lock alone: growing in place avoids one node per publish
-            self.counts.add(node, -1)
+            self._count(node, -1)
             node.key += tokens
             node.page_ids += page_ids
-        self.counts.add(lock.node)
+        self._count(lock.node)
         self.owned.add(node.namespace, len(page_ids))
 
     def _split(self, lower: Node, num_pages: int) -> Node:
@@ -246,22 +246,35 @@ class RadixTree:
         self.epoch += 1
         return upper
 
+    # -- counts
+
+    def _count(self, node: Node, sign: int = 1) -> None:
+        """Add a node's pages to the counts; with -1 subtract them, before the node changes."""
+        count = sign * len(node.page_ids)
+        self.num_pages += count
+        if node.ref_count:
+            self.num_locked_pages += count
+        if node.pins:
+            self.num_pinned_pages += count
+            if not node.is_borrowed:
+                self.num_yielding_pages += count
+
     # -- locks
 
     def _hold(self, node: Node, lock: LockHandle) -> None:
         if node.ref_count == 0 and not node.children and node.parent is not None:
             self._index.remove(node)
-        self.counts.add(node, -1)
+        self._count(node, -1)
         node.ref_count += 1
         node.pins += lock.is_pin
-        self.counts.add(node)
+        self._count(node)
         node.last_used = self._clock
 
     def _let_go(self, node: Node, lock: LockHandle) -> None:
-        self.counts.add(node, -1)
+        self._count(node, -1)
         node.ref_count -= 1
         node.pins -= lock.is_pin
-        self.counts.add(node)
+        self._count(node)
         node.last_used = self._clock
 
     def _require_live(self, lock: LockHandle) -> None:
@@ -297,7 +310,7 @@ class RadixTree:
             self._on_eviction(leaf.namespace, leaf.boundary_tokens(0, self.page_size), cause)
         parent = leaf.unlink(self.page_size)
         self.num_nodes -= 1
-        self.counts.add(leaf, -1)
+        self._count(leaf, -1)
         self.owned.add(leaf.namespace, -len(leaf.page_ids))
         self.epoch += 1
         self._settle(parent)
@@ -310,9 +323,9 @@ class RadixTree:
             self._on_eviction(
                 leaf.namespace, leaf.boundary_tokens(first, self.page_size), "evicted"
             )
-        self.counts.add(leaf, -1)
+        self._count(leaf, -1)
         tail = leaf.cut_tail(num_pages, self.page_size)
-        self.counts.add(leaf)
+        self._count(leaf)
         self.owned.add(leaf.namespace, -num_pages)
         self.epoch += 1
         self._index.add(leaf)

@@ -28,7 +28,7 @@ from ...core.ops.device import choose_device
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.native_ops import NativeOps
-from ...core.scheduling.admission import SchedulerLimits
+from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.models.draft_model import LmProposer

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from ...core.errors import InvalidRequest
+from ...core.telemetry.metrics import EngineObserver
 from ..runtime.engine_client import EngineClient
 from ..serving.metrics import ServerMetrics
 from ..serving.serving_context import Service
@@ -63,17 +64,18 @@ class Observing:
                 await asyncio.to_thread(self.recorder.close)
 
 
-class _Recording:
+class _Recording(EngineObserver):
     """Passes requests to a recorder, with the caller that each is served for."""
 
     def __init__(self, recorder: TrafficRecorder) -> None:
         self._recorder = recorder
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, now: float) -> None:  # noqa: ARG002
         self._recorder.expect(request, caller())
 
-    def end(self, request: Request, delta: Delta) -> None:
-        self._recorder.finish(request, delta)
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:  # noqa: ARG002
+        if delta.terminal:
+            self._recorder.finish(request, delta)
 
 
 def make_telemetry(endpoint: str | None, *, step_rate: float) -> Telemetry:

@@ -30,6 +30,7 @@ from ...core.engine.engine import Engine
 from ...core.interface.request import Delta, Request
 from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.step import ScheduledRequest, StepOutput, StepPlan
+from ...core.telemetry.metrics import EngineObserver
 from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams
 
@@ -183,8 +184,8 @@ class _Live:
             self.chunks[-1].stop, self.chunks[-1].ended = scheduled.stop, ended
 
 
-class Telemetry:
-    """A `core.telemetry.tracing.Tracer`, and the spans of HTTP requests.
+class Telemetry(EngineObserver):
+    """The spans of an engine's requests and steps, and of HTTP requests.
 
     A request of the engine is one span with a child for its wait, one for each chunk of its prompt
     and one for all its decoding. With ``step_rate`` that share of the steps has a trace of its own.
@@ -201,7 +202,8 @@ class Telemetry:
 
     def watch(self, engine: Engine, model: str) -> None:
         """Trace this engine."""
-        engine.metrics.tracer, self._model = self, model
+        engine.metrics.observers.append(self)
+        self._model = model
 
     def close(self) -> None:
         """Send what is left; blocking."""

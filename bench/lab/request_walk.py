@@ -39,7 +39,7 @@ from ...core.interface.step_runner import (
     ignore_kernels,
     launch_behind,
 )
-from ...core.scheduling.admission import SchedulerLimits
+from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...radix_cache import PrefixCache
 

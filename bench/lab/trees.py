@@ -29,7 +29,7 @@ from ...core.interface.request import Request
 from ...core.interface.sampling_params import TokenSamplingParams
 from ...core.interface.speculator import DraftPlan, Speculator
 from ...core.interface.step import RequestOutput, SamplingMetadata
-from ...core.scheduling.admission import SchedulerLimits
+from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
@@ -98,10 +98,14 @@ def controlled() -> list[tuple[str, Speculator]]:
         ("look-ups and model", True, True),
     ]
     made: list[tuple[str, Speculator]] = []
-    for name, has_free, has_lm in free:
+    for name, has_free, has_proposer in free:
         sources: list[Source] = [RadixSource(), SuffixSource()] if has_free else []
         speculator = DraftSpeculator(
-            sources, Controller(Fixed()), AcceptanceModel(), has_lm=has_lm, clock=lambda: 0.0
+            sources,
+            Controller(Fixed()),
+            AcceptanceModel(),
+            has_proposer=has_proposer,
+            clock=lambda: 0.0,
         )
         made.append((name, speculator))
     return made

@@ -22,7 +22,7 @@ from ..._version import __version__
 from ..interface.request import Request
 from ..scheduling.scheduler import Scheduler
 from .audit import inspect
-from .step_executor import StepLog
+from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 CrashReport = dict[str, object]
@@ -32,7 +32,7 @@ _NUMBERS = itertools.count(1)  # two dumps of one second
 def make_report(
     reason: str,
     scheduler: Scheduler,
-    steps: StepLog,
+    watchdog: Watchdog,
     now: float,
     *,
     failure: BaseException | None = None,
@@ -46,8 +46,8 @@ def make_report(
         "failure": lambda: None if failure is None else _describe_failure(failure),
         "audit": lambda: inspect(scheduler),
         "requests": lambda: [_describe(request, now) for request in _requests(scheduler)],
-        "step_under_way_seconds": lambda: steps.seconds_under_way(now),
-        "steps": lambda: [note._asdict() for note in tuple(steps.records)],
+        "step_under_way_seconds": lambda: watchdog.seconds_under_way(now),
+        "steps": lambda: [note._asdict() for note in tuple(watchdog.records)],
         "threads": stacks,
         "config": lambda: dict(about or {}),
     }

@@ -105,10 +105,7 @@ class Engine:
             return "the engine is shutting down"
         if not self.alive:
             return self._death_reason()
-        if (
-            self._step_executor.log.seconds_under_way(self._clock())
-            > self.supervision.ready_step_seconds
-        ):
+        if self._watchdog.seconds_under_way(self._clock()) > self.supervision.ready_step_seconds:
             return "a step takes very long"
         return None
 
@@ -193,9 +190,8 @@ class Engine:
     def report(self, reason: str) -> CrashReport:
         """Describe the engine as a crash dump does; works while the loop is stuck."""
         about, now = self.supervision.about, self._clock()
-        failure = self.failure
         return make_report(
-            reason, self.scheduler, self._step_executor.log, now, failure=failure, about=about
+            reason, self.scheduler, self._watchdog, now, failure=self.failure, about=about
         )
 
     def dump(self, report: CrashReport) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import DeadlineExceeded, EngineDead
 from ..interface.request import Delta, Request, Tenant
-from ..scheduling.admission import PendingArrivals
+from ..scheduling.request_table import PendingArrivals
 from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+NUM_TIMES = 64  # requests that finished last, by which the rate is known
 
 
 class RequestInbox:
@@ -29,7 +32,7 @@ class RequestInbox:
         self._num_arrived: Counter[Tenant] = Counter()  # of each tenant
         self._aborted: list[str] = []
         self._events: list[Event] = []  # not delivered yet
-        self._rate = FinishRate()
+        self._finished: deque[float] = deque(maxlen=NUM_TIMES)  # times, without a pause between
 
     def pending_arrivals(self, tenant: Tenant) -> PendingArrivals:
         """Requests that were accepted and not passed to the scheduler yet. O(1)."""
@@ -57,7 +60,7 @@ class RequestInbox:
 
     def retry_after(self) -> float:
         """Seconds until the queue is empty, at the rate at which requests finished lately."""
-        return self._rate.seconds_for(len(self._scheduler.waiting) + len(self._arrived))
+        return retry_seconds(self._finished, len(self._scheduler.waiting) + len(self._arrived))
 
     def drain(self, now: float) -> None:
         """Pass arrivals and aborts to the scheduler, and end requests past their deadline."""
@@ -93,12 +96,12 @@ class RequestInbox:
                 del self.streams[request.request_id]
                 if self._aborted:  # or the abort would end a later request with that id
                     self._aborted = [id_ for id_ in self._aborted if id_ != request.request_id]
-                self._rate.note(now)
+                self._finished.append(now)
 
     def mark_idle(self) -> None:
-        """Note that no request is there."""
+        """Note that no request is there: a rate measured over idle time would be too low."""
         self.idle.set()
-        self._rate.clear()
+        self._finished.clear()
 
     def fail_streams(self, error: EngineDead) -> None:
         """Fail all open streams."""
@@ -110,31 +113,15 @@ class RequestInbox:
         self.idle.set()
 
 
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-NUM_TIMES = 64
+def retry_seconds(finished: Sequence[float], num_requests: int) -> float:
+    """Seconds until ``num_requests`` have finished, at the rate of those ``finished``; 1 to 60.
 
-
-class FinishRate:
-    """The rate over the last requests that finished without a pause between them."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=NUM_TIMES)
-
-    def note(self, now: float) -> None:
-        """Record the time at which a request finished."""
-        self._times.append(now)
-
-    def clear(self) -> None:
-        """Forget the times: a rate measured over idle time would be too low."""
-        self._times.clear()
-
-    def seconds_for(self, num_requests: int) -> float:
-        """Seconds until ``num_requests`` have finished at this rate; 1 to 60."""
-        times = self._times
-        if len(times) < 2 or times[-1] <= times[0]:
-            return MIN_RETRY_SECONDS
-        rate = (len(times) - 1) / (times[-1] - times[0])
-        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, num_requests / rate))
+    ``finished``: times at which requests ended, in order.
+    """
+    if len(finished) < 2 or finished[-1] <= finished[0]:
+        return MIN_RETRY_SECONDS
+    rate = (len(finished) - 1) / (finished[-1] - finished[0])
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, num_requests / rate))
 
 
 class TokenStream:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..errors import ForetokenError
-from ..interface.circuit_breaker import CircuitBreaker
 from ..interface.step import StepOutput, StepPlan
 from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, StepRunner
 from ..scheduling.async_scheduling import plan_next, replan
@@ -27,45 +24,8 @@ from .step_bisection import (
 from .watchdog import StepHung, Watchdog
 
 logger = logging.getLogger(__name__)
-MAX_RECORDS = 64  # runs of the model thread that are logged
 MAX_FAILURES = 3  # steps in a row without a successful part
 OnEvents = Callable[[list[Event]], None]
-
-
-class StepRecord(NamedTuple):
-    """One run of the model thread."""
-
-    began: float  # on the engine's clock
-    seconds: float
-    num_rows: int
-    num_tokens: int
-    failure: str | None  # the kind of exception
-
-
-class StepLog:
-    """The last runs of the model thread and the present one. Cheap: written every step."""
-
-    def __init__(self) -> None:
-        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
-        self.began: float | None = None  # of the run under way, on the engine's clock
-
-    def begin(self, now: float) -> None:
-        """Record the start of a run."""
-        self.began = now
-
-    def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
-        """Record its end."""
-        began, self.began = self.began, None
-        if began is not None:
-            kind = None if failure is None else type(failure).__name__
-            seconds = now - began
-            self.records.append(
-                StepRecord(began, seconds, len(plan.requests), plan.num_tokens, kind)
-            )
-
-    def seconds_under_way(self, now: float) -> float:
-        """Seconds since the present run began; 0 between two runs."""
-        return 0.0 if self.began is None else now - self.began
 
 
 class OverlapWork:
@@ -230,7 +190,6 @@ class StepExecutor:
         clock: Callable[[], float],
         overlap: bool = False,
     ) -> None:
-        self.log = StepLog()
         self.num_failed_steps = 0  # runs that raised
         self.num_bisections = 0  # steps that were run again in parts
         self._scheduler, self._metrics = scheduler, metrics
@@ -240,7 +199,7 @@ class StepExecutor:
         self._overlap = overlap
         self._next: InFlightStep | None = None  # of a plan made ahead
         self._ended = 0.0  # when the last run did, on the clock
-        self._breaker = CircuitBreaker(MAX_FAILURES)  # of steps without a successful part
+        self._num_fruitless = 0  # steps in a row without a successful part
 
     @property
     def planned_ahead(self) -> StepPlan | None:
@@ -271,7 +230,7 @@ class StepExecutor:
             else:  # the runner may not have read its ids and pages
                 self._scheduler.discard_plan(plan)
             return None
-        self._breaker.record_success()
+        self._num_fruitless = 0
         return output
 
     def _start(
@@ -322,8 +281,7 @@ class StepExecutor:
 
     async def _compute(self, in_flight: InFlightStep, began: float) -> StepOutput | Exception:
         job = in_flight.outcome(self._thread)
-        self.log.begin(began)
-        self._watchdog.watch(job)
+        self._watchdog.watch(job, began)
         try:
             try:  # the thread may have begun a step made ahead: it notifies no more
                 self._overlap_work.begin(is_notified=not in_flight.is_ahead)
@@ -348,8 +306,7 @@ class StepExecutor:
             self.num_failed_steps += not isinstance(raised, StepCancelled)
             return raised
         finally:
-            self._watchdog.disarm()
-            self.log.end(plan, self._clock(), failure)
+            self._watchdog.end(plan, self._clock(), failure)
 
     async def _recover(self, plan: StepPlan, runner: StepRunner, failure: Exception) -> None:
         self.num_bisections += 1
@@ -366,12 +323,9 @@ class StepExecutor:
             else:
                 bisection.passed()
         self._scheduler.credit_unfinished(plan)
-        if bisection.num_passed:
-            self._breaker.record_success()
-        else:
-            self._breaker.record_failure()
+        self._num_fruitless = 0 if bisection.num_passed else self._num_fruitless + 1
         lost = may_have_lost_gpu(bisection.failure) and not bisection.num_passed
-        if lost or self._breaker.is_open:
+        if lost or self._num_fruitless >= MAX_FAILURES:
             await self._check_health(bisection, runner)
         if any(map(drafts, plan.requests)) and not bisection.failing_requests:
             self._scheduler.speculator.broke_step()
@@ -387,7 +341,7 @@ class StepExecutor:
         in_flight = self._start(plan, runner)
         if isinstance(await self._compute(in_flight, in_flight.began), Exception):
             raise bisection.failure
-        self._breaker.record_success()
+        self._num_fruitless = 0
 
     def _fail_requests(self, bisection: StepBisection) -> None:
         request_ids = [scheduled.request_id for scheduled in bisection.failing_requests]

@@ -1,20 +1,23 @@
 """Watchdogs: for a step that does not return, and for an event loop that is stuck.
 
-Both count beats instead of subtracting times. So a clock that leaps, or a suspended machine,
-costs one beat and ends no engine.
+The first also records the last runs of the model thread. Both count beats instead of subtracting
+times: a clock that leaps, or a suspended machine, costs one beat and ends no engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..interface.step import StepPlan
 from .model_thread import Job
 
+MAX_RECORDS = 64  # runs of the model thread that are kept
 BEATS = 8  # after which a step is given up
 BEAT_SECONDS = 1.0  # of an event loop
 STEP_SECONDS, READY_SECONDS = 120.0, 10.0
@@ -39,14 +42,26 @@ class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the troub
     """The model thread did not return from a step."""
 
 
+class StepRecord(NamedTuple):
+    """One run of the model thread."""
+
+    began: float  # on the engine's clock
+    seconds: float
+    num_requests: int
+    num_tokens: int
+    failure: str | None  # the kind of exception
+
+
 class Watchdog:
     """Gives up a call of the model thread that takes longer than ``seconds``; 0 is never.
 
     The caller that waits for it gets `StepHung`; the thread itself cannot be ended. One timer runs
-    while calls follow each other, none while nothing is computed.
+    while calls follow each other, none while nothing is computed. The last calls are recorded.
     """
 
     def __init__(self, seconds: float) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._began: float | None = None  # of the call under way, on the engine's clock
         self._period = seconds / BEATS
         self._seconds = seconds
         self._job: Job[Any] | None = None  # under way
@@ -56,20 +71,28 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
         self.gave_up = False
 
-    def watch(self, job: Job[Any]) -> None:
+    def watch(self, job: Job[Any], now: float) -> None:
         """Watch a call that begins, on the running event loop."""
-        self._job = job
+        self._job, self._began = job, now
         self._num_jobs += 1
         if self._timer is None and self._seconds > 0:
             self._arm(job.loop)
 
-    def disarm(self) -> None:
-        """The call ended."""
-        self._job = None
+    def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
+        """Record the end of the call, which computed ``plan``."""
+        began, self._job, self._began = self._began, None, None
+        if began is not None:
+            kind = None if failure is None else type(failure).__name__
+            counts = len(plan.requests), plan.num_tokens
+            self.records.append(StepRecord(began, now - began, *counts, kind))
+
+    def seconds_under_way(self, now: float) -> float:
+        """Seconds since the present call began; 0 between two calls."""
+        return 0.0 if self._began is None else now - self._began
 
     def close(self) -> None:
         """Stop watching."""
-        self.disarm()
+        self._job = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -151,7 +151,7 @@ class LogitsLayout:
         return logits if len(self.places) == len(logits) else logits[self.places]
 
     def draws(self, num_logits: int) -> SamplingPlan | None:
-        """What is to be drawn, said before the pass; None where some of the logits do not decide.
+        """What is to be drawn, known before the pass; None where some of the logits do not decide.
 
         A place for each draft token and one before them, in the order of `walk_drafts`.
         """

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from ..interface.circuit_breaker import CircuitBreaker
+from ..interface.speculator import CircuitBreaker
 from ..interface.step import (
     NO_DRAFT,
     Draft,

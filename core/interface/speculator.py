@@ -1,4 +1,4 @@
-"""Speculator: the protocol that decides what each request drafts, on the event loop's side.
+"""Speculator: decides what each request drafts, on the event loop's side.
 
 Before each step the scheduler calls `Speculator.plan` for the decoding requests, and after it
 `Speculator.observe` with the outcome. A speculator reads requests and never writes them. It cannot
@@ -8,11 +8,11 @@ change the output, only how many tokens a step yields and what the step costs.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol
+from typing import ParamSpec
 
-from .circuit_breaker import CircuitBreaker
 from .request import Request
 from .step import NO_DRAFT, Draft, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 
@@ -56,18 +56,29 @@ class DraftPlan:
 NO_DRAFT_PLAN = DraftPlan()
 
 
-class Speculator(Protocol):
-    """Decides what each decoding request drafts."""
+class Speculator:
+    """Decides what each decoding request drafts; this one never drafts, subclasses do."""
 
-    def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
+    def drafts_nothing(
+        self,
+        requests: Sequence[Request],  # noqa: ARG002
+        *,
+        num_new_tokens: int = 0,  # noqa: ARG002
+    ) -> bool:
         """Return whether no request would draft, once each has ``num_new_tokens`` more.
 
         If so, `plan` and `observe` are not called for the step, and it may be planned before the
         step before it has ended.
         """
+        return True
 
     def plan(
-        self, requests: Sequence[Request], limits: Sequence[int], *, budget: int, num_prefill: int
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],  # noqa: ARG002
+        *,
+        budget: int,  # noqa: ARG002
+        num_prefill: int,  # noqa: ARG002
     ) -> Sequence[DraftPlan]:
         """Return one plan for each request, in order.
 
@@ -75,6 +86,7 @@ class Speculator(Protocol):
         ``budget``: rows that all drafts together may add to the step. ``num_prefill``: pending
         prompt tokens that share the step (about; at most what is left of the token budget).
         """
+        return [NO_DRAFT_PLAN] * len(requests)
 
     def observe(
         self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
@@ -95,6 +107,7 @@ class Speculator(Protocol):
 
     def has_work(self) -> bool:
         """Return whether `work` has something to do. Called often: it must be cheap."""
+        return False
 
     def work(self) -> None:
         """Do upkeep while the model thread computes a step; about a millisecond at a time."""
@@ -104,61 +117,36 @@ class Speculator(Protocol):
 
     def describe(self) -> Mapping[str, object]:
         """Describe the decisions since the last call, for the log."""
-
-
-class NoSpeculation:
-    """A speculator without sources: it never drafts."""
-
-    def drafts_nothing(
-        self,
-        requests: Sequence[Request],  # noqa: ARG002
-        *,
-        num_new_tokens: int = 0,  # noqa: ARG002
-    ) -> bool:
-        """Always."""
-        return True
-
-    def plan(
-        self,
-        requests: Sequence[Request],
-        limits: Sequence[int],  # noqa: ARG002
-        *,
-        budget: int,  # noqa: ARG002
-        num_prefill: int,  # noqa: ARG002
-    ) -> Sequence[DraftPlan]:
-        """Nothing for every request."""
-        return [NO_DRAFT_PLAN] * len(requests)
-
-    def observe(
-        self, request: Request, scheduled: ScheduledRequest, output: RequestOutput, num_served: int
-    ) -> None:
-        """Nothing is learnt."""
-
-    def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Nothing is learnt."""
-
-    def join(self, request: Request) -> None:
-        """Nothing is kept."""
-
-    def leave(self, request: Request) -> None:
-        """Nothing is kept."""
-
-    def has_work(self) -> bool:
-        """Never."""
-        return False
-
-    def work(self) -> None:
-        """Nothing is to be done."""
-
-    def flush(self, *namespaces: str | None) -> None:
-        """Nothing is remembered."""
-
-    def describe(self) -> Mapping[str, object]:
-        """Nothing is decided."""
         return {}
 
 
-NO_SPECULATION = NoSpeculation()
+NO_SPECULATION = Speculator()
+
+
+class CircuitBreaker:
+    """When to give up a drafter that fails: at the ``max_failures``-th failure in close succession.
+
+    Each success takes off ``forgiven`` failures; by default all of them, so that only failures in
+    a row count. The owner reads ``is_open`` after each failure and drops the drafter.
+    """
+
+    def __init__(self, max_failures: int, *, forgiven: float = math.inf) -> None:
+        self._max_failures = max_failures
+        self._forgiven = forgiven
+        self._num_failures = 0.0  # less those that were forgiven
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the drafter is to be given up."""
+        return self._num_failures >= self._max_failures
+
+    def record_failure(self) -> None:
+        """Count a failure."""
+        self._num_failures += 1
+
+    def record_success(self) -> None:
+        """Forgive failures that lie back."""
+        self._num_failures = max(0.0, self._num_failures - self._forgiven)
 
 
 class GuardedSpeculator:

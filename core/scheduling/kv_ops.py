@@ -1,19 +1,66 @@
 """KV operations on the prefix cache: of a request, as its cache options say, and of its draft.
 
-Drafts take free pages only: cached pages are never evicted for a draft. After the step the
-scheduler shrinks the lease back to the committed tokens.
+`shares_prefill` and `would_fit` are the rules of admission that concern pages. Drafts take free
+pages only: cached pages are never evicted for a draft. After the step the scheduler shrinks the
+lease back to the committed tokens.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ...radix_cache import KVLease, PrefixCache
 from ..interface.request import Request
 from ..interface.speculator import NO_DRAFT_PLAN, DraftPlan
 from ..interface.step import NO_PAGES
-from .admission import cache_limit
+
+RETURN_GROWTH = 64  # tokens that each running request may grow before a preempted one is back
+
+
+def cache_limit(request: Request) -> int | None:
+    """Return how many tokens the request may read from the cache; None for no limit.
+
+    Log-probabilities of prompt tokens need computed rows: only what was sent already is read.
+    """
+    if not request.cache.read:
+        return 0
+    num_sent, wanted = request.num_prompt_logprobs, request.prompt_len - 1
+    wants_logprobs = request.sampling.params.prompt_logprobs is not None
+    return num_sent if wants_logprobs and num_sent < wanted else None
+
+
+def shares_prefill(cache: PrefixCache, request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request is about to compute this one's next page."""
+    if cache_limit(request) is not None:
+        return False
+    upto = cache.match_len(request.tokens, namespace=request.namespace) + cache.page_size
+    if upto >= len(request.tokens):
+        return False
+    page = request.tokens[:upto]
+    return any(
+        other.num_computed < upto <= len(other.tokens)
+        and other.namespace == request.namespace
+        and other.tokens[:upto] == page
+        for other in running
+        if other.num_pending > 1 and other.cache.write
+    )
+
+
+def would_fit(cache: PrefixCache, request: Request, num_running: int) -> bool:
+    """Whether all its tokens and one more fit, with room to grow for each that runs.
+
+    Without spare room a preempted request would be admitted and preempted again at once.
+    """
+    growth = RETURN_GROWTH if request.num_preemptions else 1
+    return cache.would_fit(
+        request.tokens,
+        len(request.tokens) + 1,
+        namespace=request.namespace,
+        limit=cache_limit(request),
+        slack=num_running * -(-growth // cache.page_size),
+    )
 
 
 def acquire_kv(cache: PrefixCache, request: Request) -> KVLease:

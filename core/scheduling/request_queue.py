@@ -22,11 +22,7 @@ from ..interface.request import Request, Tenant, by_order
 
 SortKey = tuple[int, float, int]
 MAX_PROMOTED = 8  # tenants whose urgency rises in one round; the others follow a round later
-
-
-# A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
 MAX_KNOWN = 4096  # tenants that do not wait, whose debt is remembered
-MULTI_TENANT_SECONDS = 600.0  # that a tenant counts as present after its last request
 
 
 class VirtualTokenCounter:
@@ -73,22 +69,6 @@ class VirtualTokenCounter:
         other = VirtualTokenCounter()
         other.floor, other._counts = self.floor, dict(self._counts)
         return other
-
-
-class MultiTenantDetector:
-    """Detects whether more than one tenant sent requests recently. O(1) in time and memory."""
-
-    def __init__(self) -> None:
-        self._last: Tenant = None
-        self._is_empty = True
-        self._until = -math.inf
-
-    def observe(self, tenant: Tenant, now: float) -> bool:
-        """Record a tenant's request; return whether other tenants are present."""
-        if tenant != self._last and not self._is_empty:
-            self._until = now + MULTI_TENANT_SECONDS
-        self._last, self._is_empty = tenant, False
-        return now < self._until
 
 
 class TenantQueue:

@@ -1,28 +1,85 @@
-"""RequestTable: every request from its arrival to its end, waiting or running."""
+"""RequestTable: every request from its arrival to its end, and the limits that it must keep to."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps
-from ..errors import InvalidRequest, QueueFull
-from ..interface.request import Request, RequestStatus, by_order
-from .admission import (
-    NO_ARRIVALS,
-    PendingArrivals,
-    SchedulerLimits,
-    check_fits,
-    check_priority,
-    check_token_ids,
-    shares_prefill,
-    would_fit,
-)
-from .request_queue import MultiTenantDetector, WaitingQueue
+from ..errors import InvalidRequest, PromptTooLong, QueueFull
+from ..interface.request import Request, RequestStatus, Tenant, by_order
+from .kv_ops import shares_prefill, would_fit
+from .request_queue import WaitingQueue
 
+# A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
+MULTI_TENANT_SECONDS = 600.0  # that a tenant counts as present after its last request
 MAX_PASSED = 16  # requests that a round passes over because their prefix is being computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Bounds of a step and of the queue, in tokens and requests.
+
+    ``depth_cap``: draft tokens that one request may have in a step, at most. ``max_slowdown``:
+    how many times longer a step may take because prompts are computed beside decoding requests.
+    ``aging_seconds``: waiting so long makes a request as urgent as one priority does.
+    ``max_priority``: the greatest distance of a request's priority from 0.
+    """
+
+    max_batch_tokens: int
+    max_running: int
+    max_queued: int
+    max_model_len: int
+    vocab_size: int
+    depth_cap: int = 64
+    max_slowdown: float = math.inf
+    aging_seconds: float = 10.0
+    max_priority: float = math.inf
+
+
+class PendingArrivals(NamedTuple):
+    """Requests that are accepted but not queued yet: they count against the queue's room."""
+
+    num_all: int = 0
+    num_own: int = 0  # of the tenant whose request is checked
+
+
+NO_ARRIVALS = PendingArrivals()
+
+
+def check_fits(request: Request, capacity: int) -> None:
+    """Raise `PromptTooLong` unless the prompt and one more token fit ``capacity`` tokens."""
+    if not request.tokens:
+        raise InvalidRequest("prompt must have at least one token", param="prompt")
+    if request.prompt_len >= capacity:
+        raise PromptTooLong(request.prompt_len, capacity - 1)
+
+
+def check_token_ids(request: Request, vocab_size: int) -> None:
+    """Raise `InvalidRequest` for ids outside the vocabulary: a negative one would wrap round."""
+    fields: dict[str, Collection[int]] = {
+        "prompt": request.tokens,
+        "prediction": request.prediction or (),
+    }
+    for param, ids in (fields | request.sampling.token_id_fields()).items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            message = f"{param} holds a token id outside 0..{vocab_size - 1}"
+            raise InvalidRequest(message, param=param)
+
+
+def check_priority(request: Request, most: float) -> None:
+    """Raise `InvalidRequest` for a priority that is more than ``most`` away from 0.
+
+    A priority outweighs ``aging_seconds`` of waiting: unbounded, it could starve other requests.
+    """
+    if not -most <= request.priority <= most:
+        message = f"priority must be from -{most} to {most} (the server's --max-priority)"
+        raise InvalidRequest(message, param="priority")
 
 
 class RequestTable:
@@ -39,7 +96,8 @@ class RequestTable:
         self._limits = limits
         self._by_id: dict[str, Request] = {}
         self._due: SortedDict[tuple[float, int], Request] = SortedDict()  # by deadline
-        self._multi_tenant = MultiTenantDetector()
+        self._last_tenants: tuple[Tenant, ...] = ()  # of the latest request, if there was one
+        self._shared_until = -math.inf  # several tenants are present until then
         self._num_arrived = 0
         self._now = 0.0  # of the latest arrival or round
 
@@ -77,10 +135,12 @@ class RequestTable:
         """
         most = self._limits.max_queued + self._limits.max_running
         num_free = most - len(self._by_id) - pending.num_all
-        shares = self._multi_tenant.observe(request.tenant, self._now)
+        if self._last_tenants not in ((), (request.tenant,)):
+            self._shared_until = self._now + MULTI_TENANT_SECONDS
+        self._last_tenants = (request.tenant,)
         if num_free <= 0:
             raise QueueFull(f"{len(self.waiting) + pending.num_all} requests are waiting already")
-        if not shares:
+        if self._now >= self._shared_until:
             return
         num_own = self.waiting.num_of(request.tenant) + pending.num_own
         num_soon = self._limits.max_running - len(self.running)  # need not wait

@@ -24,11 +24,10 @@ from ..interface.speculator import (
     Speculator,
 )
 from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
-from .admission import NO_ARRIVALS, PendingArrivals, SchedulerLimits
 from .chunk_budget import ChunkBudget
 from .kv_ops import acquire_kv, allocate_draft_pages, pin_prompt, publish, release_kv
 from .output_processor import late_end, request_error, take_output
-from .request_table import RequestTable
+from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]

@@ -1,1 +1,1 @@
-"""Metrics, statistics of speculation, and tracing."""
+"""Metrics and statistics of speculation, and what follows requests and steps."""

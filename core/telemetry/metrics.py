@@ -23,13 +23,31 @@ from .collectors import (
 )
 from .prometheus import PREFIX, Histogram, Histograms, counters
 from .spec_decode_stats import SpecDecodeStats
-from .tracing import NO_TRACER, RequestObserver, Tracer
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PARTS = ("draft", "forward", "verify", "host")
 DEADLINE = "deadline"
 C = TypeVar("C", bound=Collector)
+
+
+class EngineObserver:
+    """Follows requests and steps; this one does nothing, subclasses do.
+
+    Called by the engine, on the event loop, between two steps. Times are seconds on the engine's
+    clock. It must be quick and must not raise.
+    """
+
+    def begin(self, request: Request, now: float) -> None:
+        """A request was accepted. Called in the caller's own context, unlike the other methods."""
+
+    def observe_step(
+        self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
+    ) -> None:
+        """A step, from its plan's start in the model thread to the end of its commit."""
+
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+        """Tokens that were served, and the end: then ``delta.terminal`` holds."""
 
 
 class _Steps(Collector):
@@ -55,8 +73,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, engine: EngineHealth | None = None) -> None:
         self.registry = CollectorRegistry()
         self.spec_stats = SpecDecodeStats()
-        self.tracer: Tracer = NO_TRACER  # is called with the same events
-        self.observers: list[RequestObserver] = []  # are called at both ends of each request
+        self.observers: list[EngineObserver] = []  # are called with the same events
         for collector in (
             QueueCollector(scheduler),
             PoolCollector(scheduler.cache),
@@ -109,9 +126,8 @@ class EngineMetrics:
 
     def observe_arrival(self, request: Request, now: float) -> None:
         """A request was accepted. Called in the caller's own context, unlike the other methods."""
-        self.tracer.begin(request, now)
         for observer in self.observers:
-            observer.begin(request)
+            observer.begin(request, now)
 
     def observe_step(
         self,
@@ -134,7 +150,8 @@ class EngineMetrics:
         self.spec_stats.observe_requests(output.requests)
         for part, part_seconds in output.times.items():
             self._parts.of(part).observe(part_seconds)
-        self.tracer.observe_step(plan, output, began=began, ended=ended)
+        for observer in self.observers:
+            observer.observe_step(plan, output, began=began, ended=ended)
 
     def _observe_batch(self, plan: StepPlan) -> None:
         num_requests, num_tokens = len(plan.requests), plan.num_tokens
@@ -163,9 +180,8 @@ class EngineMetrics:
         if delta.terminal:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
-            for observer in self.observers:
-                observer.end(request, delta)
-        self.tracer.observe_delta(request, delta, now)
+        for observer in self.observers:
+            observer.observe_delta(request, delta, now)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
         last = self._last_token_times.get(request.request_id)

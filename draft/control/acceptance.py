@@ -90,28 +90,18 @@ class _Adjustment:
         self.hazard = min(high, max(low, hazard))
 
 
-class _SourceOdds:
-    """One source: a curve for each of its kinds, an adjustment for each request."""
-
-    def __init__(self, priors: Priors) -> None:
-        self._curves = [
-            [_Curve.of(odds) for odds in kinds] for kinds in (priors.greedy, priors.sampled)
-        ]
-        self.adjustments: dict[str, _Adjustment] = {}
-
-    def curve(self, kind: int, *, sampled: bool) -> _Curve:
-        return self._curves[sampled][kind]
-
-
 class AcceptanceModel:
     """Learns the acceptance rate of each source. Sources must be registered first."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, _SourceOdds] = {}
+        self._curves: dict[str, list[list[_Curve]]] = {}  # by source, whether sampled, and kind
+        self._adjustments: dict[str, dict[str, _Adjustment]] = {}  # by request and source
 
     def register(self, source: str, priors: Priors) -> None:
         """Add a source with its odds before anything is measured."""
-        self._sources[source] = _SourceOdds(priors)
+        self._curves[source] = [
+            [_Curve.of(odds) for odds in kinds] for kinds in (priors.greedy, priors.sampled)
+        ]
 
     def survival(
         self, source: str, kind: int, request_id: str, length: int, *, sampled: bool
@@ -120,11 +110,11 @@ class AcceptanceModel:
 
         ``length`` may be `MAX_LENGTH` at most. ``sampled``: the temperature is above 0.
         """
-        odds = self._sources[source]
-        curve = odds.curve(kind, sampled=sampled)
+        curve = self._curves[source][sampled][kind]
         if curve.is_stale:
             curve.refresh()
-        adjustment = odds.adjustments.get(request_id)
+        adjustments = self._adjustments.get(request_id)
+        adjustment = None if adjustments is None else adjustments.get(source)
         if adjustment is None:
             return curve.survival[:length]
         bent: FloatArray = np.exp(adjustment.hazard * curve.log_survival[:length])
@@ -140,16 +130,15 @@ class AcceptanceModel:
         num_tried = min(num_hits + missed, MAX_LENGTH)
         if not num_tried:
             return
-        odds = self._sources[source]
-        curve = odds.curve(kind, sampled=sampled)
-        adjustment = odds.adjustments.setdefault(request_id, _Adjustment())
+        curve = self._curves[source][sampled][kind]
+        adjustments = self._adjustments.setdefault(request_id, {})
+        adjustment = adjustments.setdefault(source, _Adjustment())
         adjustment.count(float(curve.misses[num_tried - 1]), missed)
         curve.count(num_hits, missed)
 
     def forget(self, request_id: str) -> None:
         """Drop a request's adjustments; the curves stay."""
-        for odds in self._sources.values():
-            odds.adjustments.pop(request_id, None)
+        self._adjustments.pop(request_id, None)
 
 
 class NodeWorth:

@@ -4,7 +4,7 @@ A row's price in tokens is its seconds times the engine's tokens a second; it at
 behind its request, so a row of a long request is dearer. The tokens of all drafts are sorted by
 what they bring beyond that, and the prefix of this order with the highest net gain is taken.
 Chances never rise along a path, so this takes a prefix of each chain, and of each tree a smaller
-tree. The numbers of passes of the draft model are tried one by one; at each, a request takes the
+tree. The numbers of passes of the proposer are tried one by one; at each, a request takes the
 better of its two drafts.
 """
 
@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
-LEAST_SHOWN = 0.01  # rows that a node of the draft model takes at least
+LEAST_SHOWN = 0.01  # rows that a node of the proposer takes at least
 FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
 
 
@@ -32,22 +32,24 @@ class StepCandidates:
 
     ``lookup`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
     each included, the best first; 0 beyond the last.
-    ``lm`` [num_requests, D]: what the b-th best node of the draft model would bring, 0 where it may
-    not draft; ``lm_shown``, alike: how often it would have one. ``passes_per_node``: of the model.
-    ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the draft model lacks. ``budget``:
+    ``proposer_worth`` [num_requests, D]: accepted tokens that the proposer's b-th best node would
+    bring, 0 where it may not draft; ``proposer_shown``, alike: how often it would have such a node.
+    ``passes_per_node``: passes of the proposer for each node.
+    ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the proposer lacks. ``budget``:
     rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
-    pass. ``num_others``: requests that decode beside these. ``lm_block``: tokens of a draft that
-    one pass of the draft model yields. ``context_lens`` [num_requests]: tokens behind each request.
+    pass. ``num_others``: requests that decode beside these. ``tokens_per_pass``: tokens of a
+    draft that one pass of the proposer yields. ``context_lens`` [num_requests]: tokens behind each
+    request.
     """
 
     lookup: FloatArray
-    lm: FloatArray
+    proposer_worth: FloatArray
     num_uncached_draft_tokens: IntArray
     budget: int
     num_prefill: int = 0
     num_others: int = 0
-    lm_block: int = 1
-    lm_shown: FloatArray | float = 1.0
+    tokens_per_pass: int = 1
+    proposer_shown: FloatArray | float = 1.0
     passes_per_node: float = 1.0
     context_lens: IntArray | int = 0
 
@@ -64,15 +66,15 @@ class StepCandidates:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What each request drafts: a known draft or the draft model's, never both.
+    """What each request drafts: a known draft or the proposer's, never both.
 
     ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_prices``: tokens that
-    one more row for each request must bring it, none where the draft model is not asked;
-    ``pass_price``: that one more pass of the draft model must bring the step.
+    one more row for each request must bring it, none where the proposer is not asked;
+    ``pass_price``: that one more pass of the proposer must bring the step.
     """
 
     num_lookup: IntArray  # [num_requests] best nodes of the known draft
-    lm_depth: IntArray  # [num_requests] nodes that the draft model is expected to guess
+    num_proposer: IntArray  # [num_requests] nodes that the proposer is expected to guess
     net: float = 0.0
     row_prices: FloatArray | None = None  # [num_requests]
     pass_price: float = 0.0
@@ -80,7 +82,7 @@ class Allocation:
     @property
     def num_rows(self) -> int:
         """Rows that the drafts add."""
-        return int(self.num_lookup.sum() + self.lm_depth.sum())
+        return int(self.num_lookup.sum() + self.num_proposer.sum())
 
 
 def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
@@ -94,11 +96,11 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     every = np.ones_like(candidates.lookup)
     best = _take(candidates.lookup, every, candidates, costs, rate)
     chosen = Allocation(best.counts, none, best.net)
-    if candidates.lm.size and candidates.lm.any():
-        with_lm = _best_with_lm(candidates, costs, rate)
-        if with_lm.net > chosen.net:
-            prices = _row_prices(candidates, costs, rate, with_lm.num_rows)
-            return replace(with_lm, row_prices=prices)
+    if candidates.proposer_worth.any():
+        with_proposer = _best_with_proposer(candidates, costs, rate)
+        if with_proposer.net > chosen.net:
+            prices = _row_prices(candidates, costs, rate, with_proposer.num_rows)
+            return replace(with_proposer, row_prices=prices)
     return chosen
 
 
@@ -134,7 +136,7 @@ def _take(
     costs: CostModel,
     rate: float,
     *,
-    with_lm: bool = False,
+    with_proposer: bool = False,
 ) -> _Taken:
     """The best prefix of the sorted tokens of ``survival`` [num_requests, width].
 
@@ -149,7 +151,7 @@ def _take(
     order = order[:most]
     by_row = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
     seconds = np.interp(num_rows[order].cumsum(), np.arange(most + 1), by_row)
-    overhead = costs.draft_overhead(candidates.num_decodes, with_lm=with_lm)
+    overhead = costs.draft_overhead(candidates.num_decodes, with_proposer=with_proposer)
     net = flat[order].cumsum() - rate * (seconds + overhead)
     if not most or net.max() <= 0.0:
         return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
@@ -158,14 +160,15 @@ def _take(
     return _Taken(counts, float(net[taken - 1]))
 
 
-def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
-    """The best of all numbers of passes of the draft model."""
-    lookup, lm, uncached = candidates.lookup, candidates.lm, candidates.num_uncached_draft_tokens
-    num_requests, num_depths = lm.shape
+def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
+    """The best of all numbers of passes of the proposer."""
+    lookup, nodes = candidates.lookup, candidates.proposer_worth
+    uncached = candidates.num_uncached_draft_tokens
+    num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
     row_prices = _row_prices(candidates, costs, rate, 0)[:, None]
     # A node that is not worth its row at its place is not drafted: it costs nothing.
-    lm_shown = np.maximum(LEAST_SHOWN, np.broadcast_to(candidates.lm_shown, lm.shape))
+    node_rows = np.maximum(LEAST_SHOWN, np.broadcast_to(candidates.proposer_shown, nodes.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
     pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
     # What is owed once is shared among the steps that it may serve.
@@ -176,27 +179,28 @@ def _best_with_lm(candidates: StepCandidates, costs: CostModel, rate: float) -> 
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
     for depth in _last_depths(candidates, num_depths):
-        rows = lm_shown[:, :depth] * row_prices
-        worth = np.maximum(lm[:, :depth] - rows, 0.0).sum(axis=1) - entry
-        is_lm = (worth > lookup_worth) & (lm[:, 0] > 0.0)
-        if not is_lm.any():
+        rows = node_rows[:, :depth] * row_prices
+        worth = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - entry
+        by_proposer = (worth > lookup_worth) & (nodes[:, 0] > 0.0)
+        if not by_proposer.any():
             continue
         survival, shown = np.zeros((num_requests, width)), np.ones((num_requests, width))
-        survival[:, : lookup.shape[1]] = np.where(is_lm[:, None], 0.0, lookup)
-        survival[is_lm, :depth], shown[is_lm, :depth] = lm[is_lm, :depth], lm_shown[is_lm, :depth]
-        taken = _take(survival, shown, candidates, costs, rate, with_lm=True)
-        depths = np.where(is_lm, taken.counts, 0)
+        survival[:, : lookup.shape[1]] = np.where(by_proposer[:, None], 0.0, lookup)
+        survival[by_proposer, :depth] = nodes[by_proposer, :depth]
+        shown[by_proposer, :depth] = node_rows[by_proposer, :depth]
+        taken = _take(survival, shown, candidates, costs, rate, with_proposer=True)
+        depths = np.where(by_proposer, taken.counts, 0)
         num_passes = _num_passes(candidates, int(depths.max()))
         net = taken.net - rate * pass_s * num_passes - float(entry[depths > 0].sum())
         if depths.any() and net > best.net:
-            counts = np.where(is_lm, 0, taken.counts)
+            counts = np.where(by_proposer, 0, taken.counts)
             best = Allocation(counts, depths, net, pass_price=rate * pass_s)
     return best
 
 
 def _num_passes(candidates: StepCandidates, depth: int) -> int:
-    """Passes of the draft model that yield so many nodes."""
-    return max(1, ceil(candidates.passes_per_node * depth / candidates.lm_block))
+    """Passes of the proposer that yield so many nodes."""
+    return max(1, ceil(candidates.passes_per_node * depth / candidates.tokens_per_pass))
 
 
 def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:

@@ -19,7 +19,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 UNMEASURED_ROW_SHARE = 0.05  # of a pass of one row, where nothing was measured
-UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a draft model never timed
+UNMEASURED_DRAFT_SHARE = 0.2  # of the target's pass, for a proposer never timed
 DRIFT_RATE, KNOT_RATE = 0.03, 0.05  # share of an error that one pass corrects
 MAX_ERROR = 0.3  # share or log ratio that one pass may claim: a stall is no price
 MEAN_RATE = 0.05  # of a new value in a running mean
@@ -33,7 +33,7 @@ class StepProfile:
     """Times measured at start-up, in seconds, by the number of rows of a pass."""
 
     forward: Mapping[int, float] = field(default_factory=dict)  # of the target
-    draft: Mapping[int, float] = field(default_factory=dict)  # of the draft model; empty: none
+    draft: Mapping[int, float] = field(default_factory=dict)  # of the proposer; empty: none
     key_s: float = 0.0  # that each token behind one more row of a request adds to the target's pass
 
 
@@ -154,7 +154,7 @@ class _Load:
     forward: _Fit = field(default_factory=_Fit)
     host_plain: Mean = field(default_factory=Mean)  # beyond the passes, without drafts
     host_lookup: Mean = field(default_factory=Mean)  # the same with drafts that were looked up
-    host_lm: Mean = field(default_factory=Mean)  # and where a draft model was asked
+    host_proposer: Mean = field(default_factory=Mean)  # and where a proposer drafted
 
 
 class CostModel:
@@ -190,20 +190,24 @@ class CostModel:
         return self.profile.key_s * (1.0 if load is None else load.forward.slope)
 
     def draft_pass(self, num_rows: int | IntArray) -> FloatArray:
-        """Seconds of one pass of the draft model by its rows."""
+        """Seconds of one pass of the proposer by its rows."""
         if self._draft.is_measured:
             return self._draft.at(num_rows)
         return UNMEASURED_DRAFT_SHARE * self._forward.at(num_rows)
 
-    def draft_overhead(self, num_requests: int, *, with_lm: bool = False) -> float:
+    def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:
         """Host seconds that a step with drafts takes beyond one without.
 
-        ``with_lm``: a draft model is asked; as for look-ups while no such step was seen.
+        ``with_proposer``: a proposer drafts; as for look-ups while no such step was seen.
         """
         load = self._loads.get(num_requests.bit_length())
         if load is None or not load.host_plain.num_seen:
             return 0.0
-        host = load.host_lm if with_lm and load.host_lm.num_seen else load.host_lookup
+        host = (
+            load.host_proposer
+            if with_proposer and load.host_proposer.num_seen
+            else load.host_lookup
+        )
         return max(0.0, host.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
@@ -230,13 +234,13 @@ class CostModel:
         draft_s: float,
         seconds: float,
         with_prompts: bool,
-        with_lm: bool = False,
+        with_proposer: bool = False,
         num_keys: int = 0,
     ) -> None:
         """One step of ``num_requests`` that decode: rows of the target's pass, tokens of answers.
 
         ``seconds`` is all of it, from commit to commit, of which ``forward_s`` is the target's
-        pass and ``draft_s`` the draft model's, if that was asked (``with_lm``). ``num_keys``:
+        pass and ``draft_s`` the proposer's, if it drafts (``with_proposer``). ``num_keys``:
         tokens behind a request, for each of its rows after the first, summed.
         """
         keys_s = self.profile.key_s * num_keys
@@ -252,11 +256,11 @@ class CostModel:
         load.seconds.observe(seconds)
         load.tokens.observe(num_tokens / num_requests)
         host = load.host_lookup if num_rows > num_requests else load.host_plain
-        host = load.host_lm if with_lm else host
+        host = load.host_proposer if with_proposer else host
         host.observe(max(0.0, seconds - forward_s - draft_s))
 
     def observe_draft(self, passes: Sequence[int], seconds: float) -> None:
-        """Learn from the draft model's ``passes`` of one step: the rows of each."""
+        """Learn from the proposer's ``passes`` of one step: the rows of each."""
         if not passes:
             return
         by_curve = np.ones(len(passes))

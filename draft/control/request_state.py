@@ -1,17 +1,18 @@
-"""DraftState: the speculator's state of one request."""
+"""DraftState: the speculator's state of one request: its guesses, and when it backs off."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...core.interface.request import Request
 from ...core.interface.step import RequestOutput, ScheduledRequest
-from ..sources.merge import GuessTree, Survival, common_len
-from ..sources.source import Guess
+from ..sources.grammar import GrammarSource
+from ..sources.merge import GuessTree, Survival, common_len, merge
+from ..sources.source import GuardedSource, Guess
 from .acceptance import TRIAL_WEIGHT, AcceptanceModel, NodeWorth
 
 NO_SURVIVAL: Survival = np.zeros(0)
@@ -21,12 +22,12 @@ MAX_PAUSE = 8  # tokens of an answer for which nothing is looked up
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's guesses for the step under way, and how much KV the draft model has."""
+    """One request's guesses for the step under way, and how much KV the proposer has."""
 
     request: Request
     guesses: Sequence[Guess] = ()
     tree: GuessTree | None = None
-    lm_len: int = 0  # tokens whose KV the draft model has, about
+    proposer_len: int = 0  # tokens whose KV the proposer has, about
     num_fruitless: int = 0  # steps in a row in which nothing was drafted
     paused_until: int = 0  # tokens of the request: with fewer, nothing is looked up
 
@@ -49,6 +50,40 @@ class DraftState:
             pause = min(MAX_PAUSE, 1 << (self.num_fruitless - FRUITLESS - 1))
             self.paused_until = len(self.request.tokens) + 1 + pause
 
+    def look_up(
+        self,
+        sources: Sequence[GuardedSource],
+        grammar: GrammarSource | None,
+        odds: AcceptanceModel,
+        most: int,
+    ) -> GuessTree | None:
+        """Merge the guesses of all sources, of at most ``most`` tokens each; None without a guess.
+
+        ``grammar`` cuts guesses where the request's constraint forbids a token.
+        """
+        request = self.request
+        guesses = [
+            _to_the_end(guess, request.stop_ids)
+            for source in sources
+            for guess in source.propose(request, most)
+        ]
+        if request.sampling.constraint is not None and grammar is not None:
+            guesses = _allowed(guesses, request, grammar)
+        self.guesses = guesses
+        if not guesses:
+            return None
+        survivals = [
+            odds.survival(
+                each.source,
+                each.kind,
+                request.request_id,
+                len(each.token_ids),
+                sampled=self.is_sampled,
+            )
+            for each in guesses
+        ]
+        return merge(guesses, survivals)
+
     def score(self, odds: AcceptanceModel, served: array[int]) -> None:
         """Compare every guess, verified or not, with what was committed."""
         for guess in self.guesses:
@@ -63,7 +98,7 @@ class DraftState:
             )
         self.guesses = ()
 
-    def judge_lm(
+    def judge_proposer(
         self,
         worth: NodeWorth,
         scheduled: ScheduledRequest,
@@ -72,8 +107,8 @@ class DraftState:
         *,
         is_trial: bool,
     ) -> None:
-        """Count what the draft model's nodes brought, and note how much KV it has now."""
-        self.lm_len = scheduled.stop - output.num_uncached_draft_tokens + num_served - 1
+        """Count what the proposer's nodes brought, and note how much KV it has now."""
+        self.proposer_len = scheduled.stop - output.num_uncached_draft_tokens + num_served - 1
         if output.num_ranked or not output.num_uncached_draft_tokens:  # else it was catching up
             worth.observe(
                 scheduled.max_draft,
@@ -82,6 +117,22 @@ class DraftState:
                 sampled=self.is_sampled,
                 weight=TRIAL_WEIGHT if is_trial else 1.0,
             )
+
+
+def _to_the_end(guess: Guess, stop_ids: frozenset[int]) -> Guess:
+    """Cut the guess behind the first token that ends the answer."""
+    if stop_ids.isdisjoint(guess.token_ids):
+        return guess
+    end = next(at for at, token in enumerate(guess.token_ids) if token in stop_ids)
+    return replace(guess, token_ids=guess.token_ids[: end + 1])
+
+
+def _allowed(guesses: Sequence[Guess], request: Request, grammar: GrammarSource) -> list[Guess]:
+    """Cut the guesses at the first token that the request's constraint forbids."""
+    left = [
+        guess if guess.source == grammar.name else grammar.trim(request, guess) for guess in guesses
+    ]
+    return [guess for guess in left if guess is not None]
 
 
 def padded(rows: Sequence[Survival]) -> Survival:

@@ -106,7 +106,7 @@ def _weigh_near(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class MarkovHead(nn.Module):
-    """What the token before says of the next one: a bias of low rank on the logits (DSpark)."""
+    """The Markov head: a low-rank bias of the token before on the next one's logits (DSpark)."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()

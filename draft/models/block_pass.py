@@ -52,13 +52,13 @@ def can_pass(head: BlockHead | EagleHead, target: Decoder) -> bool:
 class BlockPlace:
     """Where a request's block begins."""
 
-    row: ScheduledRequest
+    scheduled: ScheduledRequest
     first_page: int  # of those that hold head KV without a hole from there on
 
     @property
     def anchor(self) -> int:
         """Position of the last token."""
-        return len(self.row.tokens) - 1
+        return len(self.scheduled.tokens) - 1
 
 
 class BlockPass:
@@ -124,10 +124,12 @@ class BlockPass:
         behind = np.arange(size, dtype=np.int64)
         slots = np.arange(num_rows, dtype=np.int64) + first_spare_page * page_size
         token_ids = np.full((count, size), self._mask, dtype=np.int64)
-        token_ids[:, 0] = [each.row.tokens[-1] for each in places]
+        token_ids[:, 0] = [each.scheduled.tokens[-1] for each in places]
         page_counts = -(-(anchors - left_out) // page_size)
         pages = [
-            np.tile(np.asarray(each.row.page_ids[each.first_page :][:num_pages], np.int64), size)
+            np.tile(
+                np.asarray(each.scheduled.page_ids[each.first_page :][:num_pages], np.int64), size
+            )
             for each, num_pages in zip(places, page_counts.tolist(), strict=True)
         ]
         return RaggedBatch(

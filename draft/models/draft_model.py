@@ -113,22 +113,24 @@ class LmProposer:
             self._ready[page_id] = 0
         self._tuner.forget(request_ids)
 
-    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        """Catch up within the window, then grow the drafts of rows that are whole."""
+    def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
+        """Catch up within the window, then grow the drafts of requests whose KV is whole."""
         self._trees = {}  # those of a step that failed are void
-        tracks = [self._follow(row) for row in rows]
-        trees = [self._tree(row) for row in rows]
+        tracks = [self._follow(scheduled) for scheduled in requests]
+        trees = [self._tree(scheduled) for scheduled in requests]
         self._grow(trees, self._catch_up(tracks, trees))
-        self._trees = {tree.row.request_id: tree for tree in trees if tree.places}
+        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.places}
         return [self._draft(*each) for each in zip(tracks, trees, strict=True)]
 
-    def _tree(self, row: ScheduledRequest) -> TreeGrowth:
-        odds = self._odds[row.sampling.params.temperature > 0.0]
-        return TreeGrowth(row, odds, SOURCE, self._pool.page_size)
+    def _tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
+        odds = self._odds[scheduled.sampling.params.temperature > 0.0]
+        return TreeGrowth(scheduled, odds, SOURCE, self._pool.page_size)
 
     def _draft(self, track: _Track, tree: TreeGrowth) -> Draft:
         # Where the context ends nothing will ever be caught up: that is no backlog.
-        owed = len(tree.row.tokens) - track.num_computed if self._has_room(tree.row) else 0
+        owed = (
+            len(tree.scheduled.tokens) - track.num_computed if self._has_room(tree.scheduled) else 0
+        )
         return tree.draft(owed)
 
     def observe(
@@ -156,71 +158,74 @@ class LmProposer:
 
     # -- cursor ---------------------------------------------------------------------------------
 
-    def _follow(self, row: ScheduledRequest) -> _Track:
+    def _follow(self, scheduled: ScheduledRequest) -> _Track:
         """Bring a request's track up to the pages that are ready since."""
-        track = self._tracks.setdefault(row.request_id, _Track())
-        self._tuner.settle(row)
-        self._skip_ready(row, track)
+        track = self._tracks.setdefault(scheduled.request_id, _Track())
+        self._tuner.settle(scheduled)
+        self._skip_ready(scheduled, track)
         return track
 
-    def _skip_ready(self, row: ScheduledRequest, track: _Track) -> None:
+    def _skip_ready(self, scheduled: ScheduledRequest, track: _Track) -> None:
         """Move over pages that are ready, but leave the last token: its logits are wanted."""
-        page_size, last = self._pool.page_size, len(row.tokens) - 1
+        page_size, last = self._pool.page_size, len(scheduled.tokens) - 1
         page = track.num_computed // page_size
-        while (page + 1) * page_size <= last and self._ready[row.page_ids[page]]:
+        while (page + 1) * page_size <= last and self._ready[scheduled.page_ids[page]]:
             page += 1
             track.num_computed = max(track.num_computed, page * page_size)
         track.num_computed = min(track.num_computed, last)
-        self._mark_ready(row, track)
+        self._mark_ready(scheduled, track)
 
-    def _mark_ready(self, row: ScheduledRequest, track: _Track) -> None:
+    def _mark_ready(self, scheduled: ScheduledRequest, track: _Track) -> None:
         num_whole = track.num_computed // self._pool.page_size
-        for page_id in row.page_ids[track.num_marked : num_whole]:
+        for page_id in scheduled.page_ids[track.num_marked : num_whole]:
             self._ready[page_id] = 1
         track.num_marked = max(track.num_marked, num_whole)
 
     # -- forward passes -------------------------------------------------------------------------
 
     def _catch_up(self, tracks: Sequence[_Track], trees: Sequence[TreeGrowth]) -> _Opened:
-        """Compute missing KV; trees whose rows reach their last token get their first level."""
+        """Compute missing KV; trees that reach their last token get their first level."""
         stops = self._stops(tracks, trees)
         if not stops:
             return _Opened((), ())
         segments, whole = [], list[tuple[TreeGrowth, int]]()
         for index, stop in stops.items():
-            row, start = trees[index].row, tracks[index].num_computed
-            is_whole = stop == len(row.tokens)
-            segments.append(Segment(row.tokens[start:stop], start, row.page_ids, int(is_whole)))
+            scheduled, start = trees[index].scheduled, tracks[index].num_computed
+            is_whole = stop == len(scheduled.tokens)
+            segments.append(
+                Segment(scheduled.tokens[start:stop], start, scheduled.page_ids, int(is_whole))
+            )
             if is_whole:
                 whole.append((trees[index], ROOT))
         output, rows = self._forward(segments, whole)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
             tracks[index].num_computed = stop
-            self._mark_ready(trees[index].row, tracks[index])
+            self._mark_ready(trees[index].scheduled, tracks[index])
         if self._fixed_temperature_scale is None:
             for (tree, _), values in zip(whole, output.logits, strict=True):
-                self._tuner.keep(tree.row, values)
+                self._tuner.keep(tree.scheduled, values)
         return self._choose(whole, rows, output)
 
     def _stops(self, tracks: Sequence[_Track], trees: Sequence[TreeGrowth]) -> dict[int, int]:
-        """Where each row's catch-up stops, within the window; rows that lack least come first."""
+        """Where each request's catch-up stops, in the window; those that lack least come first."""
         room, stops = self._window + len(trees), {}
         owed = [
-            len(t.row.tokens) - track.num_computed for t, track in zip(trees, tracks, strict=True)
+            len(t.scheduled.tokens) - track.num_computed
+            for t, track in zip(trees, tracks, strict=True)
         ]
         for index in sorted(range(len(trees)), key=owed.__getitem__):
             count = min(owed[index], room)
-            if self._has_room(trees[index].row) and count > 0:
+            if self._has_room(trees[index].scheduled) and count > 0:
                 stops[index] = tracks[index].num_computed + count
                 room -= count
         return stops
 
-    def _has_room(self, row: ScheduledRequest) -> bool:
-        return len(row.tokens) + row.max_draft <= self._decoder.config.max_model_len
+    def _has_room(self, scheduled: ScheduledRequest) -> bool:
+        return len(scheduled.tokens) + scheduled.max_draft <= self._decoder.config.max_model_len
 
     def _grow(self, trees: Sequence[TreeGrowth], first: _Opened) -> None:
         """Expand the trees, level by level, behind their first one."""
-        reads_text = any(tree.row.sampling.reads_text for tree, _ in first.places)
+        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.places)
         if isinstance(first.found, Sequence) or reads_text:
             first.read()
             while any(found := frontiers(trees)):
@@ -235,8 +240,8 @@ class LmProposer:
         segments = [
             Segment(
                 token_ids=array("q", [tree.nodes[node].token_id]),
-                start=len(tree.row.tokens) + tree.nodes[node].level - 1,
-                page_ids=tree.row.page_ids,
+                start=len(tree.scheduled.tokens) + tree.nodes[node].level - 1,
+                page_ids=tree.scheduled.page_ids,
                 num_logits=1,
                 tail=array("q", tree.slots(node)),
             )
@@ -251,7 +256,7 @@ class LmProposer:
         The host waits once: when it reads the last pass, the others are over.
         """
         passes = [first]
-        while trees := [t for t, _ in passes[-1].places if len(passes) < t.row.max_draft]:
+        while trees := [t for t, _ in passes[-1].places if len(passes) < t.scheduled.max_draft]:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)
@@ -265,7 +270,7 @@ class LmProposer:
     ) -> _Opened:
         """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
         segments = [
-            Segment([0], len(tree.row.tokens) + num_ahead - 1, tree.row.page_ids, 1)
+            Segment([0], len(tree.scheduled.tokens) + num_ahead - 1, tree.scheduled.page_ids, 1)
             for tree in trees
         ]
         assert not isinstance(before.found, Sequence)

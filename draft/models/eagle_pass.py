@@ -30,14 +30,14 @@ from .eagle import EagleHead
 class ColumnPlace:
     """Where a column lies, and what it sees."""
 
-    row: ScheduledRequest
+    scheduled: ScheduledRequest
     first: int  # position from which on it sees columns
     slots: Sequence[int]  # of the draft's columns on its path, of the last token to its own
 
     @property
     def anchor(self) -> int:
         """Position of the last token that is known."""
-        return len(self.row.tokens) - 1
+        return len(self.scheduled.tokens) - 1
 
 
 class EaglePass:
@@ -131,7 +131,7 @@ def _seen(column: ColumnPlace, page_size: int) -> tuple[np.ndarray, int, list[in
 
     And the slots of the columns before these. There is always a page, whatever it holds.
     """
-    page_ids, anchor = column.row.page_ids, column.anchor
+    page_ids, anchor = column.scheduled.page_ids, column.anchor
     first_page = -(-column.first // page_size)
     stop = min(anchor, first_page * page_size)
     edge = [

@@ -41,7 +41,7 @@ from .medusa import MedusaConfig, MedusaHead
 
 logger = logging.getLogger(__name__)
 MOST_PASSES = 64  # tokens of a draft of EAGLE-3
-NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that tell two readings of tap ids apart
+NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids
 
 
 def join_target(head: Head, target: Decoder, read_output: Callable[[], Tensor]) -> None:
@@ -277,7 +277,7 @@ class BlockProposer(HeadProposer):
         self._first_spare = pool.num_pages - _num_spare_pages(head, pool.page_size)
 
     @property
-    def tokens_a_pass(self) -> int:
+    def tokens_per_pass(self) -> int:
         """Tokens of a block."""
         return self.longest
 
@@ -317,7 +317,7 @@ class BlockProposer(HeadProposer):
     def _pass(self, block_pass: BlockPass, starts: Sequence[DraftStart]) -> Tensor:
         """Hidden states of the rows of blocks, ``[b, block_size, hidden]``."""
         page_size = self.pool.page_size
-        places = [BlockPlace(start.row, start.first // page_size) for start in starts]
+        places = [BlockPlace(start.scheduled, start.first // page_size) for start in starts]
         parts = [
             block_pass.hidden(self.pool, self._first_spare, places[at : at + BLOCKS_A_PASS])
             for at in range(0, len(places), BLOCKS_A_PASS)
@@ -332,13 +332,13 @@ class BlockProposer(HeadProposer):
         block_pass.write_context(self.pool, written.taps, rows)
         return None
 
-    def _start(self, row: ScheduledRequest) -> DraftStart | None:
+    def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
         """A pass leaves out whole pages, and needs a position that its blocks see."""
-        start = super()._start(row)
+        start = super()._start(scheduled)
         if start is None or self.head.block_pass is None:
             return start
         first = -(-start.first // self.pool.page_size) * self.pool.page_size
-        return start._replace(first=first) if first < len(row.tokens) - 1 else None
+        return start._replace(first=first) if first < len(scheduled.tokens) - 1 else None
 
 
 class _Block(Drafting):
@@ -380,7 +380,7 @@ class MedusaProposer(HeadProposer):
         self._final_norm = partial(target.ops.norm, norm=target.weights.final_norm)
 
     @property
-    def tokens_a_pass(self) -> int:
+    def tokens_per_pass(self) -> int:
         """A token of each head."""
         return self.longest
 
@@ -399,11 +399,11 @@ class MedusaProposer(HeadProposer):
     def keep_page_feature(self, page_id: int, feature: Tensor) -> None:
         """None is kept."""
 
-    def _start(self, row: ScheduledRequest) -> DraftStart | None:
-        track = self._tracks.get(row.request_id)
-        if track is None or track.stop < len(row.tokens) - 1:
+    def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
+        track = self._tracks.get(scheduled.request_id)
+        if track is None or track.stop < len(scheduled.tokens) - 1:
             return None
-        return DraftStart(row, 0, track.feature)
+        return DraftStart(scheduled, 0, track.feature)
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """From the state before each last token."""
@@ -455,7 +455,7 @@ class EagleProposer(HeadProposer):
         )
 
     @property
-    def tokens_a_pass(self) -> int:
+    def tokens_per_pass(self) -> int:
         """One."""
         return 1
 
@@ -522,7 +522,8 @@ class _PassedColumns(Drafting):
         self._features = _features(starts)  # [places of the call before, hidden]
         page_size = pool.page_size
         self._roots = [
-            natural_slots(start.row, len(start.row.tokens) - 1, 1, page_size) for start in starts
+            natural_slots(start.scheduled, len(start.scheduled.tokens) - 1, 1, page_size)
+            for start in starts
         ]
 
     def logits(self, places: Sequence[Place]) -> Tensor:
@@ -538,7 +539,9 @@ class _PassedColumns(Drafting):
 
     def _column(self, place: Place) -> ColumnPlace:
         start = self._starts[place.request]
-        return ColumnPlace(start.row, start.first, [*self._roots[place.request], *place.slots])
+        return ColumnPlace(
+            start.scheduled, start.first, [*self._roots[place.request], *place.slots]
+        )
 
 
 class _Columns(Drafting):

@@ -68,9 +68,9 @@ class Written(NamedTuple):
 
 
 class DraftStart(NamedTuple):
-    """Where a draft begins: behind the last of the row's tokens."""
+    """Where a draft begins: behind the last of the request's tokens."""
 
-    row: ScheduledRequest
+    scheduled: ScheduledRequest
     first: int  # the first position whose head KV it may see, and that of all behind
     feature: Tensor | None  # [hidden] of the position before the last token; or None
 
@@ -85,7 +85,7 @@ class Anchors(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A token behind which a head is to say what follows: the anchor, or a draft token."""
+    """A token behind which a head predicts: the anchor, or a draft token."""
 
     request: int
     level: int  # draft tokens up to it, itself included
@@ -148,7 +148,7 @@ class HeadProposer(ABC):
 
     @property
     @abstractmethod
-    def tokens_a_pass(self) -> int:
+    def tokens_per_pass(self) -> int:
         """Tokens of a draft that one pass of the head yields."""
 
     @property
@@ -196,31 +196,31 @@ class HeadProposer(ABC):
             if tree is not None and each.output.error is None:
                 tree.judge(each.output.token_ids)
         assert output.taps is not None
-        rows = [each for each in verified if self._is_live(each)]
-        if not rows:
+        live = [each for each in verified if self._is_live(each)]
+        if not live:
             return
-        at = [row for each in rows for row in each.batch_rows]
-        device, counts = output.taps.device, [len(each.batch_rows) for each in rows]
+        at = [scheduled for each in live for scheduled in each.batch_rows]
+        device, counts = output.taps.device, [len(each.batch_rows) for each in live]
         taps = self._ordered(output.taps.index_select(0, torch.tensor(at, device=device)))
-        for each, part in zip(rows, torch.split(taps, counts), strict=True):
+        for each, part in zip(live, torch.split(taps, counts), strict=True):
             track = self._reached(each.scheduled)
             track.waiting.append(part)
             track.waiting_ids += _token_ids(each)
-        self._write_waiting([each.scheduled for each in rows if self._ends_page(each.scheduled)])
+        self._write_waiting([each.scheduled for each in live if self._ends_page(each.scheduled)])
 
-    def _ends_page(self, row: ScheduledRequest) -> bool:
+    def _ends_page(self, scheduled: ScheduledRequest) -> bool:
         """Whether positions that wait end a page, which others may find once it is released."""
-        track = self._tracks[row.request_id]
+        track = self._tracks[scheduled.request_id]
         return track.reached // self.pool.page_size > track.stop // self.pool.page_size
 
-    def _write_waiting(self, rows: Sequence[ScheduledRequest]) -> None:
+    def _write_waiting(self, requests: Sequence[ScheduledRequest]) -> None:
         """Write the head KV of the positions of requests that wait for it; there are some."""
-        if not rows:
+        if not requests:
             return
-        tracks, device = [self._tracks[row.request_id] for row in rows], self.device
+        tracks, device = [self._tracks[scheduled.request_id] for scheduled in requests], self.device
         counts = np.array([len(track.waiting_ids) for track in tracks])
         firsts = np.cumsum(counts) - counts
-        owners = np.repeat(np.arange(len(rows)), counts)
+        owners = np.repeat(np.arange(len(requests)), counts)
         starts = np.array([track.stop for track in tracks])
         positions = np.arange(len(owners)) + (starts - firsts)[owners]
         written = Written(
@@ -232,41 +232,41 @@ class HeadProposer(ABC):
         )
         page_size = self.pool.page_size
         at_pages = zip(owners.tolist(), (positions // page_size).tolist(), strict=True)
-        pages = np.array([rows[owner].page_ids[page] for owner, page in at_pages])
+        pages = np.array([requests[owner].page_ids[page] for owner, page in at_pages])
         features = self._write_context(written, pages * page_size + positions % page_size, counts)
-        for row, track, start, num in zip(rows, tracks, firsts, counts, strict=True):
+        for scheduled, track, start, num in zip(requests, tracks, firsts, counts, strict=True):
             mine = None if features is None else features[start : start + num]
-            self._advance(row, track, int(num), mine)
+            self._advance(scheduled, track, int(num), mine)
             track.waiting, track.waiting_ids = [], []
 
     def _is_live(self, verified: VerifiedRequest) -> bool:
-        """Whether a row was committed, to pages that are still the request's.
+        """Whether a request was committed, to pages that are still the request's.
 
         A step launched ahead may end behind the one in which its request did: then its pages may
         have gone to others, and the request has been forgotten.
         """
-        row = verified.scheduled
-        is_known = len(row.tokens) >= row.stop
+        scheduled = verified.scheduled
+        is_known = len(scheduled.tokens) >= scheduled.stop
         return (
             bool(verified.batch_rows)
             and is_known
-            and not (row.is_ahead and row.request_id not in self._tracks)
+            and not (scheduled.is_ahead and scheduled.request_id not in self._tracks)
         )
 
-    def _reached(self, row: ScheduledRequest) -> Track:
-        """The track of a request whose positions from ``row.start`` on were committed."""
-        track = self._tracks.get(row.request_id)
-        if track is None or track.reached != row.start:
-            track = Track(row.start, row.start, self._feature_before(row))
-            self._tracks[row.request_id] = track
+    def _reached(self, scheduled: ScheduledRequest) -> Track:
+        """The track of a request whose positions from ``start`` on were committed."""
+        track = self._tracks.get(scheduled.request_id)
+        if track is None or track.reached != scheduled.start:
+            track = Track(scheduled.start, scheduled.start, self._feature_before(scheduled))
+            self._tracks[scheduled.request_id] = track
         return track
 
-    def _feature_before(self, row: ScheduledRequest) -> Tensor | None:
-        """The feature of the position before a row, if a ready page ends there."""
-        page, rest = divmod(row.start, self.pool.page_size)
-        if rest or not page or not self._ready[row.page_ids[page - 1]]:
+    def _feature_before(self, scheduled: ScheduledRequest) -> Tensor | None:
+        """The feature of the position before the first one, if a ready page ends there."""
+        page, rest = divmod(scheduled.start, self.pool.page_size)
+        if rest or not page or not self._ready[scheduled.page_ids[page - 1]]:
             return None
-        return self.page_feature(row.page_ids[page - 1])
+        return self.page_feature(scheduled.page_ids[page - 1])
 
     @abstractmethod
     def page_feature(self, page_id: int) -> Tensor | None:
@@ -277,7 +277,7 @@ class HeadProposer(ABC):
         """Keep the feature of a page's last position."""
 
     def _advance(
-        self, row: ScheduledRequest, track: Track, count: int, features: Tensor | None
+        self, scheduled: ScheduledRequest, track: Track, count: int, features: Tensor | None
     ) -> None:
         """Columns of a request were written: mark the pages that became whole."""
         begin, page_size = track.stop, self.pool.page_size
@@ -286,10 +286,10 @@ class HeadProposer(ABC):
         track.stop = begin + count
         for page in range(begin // page_size, track.stop // page_size):
             if max(page * page_size, self.first) >= track.start:
-                self._ready[row.page_ids[page]] = True
+                self._ready[scheduled.page_ids[page]] = True
             if features is not None:
                 last = (page + 1) * page_size - 1
-                self.keep_page_feature(row.page_ids[page], features[last - begin])
+                self.keep_page_feature(scheduled.page_ids[page], features[last - begin])
         if features is not None:
             track.feature = features[-1].clone()
 
@@ -320,16 +320,16 @@ class HeadProposer(ABC):
                 data[:, layer, kind][at, :, where] = values.to(data.dtype)
 
     def _read(
-        self, rows: Sequence[ScheduledRequest], firsts: Sequence[int]
+        self, requests: Sequence[ScheduledRequest], firsts: Sequence[int]
     ) -> tuple[list[KeysValues], Tensor]:
-        """The KV of each row's positions from ``firsts`` to its last token; and which are seen."""
+        """The KV of each request from ``firsts`` to its last token; and which of it are seen."""
         page_size, data = self.pool.page_size, self.pool.data
-        stops = np.array([len(row.tokens) - 1 for row in rows])
+        stops = np.array([len(scheduled.tokens) - 1 for scheduled in requests])
         num_pages = max(1, -(-int(stops.max()) // page_size))
-        table = np.zeros((len(rows), num_pages), dtype=np.int64)
-        for index, row in enumerate(rows):
+        table = np.zeros((len(requests), num_pages), dtype=np.int64)
+        for index, scheduled in enumerate(requests):
             count = -(-int(stops[index]) // page_size)
-            table[index, :count] = row.page_ids[:count]
+            table[index, :count] = scheduled.page_ids[:count]
         places = np.arange(num_pages * page_size)
         seen = torch.from_numpy((places >= np.array(firsts)[:, None]) & (places < stops[:, None]))
         seen = seen.to(data.device)
@@ -344,13 +344,13 @@ class HeadProposer(ABC):
             context.append((keys, values))
         return context, seen
 
-    def _first_seen(self, row: ScheduledRequest, track: Track) -> int:
+    def _first_seen(self, scheduled: ScheduledRequest, track: Track) -> int:
         """The lowest position from which on all head KV is there."""
         page_size = self.pool.page_size
-        num_whole = (len(row.tokens) - 1) // page_size
+        num_whole = (len(scheduled.tokens) - 1) // page_size
         if track.start > num_whole * page_size:
             return track.start
-        missing = np.flatnonzero(~self._ready[np.asarray(row.page_ids[:num_whole], np.int64)])
+        missing = np.flatnonzero(~self._ready[np.asarray(scheduled.page_ids[:num_whole], np.int64)])
         return max(self.first, (int(missing[-1]) + 1) * page_size if len(missing) else 0)
 
     def try_draft(self, num_requests: int, num_tokens: int) -> None:
@@ -361,41 +361,41 @@ class HeadProposer(ABC):
         sampling = SamplingMetadata(
             params=TokenSamplingParams(temperature=1.0), seed=0, prompt_len=1
         )
-        row = ScheduledRequest(
+        scheduled = ScheduledRequest(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
-            max_draft=self.tokens_a_pass, row_price=TRIED_PRICE,
+            max_draft=self.tokens_per_pass, row_price=TRIED_PRICE,
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
-        self._grow([DraftStart(row, self.first, feature)] * num_requests)
+        self._grow([DraftStart(scheduled, self.first, feature)] * num_requests)
 
     # -- drafts ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
-        """A tree for each row that has head KV, with the verifier's noise."""
+    def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
+        """A tree for each request that has head KV, with the verifier's noise."""
         self._trees = {}  # those of a step that failed are void
-        self._write_waiting([row for row in rows if self._waits(row)])
-        starts = [start for start in map(self._start, rows) if start is not None]
+        self._write_waiting([scheduled for scheduled in requests if self._waits(scheduled)])
+        starts = [start for start in map(self._start, requests) if start is not None]
         if starts:
-            self._trees = {tree.row.request_id: tree for tree in self._grow(starts)}
-        found = [(row, self._trees.get(row.request_id)) for row in rows]
-        return [row.draft if tree is None else tree.draft() for row, tree in found]
+            self._trees = {tree.scheduled.request_id: tree for tree in self._grow(starts)}
+        found = [(scheduled, self._trees.get(scheduled.request_id)) for scheduled in requests]
+        return [scheduled.draft if tree is None else tree.draft() for scheduled, tree in found]
 
-    def _waits(self, row: ScheduledRequest) -> bool:
-        track = self._tracks.get(row.request_id)
+    def _waits(self, scheduled: ScheduledRequest) -> bool:
+        track = self._tracks.get(scheduled.request_id)
         return track is not None and bool(track.waiting_ids)
 
-    def _start(self, row: ScheduledRequest) -> DraftStart | None:
-        """Where a draft of the row begins; None where the head lacks what it reads."""
-        track = self._tracks.get(row.request_id)
-        if track is None or track.stop < len(row.tokens) - 1:
+    def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
+        """Where the request's draft begins; None where the head lacks what it reads."""
+        track = self._tracks.get(scheduled.request_id)
+        if track is None or track.stop < len(scheduled.tokens) - 1:
             return None
-        return DraftStart(row, self._first_seen(row, track), track.feature)
+        return DraftStart(scheduled, self._first_seen(scheduled, track), track.feature)
 
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
-        trees = [self._tree(start.row) for start in starts]
-        num_drafted = min(self.longest, max(start.row.max_draft for start in starts))
+        trees = [self._tree(start.scheduled) for start in starts]
+        num_drafted = min(self.longest, max(start.scheduled.max_draft for start in starts))
         drafting = self.begin(starts, num_drafted)
         nodes, before = [[ROOT] for _ in trees], dict[tuple[int, int], int]()
         for level in count():
@@ -410,25 +410,25 @@ class HeadProposer(ABC):
 
     def anchors(self, starts: Sequence[DraftStart]) -> Anchors:
         """The last tokens of requests, and a copy of the head KV that they see."""
-        rows = [start.row for start in starts]
-        context, seen = self._read(rows, [start.first for start in starts])
+        requests = [start.scheduled for start in starts]
+        context, seen = self._read(requests, [start.first for start in starts])
         return Anchors(
-            torch.tensor([row.tokens[-1] for row in rows], device=self.device),
-            torch.tensor([len(row.tokens) - 1 for row in rows], device=self.device),
+            torch.tensor([scheduled.tokens[-1] for scheduled in requests], device=self.device),
+            torch.tensor([len(scheduled.tokens) - 1 for scheduled in requests], device=self.device),
             context,
             seen,
         )
 
-    def _tree(self, row: ScheduledRequest) -> TreeGrowth:
-        odds = self._odds[row.sampling.params.temperature > 0.0]
+    def _tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
+        odds = self._odds[scheduled.sampling.params.temperature > 0.0]
         page_size = self.pool.page_size if self.keeps_columns else 0
-        return TreeGrowth(row, odds, self.source, page_size, most_levels=self.longest)
+        return TreeGrowth(scheduled, odds, self.source, page_size, most_levels=self.longest)
 
     def _place(
         self, tree: TreeGrowth, request: int, node: int, before: dict[tuple[int, int], int]
     ) -> Place:
         if node == ROOT:
-            return Place(request, 0, -1, tree.row.tokens[-1])
+            return Place(request, 0, -1, tree.scheduled.tokens[-1])
         found = tree.nodes[node]
         parent = before[request, found.parent]
         return Place(request, found.level, parent, found.token_id, tree.path_slots(node))
@@ -443,7 +443,7 @@ class HeadProposer(ABC):
 
     def _next_level(self, trees: Sequence[TreeGrowth], level: int) -> list[list[int]]:
         """The nodes of each tree that are worth expanding, a pass if they take one."""
-        takes_pass = level % self.tokens_a_pass == 0
+        takes_pass = level % self.tokens_per_pass == 0
         found = frontiers(trees, level, takes_pass=takes_pass)
         return [tree.open(nodes) for tree, nodes in zip(trees, found, strict=True)]
 
@@ -460,8 +460,8 @@ class HeadProposer(ABC):
 
 
 def _token_ids(verified: VerifiedRequest) -> Sequence[int]:
-    """Of the committed rows: pending tokens, then accepted ones."""
-    row = verified.scheduled
-    pending = row.tokens[row.start : row.stop]
+    """Of the committed positions: pending tokens, then accepted ones."""
+    scheduled = verified.scheduled
+    pending = scheduled.tokens[scheduled.start : scheduled.stop]
     num_accepted = len(verified.batch_rows) - len(pending)
     return [*pending, *verified.output.token_ids[:num_accepted]]

@@ -52,6 +52,6 @@ class MedusaHead(nn.Module):
         )
 
     def logits(self, hidden: Tensor, index: int) -> Tensor:
-        """What head ``index`` says of states ``[.., hidden]``, ``[.., vocab]``."""
+        """Logits ``[.., vocab]`` of head ``index`` for states ``[.., hidden]``."""
         found: Tensor = self.medusa_head[index](hidden)
         return found

@@ -44,23 +44,23 @@ class TemperatureTuner:
         """The best so far, 1.0 at first."""
         return GRID[self._current]
 
-    def keep(self, row: ScheduledRequest, logits: Tensor) -> None:
-        """Keep the ``logits`` [vocab] of one draft in some, for the token after ``row.tokens``.
+    def keep(self, scheduled: ScheduledRequest, logits: Tensor) -> None:
+        """Keep the ``logits`` [vocab] of one draft in some, for the token after ``tokens``.
 
         Drafts of greedy requests are skipped: their best token is the same for every tau.
         """
-        if row.sampling.params.temperature == 0.0:
+        if scheduled.sampling.params.temperature == 0.0:
             return
         self._num_drafts += 1
         if self._num_drafts % (_EAGER if self._num_answers < _NUM_EAGER else _RARE) == 0:
-            self._kept[row.request_id] = len(row.tokens), logits.clone()
+            self._kept[scheduled.request_id] = len(scheduled.tokens), logits.clone()
 
-    def settle(self, row: ScheduledRequest) -> None:
+    def settle(self, scheduled: ScheduledRequest) -> None:
         """Judge the kept logits of this request, if the target's token is known by now."""
-        at, logits = self._kept.pop(row.request_id, (len(row.tokens), None))
-        if logits is None or at >= len(row.tokens):
+        at, logits = self._kept.pop(scheduled.request_id, (len(scheduled.tokens), None))
+        if logits is None or at >= len(scheduled.tokens):
             return
-        sample_rows = [SampleRow(row.tokens[:at], row.sampling)]
+        sample_rows = [SampleRow(scheduled.tokens[:at], scheduled.sampling)]
 
         def draw(temperature_scale: float) -> int:
             return self._sampler.sample(
@@ -68,7 +68,7 @@ class TemperatureTuner:
             )[0].token_id
 
         drawn = _all_drawn(draw)
-        self.judge([token_id == row.tokens[at] for token_id in drawn])
+        self.judge([token_id == scheduled.tokens[at] for token_id in drawn])
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop the kept logits of requests that ended."""

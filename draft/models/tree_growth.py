@@ -106,12 +106,12 @@ class _Place(NamedTuple):
 class TreeGrowth:
     """One request's draft as it grows.
 
-    A chain where the row has no spare page. Without prices all of ``max_draft`` nodes are grown.
+    A chain where the request has no spare page. Without prices all ``max_draft`` nodes are grown.
     ``source``: the drafter's name. ``page_size``: of its pool, where the KV of nodes lies; 0 if it
     keeps none. ``most_levels``: tokens of a path at most.
     """
 
-    row: ScheduledRequest
+    scheduled: ScheduledRequest
     odds: GapOdds
     source: str
     page_size: int = 0
@@ -124,10 +124,10 @@ class TreeGrowth:
     _spare: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._root = _Node(self.row.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
-        self._spare = spare_slots(self.row, self.page_size)[::-1]
-        if self.is_tree and self.row.draft.odds:
-            self._begin_with(self.row.draft)
+        self._root = _Node(self.scheduled.tokens[-1], ROOT, 0, "", 1.0, 1.0, is_first=True)
+        self._spare = spare_slots(self.scheduled, self.page_size)[::-1]
+        if self.is_tree and self.scheduled.draft.odds:
+            self._begin_with(self.scheduled.draft)
 
     def _begin_with(self, known: Draft) -> None:
         """The tokens that were looked up."""
@@ -151,12 +151,12 @@ class TreeGrowth:
     @property
     def is_tree(self) -> bool:
         """Whether nodes may have siblings."""
-        return bool(len(self.row.spare_page_ids))
+        return bool(len(self.scheduled.spare_page_ids))
 
     @property
     def is_raced(self) -> bool:
         """Whether the best few tokens of a place are wanted, with their scores."""
-        return bool(self.row.row_price or self.is_tree)
+        return bool(self.scheduled.row_price or self.is_tree)
 
     def expand(self, node: int, best: Best) -> None:
         """Note what a pass found behind ``node``."""
@@ -239,8 +239,8 @@ class TreeGrowth:
             if not node.is_open or not self.page_size:
                 continue
             if node.is_first:
-                at = len(self.row.tokens) + node.level - 1
-                (node.slot,) = natural_slots(self.row, at, 1, self.page_size)
+                at = len(self.scheduled.tokens) + node.level - 1
+                (node.slot,) = natural_slots(self.scheduled, at, 1, self.page_size)
             else:
                 node.slot = self._spare.pop()
         opened = [index for index in nodes if self.nodes[index].is_open]
@@ -250,13 +250,13 @@ class TreeGrowth:
     def _least(self) -> float:
         """The odds that one more node must exceed."""
         odds = sorted((node.odds for node in self.nodes if node.odds), reverse=True)
-        if len(odds) < self.row.max_draft:
-            return self.row.row_price
-        return max(self.row.row_price, odds[self.row.max_draft - 1])
+        if len(odds) < self.scheduled.max_draft:
+            return self.scheduled.row_price
+        return max(self.scheduled.row_price, odds[self.scheduled.max_draft - 1])
 
     def worth(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        usual, price = self.odds.usual, self.row.row_price
+        usual, price = self.odds.usual, self.scheduled.row_price
         return sum(max(0.0, usual * self._left(self.nodes[node]) - price) for node in frontier)
 
     def path(self, node: int) -> list[int]:
@@ -287,7 +287,7 @@ class TreeGrowth:
 
         Where there is room for a chain alone: the better of the drafter's and the one looked up.
         """
-        known = NO_DRAFT if self.is_tree else self.row.draft.trunk()
+        known = NO_DRAFT if self.is_tree else self.scheduled.draft.trunk()
         if known.odds and sum(known.odds) >= sum(node.odds for node in self.nodes):
             odds = [0.0] * len(known.odds)
             return replace(
@@ -296,8 +296,8 @@ class TreeGrowth:
                 odds=odds,
                 num_levels=self.num_levels,
             )
-        worthy = [i for i, node in enumerate(self.nodes) if node.odds > self.row.row_price]
-        best = sorted(worthy, key=lambda index: -self.nodes[index].odds)[: self.row.max_draft]
+        worthy = [i for i, node in enumerate(self.nodes) if node.odds > self.scheduled.row_price]
+        best = sorted(worthy, key=lambda index: -self.nodes[index].odds)[: self.scheduled.max_draft]
         kept, order = set(best), list[int]()
         stack = self._kept_children(self._root, kept)
         while stack:
@@ -335,7 +335,7 @@ class TreeGrowth:
         Returns (slot of its KV, slot that its position has) of each of these that was computed.
         """
         found, node = list[tuple[int, int]](), ROOT
-        for at, token_id in enumerate(token_ids, len(self.row.tokens)):
+        for at, token_id in enumerate(token_ids, len(self.scheduled.tokens)):
             place, children = self.places.get(node), self._at(node).children
             right = next((i for i in children if self.nodes[i].token_id == token_id), None)
             if place is not None and place.scores:
@@ -345,7 +345,7 @@ class TreeGrowth:
                 break
             node, slot = right, self.nodes[right].slot
             if slot is not None:
-                (home,) = natural_slots(self.row, at, 1, self.page_size)
+                (home,) = natural_slots(self.scheduled, at, 1, self.page_size)
                 found.append((slot, home))
         return found
 
@@ -362,7 +362,7 @@ def frontiers(
     """What to compute next of each tree; nothing where a pass for it would not pay for itself."""
     found = [tree.frontier(level) for tree in trees]
     growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
-    price = max((tree.row.pass_price for tree, _ in growing), default=0.0)
+    price = max((tree.scheduled.pass_price for tree, _ in growing), default=0.0)
     is_worth = (
         not (price and takes_pass) or sum(tree.worth(nodes) for tree, nodes in growing) > price
     )
@@ -372,7 +372,7 @@ def frontiers(
 def sample_rows(places: Places, num_ahead: int = 0) -> list[SampleRow]:
     """What the logits behind each node decide."""
     return [
-        SampleRow(tree.row.tokens, tree.row.sampling, tree.tail(node), num_ahead)
+        SampleRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), num_ahead)
         for tree, node in places
     ]
 

@@ -1,1 +1,1 @@
-"""Guesses from token ids alone: look-ups in what was said before, predictions, grammars."""
+"""Guesses from token ids alone: look-ups in earlier tokens, predictions, grammars."""

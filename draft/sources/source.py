@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...core.interface.circuit_breaker import CircuitBreaker
 from ...core.interface.request import Request
+from ...core.interface.speculator import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 5  # in all

@@ -28,7 +28,7 @@ from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.radix import RadixSource
 from foretoken.draft.sources.source import MAX_FAILURES, Guess, Priors, Source
 from foretoken.draft.sources.suffix import SuffixSource
-from foretoken.draft.speculator import LM_NODES, LOOKUP_LEN, DraftSpeculator
+from foretoken.draft.speculator import LOOKUP_LEN, PROPOSER_NODES, DraftSpeculator
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
 NEWS = range(10_000, 20_000)  # tokens that were never said
@@ -350,7 +350,7 @@ def test_the_budget_is_kept_by_fixed_depths_and_what_they_leave_is_for_the_rest(
 
 
 def test_at_a_fixed_depth_the_draft_model_is_asked_where_nothing_is_known() -> None:
-    bench = Bench(depth=4, has_lm=True)
+    bench = Bench(depth=4, has_proposer=True)
     assert bench.plan(bench.request(TEXT[:8])) == [DraftPlan(max_draft=4)]
     bench.tell(TEXT[:6], TEXT[6:])
     (plan,) = bench.plan(bench.request(TEXT[:8]))
@@ -400,7 +400,7 @@ def test_guesses_are_scored_though_they_are_not_verified() -> None:
 
 
 def test_where_rows_are_dear_nothing_is_drafted() -> None:
-    bench = Bench(profile=DEAR, has_lm=True)
+    bench = Bench(profile=DEAR, has_proposer=True)
     bench.tell(TEXT[:6], TEXT[6:])
     request = bench.request(TEXT[:8])
     assert [bench.step(request, [t]).num_rows for t in (41, 42, 43, 44)] == [0] * 4
@@ -487,17 +487,17 @@ def test_trees_stay_within_the_rows_that_are_offered() -> None:
 
 
 def test_a_draft_model_is_asked_as_deep_as_its_guesses_come_true() -> None:
-    bench = Bench(Says("nothing"), profile=TENTH, has_lm=True)
+    bench = Bench(Says("nothing"), profile=TENTH, has_proposer=True)
     request = bench.request([1, 2, 3])
     depths = [bench.step(request, [4] * 20, lm_hits=20, draft_s=0.01).max_draft for _ in range(30)]
     assert depths[0] > 0
-    assert depths[-1] == LM_NODES
+    assert depths[-1] == PROPOSER_NODES
     depths = [bench.step(request, [4] * 20, lm_hits=0, draft_s=0.01).max_draft for _ in range(240)]
     assert sum(depths[-30:]) <= 1, "but for a trial"
 
 
 def test_the_draft_model_helps_out_where_nothing_is_known() -> None:
-    bench = Bench(Knows("a", [1, 2, 3, 4, 5]), has_lm=True)
+    bench = Bench(Knows("a", [1, 2, 3, 4, 5]), has_proposer=True)
     knowing, other = bench.request([1, 2]), bench.request(TEXT)
     plans = bench.plan(knowing, other)
     assert (list(plans[0].draft.token_ids), plans[0].max_draft) == ([3, 4, 5], 0)
@@ -506,7 +506,7 @@ def test_the_draft_model_helps_out_where_nothing_is_known() -> None:
 
 def test_a_draft_model_that_is_slower_than_measured_is_asked_ever_less() -> None:
     measured = StepProfile(TENTH.forward, dict.fromkeys(ROWS, 0.3))
-    bench = Bench(Says("nothing"), profile=measured, has_lm=True)
+    bench = Bench(Says("nothing"), profile=measured, has_proposer=True)
     request = bench.request([1, 2, 3])
     depths = [bench.step(request, [4, 5], lm_hits=1, draft_s=2.0).max_draft for _ in range(250)]
     assert sum(depths[:50]) >= 50
@@ -515,7 +515,7 @@ def test_a_draft_model_that_is_slower_than_measured_is_asked_ever_less() -> None
 
 def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
     dear = StepProfile(TENTH.forward, dict.fromkeys(ROWS, 0.1))
-    bench = Bench(Says("nothing"), profile=dear, has_lm=True)
+    bench = Bench(Says("nothing"), profile=dear, has_proposer=True)
     request = bench.request(TEXT[:4])
     asked = []
     for token_id in NEWS[:60]:
@@ -530,7 +530,7 @@ def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
 
 
 def test_what_the_draft_model_lacks_is_followed() -> None:
-    bench = Bench(Says("nothing"), has_lm=True)
+    bench = Bench(Says("nothing"), has_proposer=True)
     request = bench.request(TEXT)
     lacking = []
     for num_uncached_draft_tokens in (10, 4, 0, 0):
@@ -546,16 +546,16 @@ def test_what_the_draft_model_lacks_is_followed() -> None:
 
 
 def test_catching_up_teaches_nothing_about_the_draft_model() -> None:
-    bench = Bench(Says("nothing"), has_lm=True)
+    bench = Bench(Says("nothing"), has_proposer=True)
     request = bench.request(TEXT)
     for _ in range(30):
         bench.step(request, [1], num_uncached_draft_tokens=10)
-    trusted = bench.seen[-1].lm[0, 0]
-    assert trusted == pytest.approx(bench.seen[0].lm[0, 0])
+    trusted = bench.seen[-1].proposer_worth[0, 0]
+    assert trusted == pytest.approx(bench.seen[0].proposer_worth[0, 0])
 
 
 def test_while_prompts_wait_the_draft_model_does_not_catch_up_with_much() -> None:
-    bench = Bench(Says("nothing"), has_lm=True)
+    bench = Bench(Says("nothing"), has_proposer=True)
     request = bench.request(TEXT)
     assert bench.plan(request)[0].max_draft > 0
     assert bench.plan(request, num_prefill=40)[0].max_draft == 0
@@ -565,7 +565,7 @@ def test_while_prompts_wait_the_draft_model_does_not_catch_up_with_much() -> Non
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_cached_kv_of_the_draft_model_is_expected_only_where_it_was_in_use(is_used) -> None:
-    bench = Bench(Says("nothing"), profile=CHEAP if is_used else DEAR, has_lm=True)
+    bench = Bench(Says("nothing"), profile=CHEAP if is_used else DEAR, has_proposer=True)
     bench.plan(bench.request(TEXT))
     request = bench.request(TEXT, num_computed=16)
     bench.plan(request)
@@ -697,7 +697,7 @@ def test_nothing_is_kept_of_requests_that_left() -> None:
     speculator = bench.speculator
     assert not speculator._states
     assert not speculator._indexer._num_indexed
-    assert not any(odds.adjustments for odds in speculator.odds._sources.values())
+    assert not speculator.odds._adjustments
     assert not speculator.has_work()
 
 

@@ -17,7 +17,7 @@ from foretoken.core.interface.request import Delta, Request
 from foretoken.core.interface.step import Draft, SamplingMetadata
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache

@@ -97,7 +97,7 @@ class FakeProposer:
         return Draft.of(ids, "fake")
 
 
-class FaultySpeculator:
+class FaultySpeculator(Speculator):
     """Any speculator, failing at its named points; what it plans may be nonsense."""
 
     def __init__(self, inner: Speculator, faults: Faults, rng: random.Random) -> None:
@@ -212,7 +212,7 @@ def make_speculator(
         Controller(CostModel(PROFILE)),
         AcceptanceModel(),
         depth=chosen,
-        has_lm=kind == "auto+lm",
+        has_proposer=kind == "auto+lm",
         overlaps=overlaps,
         clock=clock,
     )

@@ -13,7 +13,7 @@ from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead
 from foretoken.core.interface.step import StepPlan
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.radix_cache import PrefixCache
 
 from . import loop as loops

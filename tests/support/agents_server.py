@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from foretoken.api.build import engine_builder as builder
 from foretoken.api.cli.commands import main
 from foretoken.core.engine.engine import Engine
+from foretoken.core.interface.request import Delta, Request
 from foretoken.core.interface.step import RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from foretoken.core.interface.step_runner import (
     Finished,
@@ -27,8 +28,9 @@ from foretoken.core.interface.step_runner import (
     ignore_kernels,
     launch_behind,
 )
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.core.telemetry.metrics import EngineObserver
 from foretoken.draft.training import __file__ as _training
 from foretoken.radix_cache import PrefixCache
 from support.fake_engine import make_built
@@ -85,17 +87,16 @@ class SayingRunner:
         return RequestOutput(request_id=row.request_id, token_ids=[answer[number]])
 
 
-class Log:
+class Log(EngineObserver):
     """Writes what each request found in the cache."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
-    def begin(self, request: Any) -> None:
-        """Nothing yet."""
-
-    def end(self, request: Any, delta: Any) -> None:
-        """A line."""
+    def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
+        """A line for each request that ends."""
+        if not delta.terminal:
+            return
         usage = request.usage
         line = {"prompt": usage.prompt_tokens, "cached": usage.cached_tokens}
         with self._path.open("a", encoding="utf-8") as file:

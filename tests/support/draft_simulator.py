@@ -227,7 +227,7 @@ class Auto:
         self,
         machine: Machine,
         *,
-        has_lm: bool = False,
+        has_proposer: bool = False,
         profile: StepProfile | None = None,
         prior: float = 0.7,
     ) -> None:
@@ -237,7 +237,7 @@ class Auto:
             [self._source],
             Controller(self.costs),
             AcceptanceModel(),
-            has_lm=has_lm,
+            has_proposer=has_proposer,
             clock=lambda: self._source.num_asked * machine.look_up * machine.step_s,
         )
         self._drafts_nothing = False
@@ -356,12 +356,12 @@ def _steps(
     regime: Regime, policy: Policy, num_requests: int, num_tokens: int
 ) -> Iterator[tuple[list[Served], Work]]:
     seats = [Seat(regime, seed) for seed in range(num_requests)]
-    lm_len: dict[str, int] = {}
+    proposer_len: dict[str, int] = {}
     left = num_tokens
     while left > 0:
         served = [_next(seat, policy) for seat in seats]
         policy.plan(served)
-        work = _decode(served, lm_len)
+        work = _decode(served, proposer_len)
         for each in served:
             each.request.tokens.extend([RIGHT] * (each.num_hits + 1))
         yield served, work
@@ -407,21 +407,21 @@ def _grow(served: Sequence[Served]) -> None:
             return
 
 
-def _decode(served: Sequence[Served], lm_len: dict[str, int]) -> Work:
-    """What comes true of the plans. ``lm_len``: tokens of each whose KV the draft model has."""
+def _decode(served: Sequence[Served], proposer_len: dict[str, int]) -> Work:
+    """What comes true of the plans. ``proposer_len``: tokens of each with draft KV."""
     first_rows, depths = 0, []
     _grow(served)
     for each in served:
-        is_lm = each.plan.max_draft > 0
-        if is_lm:
-            lacking = len(each.request.tokens) - lm_len.get(each.request.request_id, 0)
+        by_proposer = each.plan.max_draft > 0
+        if by_proposer:
+            lacking = len(each.request.tokens) - proposer_len.get(each.request.request_id, 0)
             first_rows += min(WINDOW, lacking)
             each.num_uncached_draft_tokens = max(0, lacking - WINDOW)
             depths.append(each.num_own)
         each.num_hits = max(each.num_own_hits, each.num_known_hits)
-        if is_lm:
+        if by_proposer:
             right = min(each.num_own_hits, max(0, each.num_own - 1))  # the last has no KV
-            lm_len[each.request.request_id] = (
+            proposer_len[each.request.request_id] = (
                 len(each.request.tokens) - each.num_uncached_draft_tokens + right
             )
     deepest = max(depths, default=0)

@@ -17,7 +17,7 @@ from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequ
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.ops.kv_pool import KvDtype
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
@@ -205,9 +205,9 @@ def make_speculator(name: str) -> DraftSpeculator:
         Controller(Frozen(CHEAP)),
         AcceptanceModel(),
         depth=DEPTHS[name],
-        has_lm="+" in name,
-        lm_block=4 if name in ("auto+block", "auto+medusa") else 1,
-        lm_catches_up=name not in HEADS,
+        has_proposer="+" in name,
+        tokens_per_pass=4 if name in ("auto+block", "auto+medusa") else 1,
+        proposer_catches_up=name not in HEADS,
         clock=lambda: 0.0,
     )
 

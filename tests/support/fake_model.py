@@ -29,7 +29,7 @@ from foretoken.core.interface.step_runner import (
     ignore_kernels,
     launch_behind,
 )
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
 from support.fixed_depth import FixedDepth

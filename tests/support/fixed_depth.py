@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import DraftPlan, NoSpeculation
+from foretoken.core.interface.speculator import DraftPlan, Speculator
 
 
-class FixedDepth(NoSpeculation):
+class FixedDepth(Speculator):
     """Lets the proposer guess ``depth`` tokens for every request that does not say otherwise."""
 
     def __init__(self, depth: int) -> None:

@@ -8,8 +8,7 @@ import os
 
 from foretoken.core.engine.crash_dump import make_report, stacks, write_report
 from foretoken.core.engine.engine import Engine
-from foretoken.core.engine.step_executor import StepLog
-from foretoken.core.engine.watchdog import Supervision
+from foretoken.core.engine.watchdog import Supervision, Watchdog
 from foretoken.core.errors import ForetokenError
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 
@@ -61,7 +60,7 @@ def test_a_dump_counts_tokens_and_does_not_tell_them() -> None:
     driver.add(make_request("a", [5] * 10, namespace="a salt", deadline=9.0))
     driver.step()
     driver.step()
-    report = make_report("asked", driver.scheduler, StepLog(), 3.0)
+    report = make_report("asked", driver.scheduler, Watchdog(0.0), 3.0)
     (request,) = report["requests"]  # type: ignore[misc]
     assert request["prompt_tokens"] == 10
     assert request["output_tokens"] == 2
@@ -74,7 +73,7 @@ def test_a_dump_counts_tokens_and_does_not_tell_them() -> None:
 def test_a_part_that_cannot_be_told_does_not_cost_the_others() -> None:
     scheduler = make_scheduler()
     scheduler.running = scheduler.request_table.running = None  # type: ignore[assignment]
-    report = make_report("asked", scheduler, StepLog(), 0.0)
+    report = make_report("asked", scheduler, Watchdog(0.0), 0.0)
     assert report["requests"] == "cannot be described: AttributeError"
     assert report["audit"] == {"ok": False, "violation": "the check failed: AttributeError"}
     assert report["threads"]
@@ -105,9 +104,9 @@ def test_the_stacks_name_each_thread() -> None:
 def test_the_step_log_keeps_the_last_ones_and_knows_the_one_under_way() -> None:
     driver = Driver(make_scheduler(), FakeRunner(4))
     driver.add(make_request("a", [1, 2, 3]))
-    plan, log = driver.scheduler.schedule(0.0), StepLog()
+    plan, log = driver.scheduler.schedule(0.0), Watchdog(0.0)
     for number in range(100):
-        log.begin(float(number))
+        log.watch(None, float(number))  # type: ignore[arg-type]
         assert log.seconds_under_way(number + 0.5) == 0.5
         log.end(plan, number + 0.75, MemoryError("7 bytes") if number % 2 else None)
     assert log.seconds_under_way(200.0) == 0.0

@@ -613,7 +613,7 @@ def test_a_deadline_that_passes_in_the_queue_is_an_error_that_says_when_to_come_
         runner = GatedRunner()
         engine = Engine(make_scheduler(max_running=1), runner, clock=lambda: now)
         await engine.start()
-        engine._inbox._rate.seconds_for = lambda num_requests: 7.0  # type: ignore[method-assign]
+        engine._inbox.retry_after = lambda: 7.0  # type: ignore[method-assign]
         running = engine.submit(make_request("running", [1, 2], deadline=5.0))
         await entered(runner)
         waiting = engine.submit(make_request("waiting", [2, 2], deadline=4.0))

@@ -41,7 +41,7 @@ def test_a_step_that_hangs_ends_the_engine_in_time_whatever_follows_it(runner_ty
         assert 16 <= virtual_time.now() <= 16 + number + 5
         assert engine.hung
         assert isinstance(engine.failure, StepHung)
-        assert engine._step_executor.log.records[-1].failure == "StepHung"
+        assert engine._watchdog.records[-1].failure == "StepHung"
         engine.scheduler.audit()
         await engine.close()
 
@@ -70,10 +70,8 @@ def test_each_step_takes_as_long_as_the_thread_was_in_it(runner_type) -> None:
         engine = make_engine(runner_type())
         await engine.start()
         await read_all(Reader(engine, "a", PROMPTS[0], max_tokens=8))
-        assert [note.seconds for note in engine._step_executor.log.records] == [1.0] * 8
-        assert [note.began for note in engine._step_executor.log.records] == [
-            1.0 + i for i in range(8)
-        ]
+        assert [note.seconds for note in engine._watchdog.records] == [1.0] * 8
+        assert [note.began for note in engine._watchdog.records] == [1.0 + i for i in range(8)]
         assert engine.metrics.render()[0].count(b"step_seconds_sum 8.0") == 1
         await come_to_rest(engine)
 

@@ -15,7 +15,7 @@ from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import NO_SPECULATION, NoSpeculation
+from foretoken.core.interface.speculator import NO_SPECULATION, Speculator
 from foretoken.core.interface.step import ScheduledRequest, StepPlan
 from foretoken.core.interface.step_runner import Finished, launch_behind
 from foretoken.core.scheduling.async_scheduling import plan_next, replan
@@ -208,7 +208,7 @@ def test_behind_a_draft_nothing_is_planned() -> None:
     assert scene.ahead(plan) is None
 
 
-class Silences(NoSpeculation):
+class Silences(Speculator):
     """Is silent about a request while it has fewer tokens than ``until`` says of it."""
 
     def __init__(self, **until: int) -> None:

@@ -11,15 +11,16 @@ import pytest
 from foretoken.core.errors import QueueFull
 from foretoken.core.interface.request import Request
 from foretoken.core.scheduling import request_queue as tenants
-from foretoken.core.scheduling.admission import PendingArrivals
 from foretoken.core.scheduling.request_queue import (
     MAX_PROMOTED,
-    MULTI_TENANT_SECONDS,
-    MultiTenantDetector,
     VirtualTokenCounter,
     WaitingQueue,
 )
-from foretoken.core.scheduling.request_table import MAX_PASSED
+from foretoken.core.scheduling.request_table import (
+    MAX_PASSED,
+    MULTI_TENANT_SECONDS,
+    PendingArrivals,
+)
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 
 AGING = 10.0
@@ -337,16 +338,6 @@ def test_whoever_is_forgotten_counts_as_served_as_much_as_the_least(line: Line) 
     assert counters["unknown"] == 75
 
 
-def test_a_crowd_is_two_tenants_of_late() -> None:
-    crowd = MultiTenantDetector()
-    assert not crowd.observe("a", 0.0)
-    assert not crowd.observe("a", 1.0)
-    assert crowd.observe("b", 2.0)
-    assert crowd.observe("b", 1.0 + MULTI_TENANT_SECONDS)
-    assert not crowd.observe("b", 3.0 + MULTI_TENANT_SECONDS)
-    assert crowd.observe("a", 4.0 + MULTI_TENANT_SECONDS)
-
-
 # -- the bound ----------------------------------------------------------------------------------
 
 
@@ -369,6 +360,18 @@ def fill(driver: Driver, tenant: str | None, most: int = 1000) -> int:
 def test_a_tenant_that_is_alone_may_have_the_whole_queue() -> None:
     driver = drive(max_running=2, max_queued=20)
     assert fill(driver, None) == 22
+
+
+def test_several_tenants_are_present_for_a_while_after_the_last_change() -> None:
+    driver = drive(max_running=2, max_queued=20)
+    driver.add(make_request("first", [1, 2, 3], tenant="a", max_tokens=1))
+    driver.add(make_request("second", [1, 2, 3], tenant="b", max_tokens=1))
+    driver.run()
+    driver.now += MULTI_TENANT_SECONDS - 10.0
+    assert fill(driver, "b") == 12, "half of the queue, beside what runs at once"
+    driver.run()
+    driver.now += 2 * MULTI_TENANT_SECONDS
+    assert fill(driver, "b") == 22, "alone again"
 
 
 def test_a_flood_leaves_room_for_other_tenants() -> None:

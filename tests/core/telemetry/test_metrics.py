@@ -19,7 +19,7 @@ from foretoken.core.interface.step import (
     StepOutput,
     StepPlan,
 )
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineMetrics
 from foretoken.core.telemetry.spec_decode_stats import SpecDecodeLog, SpecDecodeStats

@@ -35,7 +35,7 @@ def candidates(
     number = len(table)
     return StepCandidates(
         lookup=table,
-        lm=np.array(lm, dtype=float).reshape(number, -1),
+        proposer_worth=np.array(lm, dtype=float).reshape(number, -1),
         num_uncached_draft_tokens=np.array(num_uncached_draft_tokens or [0] * number),
         budget=budget,
         **more,
@@ -91,7 +91,7 @@ def test_nothing_is_taken_where_there_is_nothing_or_no_room() -> None:
     ):
         found = allocate(given, CostModel(LINE), 1.0)
         assert (found.num_rows, found.net) == (0, 0.0)
-        assert len(found.num_lookup) == len(found.lm_depth) == len(given.lookup)
+        assert len(found.num_lookup) == len(found.num_proposer) == len(given.lookup)
 
 
 def test_the_budget_goes_to_the_likeliest_tokens_of_all_requests() -> None:
@@ -128,7 +128,7 @@ def test_an_overhead_that_eats_the_gain_leaves_nothing_to_draft() -> None:
 def test_of_all_prefixes_the_best_are_taken() -> None:
     rng = np.random.default_rng(1)
     for _ in range(300):
-        given, costs, rate = random_case(rng, with_lm=False)
+        given, costs, rate = random_case(rng, with_proposer=False)
         found = allocate(given, costs, rate)
         best = max(net_of(given, costs, rate, pairs) for pairs in every_choice(given))
         assert found.net == pytest.approx(best, abs=1e-9)
@@ -146,7 +146,7 @@ def lm_of(given: StepCandidates, costs: CostModel, rate: float = 1.0) -> Allocat
 def test_the_draft_model_goes_as_deep_as_its_passes_pay() -> None:
     given = candidates([[]], [[0.9, 0.7, 0.5, 0.3, 0.1]])
     depths = [
-        lm_of(given, with_draft_model(pass_s)).lm_depth.tolist() for pass_s in (0.01, 0.25, 0.9)
+        lm_of(given, with_draft_model(pass_s)).num_proposer.tolist() for pass_s in (0.01, 0.25, 0.9)
     ]
     assert depths == [[4], [3], [0]]
 
@@ -155,9 +155,11 @@ def test_nodes_that_a_draft_hardly_ever_has_bring_nothing() -> None:
     """However much cheaper the rows behind the first are, which they do not take."""
     costs = CostModel(StepProfile({1: 1.0, 2: 1.1, 18: 1.1}, {1: 0.15}))
     shown = np.array([[1.0] + 15 * [0.01]])
-    given = candidates([[]], [[0.2] + 15 * [0.001]], lm_shown=shown)
-    assert not lm_of(given, costs).lm_depth.any(), "a row and a pass cost more than the first node"
-    given = candidates([[]], [[0.3] + 15 * [0.001]], lm_shown=shown)
+    given = candidates([[]], [[0.2] + 15 * [0.001]], proposer_shown=shown)
+    assert not lm_of(given, costs).num_proposer.any(), (
+        "a row and a pass cost more than the first node"
+    )
+    given = candidates([[]], [[0.3] + 15 * [0.001]], proposer_shown=shown)
     assert lm_of(given, costs).net == pytest.approx(0.3 - 0.1 - 0.15, abs=0.03)
 
 
@@ -165,19 +167,19 @@ def test_each_request_takes_the_better_of_its_two_drafts_never_both() -> None:
     given = candidates([[0.95, 0.9, 0.85], [0.1, 0, 0]], [[0.3, 0.1], [0.9, 0.8]])
     found = lm_of(given, with_draft_model(0.1))
     assert found.num_lookup.tolist() == [3, 0]
-    assert found.lm_depth.tolist() == [0, 2]
+    assert found.num_proposer.tolist() == [0, 2]
     assert found.num_rows == 5
 
 
 def test_one_pass_serves_all_requests_that_are_drafted_for() -> None:
     costs = with_draft_model(0.9)
-    assert not lm_of(candidates([[]], [[0.9]]), costs).lm_depth.any()
-    assert lm_of(candidates([[]] * 3, [[0.9]] * 3), costs).lm_depth.tolist() == [1, 1, 1]
+    assert not lm_of(candidates([[]], [[0.9]]), costs).num_proposer.any()
+    assert lm_of(candidates([[]] * 3, [[0.9]] * 3), costs).num_proposer.tolist() == [1, 1, 1]
 
 
 def test_the_draft_model_is_not_asked_where_it_may_not_be() -> None:
     found = lm_of(candidates([[]] * 2, [[0.9, 0.8], [0.0, 0.0]]), with_draft_model(0.01))
-    assert found.lm_depth.tolist() == [2, 0]
+    assert found.num_proposer.tolist() == [2, 0]
 
 
 def test_a_long_backlog_must_pay_within_a_few_steps_and_a_short_one_at_once() -> None:
@@ -189,7 +191,7 @@ def test_a_long_backlog_must_pay_within_a_few_steps_and_a_short_one_at_once() ->
             lm_of(
                 candidates([[]], [[0.9]], num_uncached_draft_tokens=[num_uncached_draft_tokens]),
                 costs,
-            ).lm_depth.any()
+            ).num_proposer.any()
         )
 
     most = int(FEW_UNCACHED_TOKENS + PAYBACK_STEPS * (net / 0.05 - FEW_UNCACHED_TOKENS))
@@ -205,9 +207,9 @@ def test_a_long_backlog_must_pay_within_a_few_steps_and_a_short_one_at_once() ->
 def test_the_choice_comes_close_to_trying_everything() -> None:
     rng, lost, total = np.random.default_rng(2), [], 0.0
     for _ in range(300):
-        given, costs, rate = random_case(rng, with_lm=True)
+        given, costs, rate = random_case(rng, with_proposer=True)
         found = allocate(given, costs, rate)
-        pairs = list(zip(found.num_lookup.tolist(), found.lm_depth.tolist(), strict=True))
+        pairs = list(zip(found.num_lookup.tolist(), found.num_proposer.tolist(), strict=True))
         assert sum(map(sum, pairs)) <= given.budget
         assert not any(count and depth for count, depth in pairs)
         assert found.net == pytest.approx(net_of(given, costs, rate, pairs), abs=1e-9)
@@ -222,14 +224,14 @@ def test_the_choice_comes_close_to_trying_everything() -> None:
 
 
 def random_case(
-    rng: np.random.Generator, *, with_lm: bool
+    rng: np.random.Generator, *, with_proposer: bool
 ) -> tuple[StepCandidates, CostModel, float]:
     number, width = int(rng.integers(1, 4)), int(rng.integers(0, 5))
-    num_depths = int(rng.integers(1, 4)) if with_lm else 0
+    num_depths = int(rng.integers(1, 4)) if with_proposer else 0
     row_s = rng.choice(
         [0.02, 0.2, 0.5]
     )  # the shares of the draft model are weighed by a straight line
-    rows = np.full(30, row_s) if with_lm else rng.exponential(row_s, 30)
+    rows = np.full(30, row_s) if with_proposer else rng.exponential(row_s, 30)
     forward = {n: float(seconds) for n, seconds in enumerate(1.0 + rows.cumsum(), 1)}
     pass_s = float(rng.choice([0.02, 0.2]))
     low = rng.choice([0.1, 0.5, 0.9])
@@ -251,7 +253,7 @@ def every_choice(given: StepCandidates) -> Iterator[list[tuple[int, int]]]:
             *((count, 0) for count in range(np.count_nonzero(free) + 1)),
             *((0, depth) for depth in range(1, np.count_nonzero(lm) + 1)),
         ]
-        for free, lm in zip(given.lookup, given.lm, strict=True)
+        for free, lm in zip(given.lookup, given.proposer_worth, strict=True)
     ]
     for pairs in itertools.product(*choices):
         if sum(map(sum, pairs)) <= given.budget:
@@ -263,7 +265,7 @@ def net_of(
 ) -> float:
     """Expected tokens beyond the price of their rows and of the draft model's passes."""
     gain = sum(
-        given.lookup[row, :count].sum() + given.lm[row, :depth].sum()
+        given.lookup[row, :count].sum() + given.proposer_worth[row, :depth].sum()
         for row, (count, depth) in enumerate(pairs)
     )
     chosen = sum(map(sum, pairs))

@@ -27,7 +27,7 @@ def candidates(
     table = np.array(lookup, dtype=float)
     return StepCandidates(
         lookup=table,
-        lm=np.array(lm, dtype=float).reshape(len(table), -1),
+        proposer_worth=np.array(lm, dtype=float).reshape(len(table), -1),
         num_uncached_draft_tokens=np.full(len(table), num_uncached_draft_tokens),
         budget=budget,
     )
@@ -42,11 +42,9 @@ def trials(
     """The steps in which a draft model is tried that hits or fails in every trial."""
     controller, tried = Controller(CostModel(CHEAP)), []
     for number in range(num_steps):
-        num_drafted = int(controller.allocate(given).lm_depth.sum())
+        num_drafted = int(controller.allocate(given).num_proposer.sum())
         tried += [number] * num_drafted
-        controller.observe(
-            step_s, num_lm_drafted=num_drafted, num_lm_hits=num_drafted if hits else 0
-        )
+        controller.observe(step_s, num_drafted=num_drafted, num_hits=num_drafted if hits else 0)
     return tried
 
 
@@ -57,15 +55,15 @@ def test_a_trial_is_one_token_of_the_request_that_lacks_least() -> None:
     controller = Controller(CostModel(CHEAP))
     given = StepCandidates(
         lookup=np.zeros((4, 0)),
-        lm=np.array([[0.02, 0.01], [0.0, 0.0], [0.02, 0.01], [0.02, 0.01]]),
+        proposer_worth=np.array([[0.02, 0.01], [0.0, 0.0], [0.02, 0.01], [0.02, 0.01]]),
         num_uncached_draft_tokens=np.array([30, 1, 5, 20]),  # the second may not be drafted for
         budget=9,
     )
     for _ in range(FIRST_PROBE):
         assert controller.allocate(given).num_rows == 0
-        controller.observe(STEP_S, num_lm_drafted=0, num_lm_hits=0)
+        controller.observe(STEP_S, num_drafted=0, num_hits=0)
     found = controller.allocate(given)
-    assert found.lm_depth.tolist() == [0, 0, 1, 0]
+    assert found.num_proposer.tolist() == [0, 0, 1, 0]
     assert found.num_lookup.tolist() == [0] * 4
 
 
@@ -112,17 +110,19 @@ def test_trials_take_no_more_than_their_share_of_the_time() -> None:
 def test_a_trial_stays_within_the_budget() -> None:
     controller = Controller(CostModel(CHEAP))
     for _ in range(2 * LAST_PROBE):
-        controller.observe(STEP_S, num_lm_drafted=0, num_lm_hits=0)
+        controller.observe(STEP_S, num_drafted=0, num_hits=0)
     for budget, depths in ((0, [0, 0, 0]), (2, [0, 0, 0]), (3, [0, 0, 1])):
         given = candidates([[0.99], [0.99], [0.0]], [[0.0], [0.0], [0.01]], budget=budget)
         found = controller.allocate(given)
-        assert found.lm_depth.tolist() == depths
+        assert found.num_proposer.tolist() == depths
         assert found.num_rows <= budget
 
 
 def test_a_draft_model_that_comes_right_is_put_to_use_without_a_trial() -> None:
     controller = Controller(CostModel(CHEAP))
-    assert controller.allocate(candidates(np.zeros((1, 0)), [[0.9, 0.8]])).lm_depth.tolist() == [2]
+    assert controller.allocate(
+        candidates(np.zeros((1, 0)), [[0.9, 0.8]])
+    ).num_proposer.tolist() == [2]
 
 
 # -- before anything is measured ----------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_without_measurements_the_first_steps_are_plain() -> None:
     controller = Controller(costs := CostModel())
     given = candidates([[0.99] * 3], [[0.9]])
     found: Allocation = controller.allocate(given)
-    assert (found.num_lookup.tolist(), found.lm_depth.tolist()) == ([0], [0])
+    assert (found.num_lookup.tolist(), found.num_proposer.tolist()) == ([0], [0])
     costs.observe(
         num_rows=1, num_requests=1, num_tokens=1, forward_s=0.01, draft_s=0.0, seconds=0.01,
         with_prompts=False,
@@ -147,12 +147,12 @@ def test_the_log_shows_shares_and_prices_and_starts_anew() -> None:
     controller = Controller(CostModel(CHEAP))
     for free, lm in (([[0.9, 0.8]], [[0.0]]), ([[0.0, 0.0]], [[0.0]]), ([[0.0]], [[0.9]])):
         controller.allocate(candidates(free, lm))
-        controller.observe(STEP_S, num_lm_drafted=0, num_lm_hits=0)
+        controller.observe(STEP_S, num_drafted=0, num_hits=0)
     lines = controller.describe()
     assert (
         lines["share_lookup"]
         == lines["share_plain"]
-        == lines["share_lm"]
+        == lines["share_proposer"]
         == pytest.approx(1 / 3, abs=1e-4)
     )
     assert lines["share_probe"] == 0.0
@@ -165,7 +165,7 @@ def test_a_trial_is_shown_as_such() -> None:
     controller = Controller(CostModel(CHEAP))
     for _ in range(FIRST_PROBE + 1):
         controller.allocate(WEAK)
-        controller.observe(STEP_S, num_lm_drafted=0, num_lm_hits=0)
+        controller.observe(STEP_S, num_drafted=0, num_hits=0)
     lines = controller.describe()
     assert lines["share_probe"] == pytest.approx(1 / (FIRST_PROBE + 1), abs=1e-4)
-    assert lines["share_lm"] == 0.0
+    assert lines["share_proposer"] == 0.0

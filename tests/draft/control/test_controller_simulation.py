@@ -192,7 +192,7 @@ def test_a_draft_model_is_used_about_as_well_as_at_the_best_constant_depth(
         "num_tokens": num_tokens_of(length, num_requests),
     }
     best, _ = best_constant(machine, regime, depths=LM_DEPTHS, lm=True, **number)
-    assert run(machine, regime, Auto(machine, has_lm=True), **number) >= 0.92 * best
+    assert run(machine, regime, Auto(machine, has_proposer=True), **number) >= 0.92 * best
 
 
 @pytest.mark.parametrize("draft_pass", [0.05, 0.2])
@@ -209,4 +209,4 @@ def test_a_draft_model_that_comes_right_again_is_found_out(
     number = {"num_requests": num_requests, "num_tokens": length * num_requests}
     plain, _ = best_constant(machine, regime, depths=[0], lm=True, **number)
     least = 1.05 if num_requests == 16 and draft_pass == 0.2 else 1.15
-    assert run(machine, regime, Auto(machine, has_lm=True), **number) >= least * plain
+    assert run(machine, regime, Auto(machine, has_proposer=True), **number) >= least * plain

@@ -22,7 +22,7 @@ def step(
     draft_s: float = 0.0,
     host_s: float = 0.001,
     with_prompts: bool = False,
-    with_lm: bool = False,
+    with_proposer: bool = False,
     num_keys: int = 0,
     times: int = 1,
 ) -> None:
@@ -38,7 +38,7 @@ def step(
             draft_s=draft_s,
             seconds=pass_s + draft_s + host_s,
             with_prompts=with_prompts,
-            with_lm=with_lm,
+            with_proposer=with_proposer,
             num_keys=num_keys,
         )
 
@@ -238,9 +238,9 @@ def test_steps_that_ask_a_draft_model_have_an_overhead_of_their_own() -> None:
     costs = CostModel(PROFILE)
     step(costs, 1, host_s=0.001, times=10)
     step(costs, 1, num_drafts=4, host_s=0.002, times=10)
-    assert costs.draft_overhead(1, with_lm=True) == pytest.approx(0.001), "none was seen"
-    step(costs, 1, num_drafts=4, host_s=0.005, with_lm=True, times=10)
-    assert costs.draft_overhead(1, with_lm=True) == pytest.approx(0.004)
+    assert costs.draft_overhead(1, with_proposer=True) == pytest.approx(0.001), "none was seen"
+    step(costs, 1, num_drafts=4, host_s=0.005, with_proposer=True, times=10)
+    assert costs.draft_overhead(1, with_proposer=True) == pytest.approx(0.004)
     assert costs.draft_overhead(1) == pytest.approx(0.001)
 
 

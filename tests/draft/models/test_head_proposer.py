@@ -26,7 +26,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import Segment, Wanted
 from foretoken.core.ops.native import native_library
 from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models import head_drafters
 from foretoken.draft.models.block import BlockHead

@@ -18,7 +18,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.sampling.gumbel import gumbel_rows, vocabulary_hashes
 from foretoken.core.sampling.verifier import Best
-from foretoken.core.scheduling.admission import SchedulerLimits
+from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.draft.models.tree_growth import NUM_BEST, ROOT, GapOdds, TreeGrowth, default_odds

@@ -8,16 +8,16 @@ MUTATIONS = (
     Mutation(
         "tau-judges-the-token-before",
         "TemperatureTuner.settle",
-        "token_id == row.tokens[at] for token_id in drawn",
-        "token_id == row.tokens[at - 1] for token_id in drawn",
+        "token_id == scheduled.tokens[at] for token_id in drawn",
+        "token_id == scheduled.tokens[at - 1] for token_id in drawn",
         ("test_each_tau_is_judged_by_what_it_would_have_drawn",),
         "each tau is judged by what it would have drawn",
     ),
     Mutation(
         "tau-keeps-logits-that-change",
         "TemperatureTuner.keep",
-        "len(row.tokens), logits.clone()",
-        "len(row.tokens), logits",
+        "len(scheduled.tokens), logits.clone()",
+        "len(scheduled.tokens), logits",
         ("test_logits_that_change_later_do_not_matter",),
         "logits are lent for the call",
     ),
@@ -96,7 +96,7 @@ MUTATIONS = (
     Mutation(
         "growth-keeps-what-is-not-worth-its-row",
         "TreeGrowth.draft",
-        "if node.odds > self.row.row_price]",
+        "if node.odds > self.scheduled.row_price]",
         "if node.odds > 0.0]",
         ("test_a_node_that_is_not_worth_its_row_is_not_drafted",),
         "a node must bring more than its row costs",
@@ -104,8 +104,8 @@ MUTATIONS = (
     Mutation(
         "lm-drafts-beyond-its-context",
         "LmProposer._has_room",
-        "return len(row.tokens) + row.max_draft <= self._decoder",
-        "return len(row.tokens) <= self._decoder",
+        "return len(scheduled.tokens) + scheduled.max_draft <= self._decoder",
+        "return len(scheduled.tokens) <= self._decoder",
         (
             "test_a_draft_model_with_a_shorter_context_stops_drafting_there",
             "test_where_the_context_ends_there_is_no_backlog",

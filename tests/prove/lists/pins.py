@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "pins-outgrow-the-pool",
         "PinnedPrefixes._shrink",
-        "while self._tree.counts.num_pinned > self.total_quota:",
-        "while self._tree.counts.num_pinned > 2 * self.total_quota:",
+        "while self._tree.num_pinned_pages > self.total_quota:",
+        "while self._tree.num_pinned_pages > 2 * self.total_quota:",
         ("test_all_together_pin_at_most_half_and_the_biggest_namespace_gives_way",),
         "all together pin at most half",
     ),

@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         "stepper-goes-on-after-three-failures",
         "StepExecutor._recover",
-        "if lost or self._breaker.is_open:",
+        "if lost or self._num_fruitless >= MAX_FAILURES:",
         "if lost:",
         ("test_an_engine_whose_steps_always_raise_ends_soon_and_everybody_is_told",),
         "three failed steps in a row end the engine",
@@ -107,7 +107,7 @@ MUTATIONS = (
     Mutation(
         "stepper-never-forgives-a-failure",
         "StepExecutor.step",
-        "        self._breaker.record_success()\n        return output",
+        "        self._num_fruitless = 0\n        return output",
         "        return output",
         ("test_failures_count_in_a_row_and_not_in_all",),
         "three in a row, not three in all",
@@ -159,9 +159,9 @@ MUTATIONS = (
     ),
     Mutation(
         "rate-of-one-request-too-many",
-        "FinishRate.seconds_for",
-        "rate = (len(times) - 1) / (times[-1] - times[0])",
-        "rate = (times[-1] - times[0]) / (len(times) - 1)",
+        "retry_seconds",
+        "rate = (len(finished) - 1) / (finished[-1] - finished[0])",
+        "rate = (finished[-1] - finished[0]) / (len(finished) - 1)",
         ("test_a_queue_is_gone_when_as_many_have_finished_at_the_rate_of_late",),
         "Retry-After = queue / measured throughput",
     ),
