@@ -1,1 +1,1 @@
-"""Everything with text or a network in it."""
+"""The API layer: text, sampling options, protocols and the HTTP server."""

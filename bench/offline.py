@@ -153,7 +153,9 @@ class Bench:
         """Off and on in turn; the first pair warms up. The order changes from pair to pair."""
         setting = "auto" if args.speculation is None else args.speculation
         if setting == "off":
-            raise SystemExit("--compare runs without speculation anyway: --speculation auto or K")
+            raise SystemExit(
+                "--compare needs --speculation auto or K: it runs without speculation in any case"
+            )
         pairs: list[dict[str | int, dict[str, object]]] = []
         notes: list[str] = []
         for repeat in range(args.repeats + 1):
@@ -230,11 +232,18 @@ def _cpu_per_token(figures: dict[str, object]) -> float | None:
 
 
 def _own_flags(parser: Parser) -> None:
-    parser.add_argument("--model", help="as `foretoken serve MODEL`")
+    parser.add_argument("--model", help="model, as for `foretoken serve`")
     add_engine_flags(parser)
     group = parser.add_argument_group("comparison")
-    group.add_argument("--compare", action="store_true", help="without and with speculation")
-    group.add_argument("--repeats", type=positive, default=3, help="pairs, after one that warms up")
+    group.add_argument(
+        "--compare", action="store_true", help="run without and with speculation, in turn"
+    )
+    group.add_argument(
+        "--repeats",
+        type=positive,
+        default=3,
+        help="number of pairs of runs, after one that warms up",
+    )
 
 
 async def _main(runs: Sequence[argparse.Namespace]) -> None:

@@ -70,14 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="foretoken bench phases", description=__doc__)
     add = parser.add_argument
-    add("--model", metavar="MODEL", help=f"folder, hub id or {RANDOM}; nothing: the built-in pair")
-    add("--quick", action="store_true", help="a minute on the built-in pair, coarser")
-    add("--max-len", type=int, metavar="N", help="tokens of the longest prompt")
-    add("--repeats", type=int, metavar="N", help="of each point, at most")
-    add("--budget", type=float, metavar="S", help="seconds after which a point is not repeated")
-    add("--out", type=Path, default=Path("bench/results/phases"), help="folder; the JSON beside it")
-    add("--no-plots", action="store_true", help="report and JSON only: needs no matplotlib")
-    add("--redraw", type=Path, metavar="JSON", help="draw this run again, measure nothing")
+    add("--model", metavar="MODEL", help=f"folder, hub id or {RANDOM}; default: the built-in pair")
+    add("--quick", action="store_true", help="measure fewer points: a minute for the built-in pair")
+    add("--max-len", type=int, metavar="N", help="longest prompt, in tokens")
+    add("--repeats", type=int, metavar="N", help="largest number of measurements of a point")
+    add(
+        "--budget",
+        type=float,
+        metavar="S",
+        help="time in seconds after which a point is not repeated",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("bench/results/phases"),
+        help="folder of the report; the JSON file stands beside it",
+    )
+    add("--no-plots", action="store_true", help="write report and JSON only, without matplotlib")
+    add(
+        "--redraw",
+        type=Path,
+        metavar="JSON",
+        help="JSON file of a run to draw again, without measuring",
+    )
     add_engine_flags(parser)
     return parser
 
@@ -85,7 +100,7 @@ def _parser() -> Parser:
 def require_matplotlib() -> None:
     """Raises `ForetokenError` where there is none: better now than after an hour."""
     if importlib.util.find_spec("matplotlib") is None:
-        message = "the plots need matplotlib: pip install foretoken[bench], or give --no-plots"
+        message = "plots need matplotlib: pip install 'foretoken[bench]', or pass --no-plots"
         raise ForetokenError(message)
 
 
@@ -107,10 +122,14 @@ def _measure(args: Any) -> Phases:  # noqa: ANN401 - argparse's own
     sizes = _sizes(args)
     options = engine_options(args)
     if "speculation" in options:
-        raise InvalidRequest("speculation is one of the things measured", param="speculation")
+        raise InvalidRequest(
+            "speculation is measured at several depths and cannot be set", param="speculation"
+        )
     options.setdefault("threads", max(1, len(os.sched_getaffinity(0)) - 1))
     if options.setdefault("device", "cpu") != "cpu":
-        raise InvalidRequest("device: phases are measured on the CPU", param="device")
+        raise InvalidRequest(
+            "device must be cpu or auto: phases are measured on the CPU", param="device"
+        )
     with _model(args.model) as (model, more):
         options |= more
         if model != "builtin":  # which has a draft model of its own
@@ -162,7 +181,7 @@ def _kv_tokens(model: DecoderConfig, sizes: Sizes, config: EngineConfig) -> int:
 async def _run(built: Built, sizes: Sizes, options: dict[str, Any], name: str) -> Phases:
     runner = built.engine.runner
     if not isinstance(runner, ModelRunner):
-        raise ForetokenError("phases are measured on a real model")
+        raise ForetokenError("load_format must be auto: phases are measured on a real model")
     meter = Meter(runner.decoder, options["threads"])
     needed = max(sizes.max_len, 64 * BATCHES[-1], sizes.depth_prompts * sizes.depth_prompt_len)
     text, kind = prompt_text(built.path, built.vocab_size, needed)

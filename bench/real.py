@@ -382,29 +382,50 @@ def _setting(text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(prog="foretoken bench real", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help=f"as for `serve`, or {RANDOM}")
-    parser.add_argument("--dtype", default="bfloat16", help="of the weights; auto: as stored")
-    parser.add_argument("--draft", help="as `foretoken serve --draft`")
-    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, ADVERSARIAL), default=list(KINDS))
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument(
+        "--model", default="smollm2", help=f"model, as for `foretoken serve`, or {RANDOM}"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="data type of the weights; auto: as stored"
+    )
+    parser.add_argument("--draft", help="drafters, as for `foretoken serve --draft`")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=(*KINDS, ADVERSARIAL),
+        default=list(KINDS),
+        help="kinds of prompts",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 16], help="requests at a time"
+    )
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="sampling temperatures"
+    )
     parser.add_argument(
         "--settings", nargs="+", type=_setting, metavar="SETTING",
-        help="off, auto, a depth, look-ups, chain-N or tree-N; default: depths, or where --draft "
-        "names a model or head, drafts of it",
+        help="settings to compare: off, auto, a depth, look-ups, chain-N or tree-N; default: "
+        "depths, or chains and trees where --draft names a model or head",
     )  # fmt: skip
-    parser.add_argument("--half", choices=("tune", "show"), default="show")
-    parser.add_argument("--prompts", type=int, default=PER_HALF)
-    parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/real.json"))
+    parser.add_argument(
+        "--half",
+        choices=("tune", "show"),
+        default="show",
+        help="half of the prompts: priors are tuned on the one, figures shown are of the other",
+    )
+    parser.add_argument("--prompts", type=int, default=PER_HALF, help="prompts of each kind")
+    parser.add_argument("--max-tokens", type=int, default=160, help="longest answer")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each setting")
+    parser.add_argument("--threads", type=int, default=None, help="number of CPU threads (all)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench/results/real.json"), help="JSON file to write"
+    )
     args = parser.parse_args(argv)
     draft = parse_draft(EngineConfig(draft=args.draft or "auto"), own_draft=None)
     if args.settings is None:
         args.settings = list(DRAFT_SETTINGS if draft.model else SETTINGS)
     if draft.model is None and any(each.startswith(("chain-", "tree-")) for each in args.settings):
-        parser.error("chain-N and tree-N are drafts of a model or head: name one with --draft")
+        parser.error("chain-N and tree-N need a draft model or head: name one with --draft")
     report: dict[str, object] = {"command": command(), "machine": machine()}
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     report["cells"] = asyncio.run(_main(args))

@@ -36,31 +36,36 @@ def _speculation(text: str) -> str | int:
 
 def _own_flags(parser: Parser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--url", help="with or without /v1; nothing: a server of our own")
-    add("--model", help="its name on the server; a local folder: for a server of our own, and for "
-        "the roofline")  # fmt: skip
-    add("--api-key", metavar="KEY", help="or OPENAI_API_KEY")
+    add("--url", help="address of the server, with or without /v1; default: a new foretoken server")
+    add("--model", help="name of the model on the server; a local folder: model of the new "
+        "server and of the roofline")  # fmt: skip
+    add("--api-key", metavar="KEY", help="API key to send (OPENAI_API_KEY)")
     add(
         "--endpoint",
         choices=list(PATHS),
         default="completions",
-        help="completions: token ids, exact lengths; chat: text, approximate lengths",
+        help="route; completions: token ids of exact lengths; chat: text of approximate lengths",
     )
     add(
         "--vocab-size",
         type=positive,
         default=1000,
         metavar="N",
-        help="random ids below N are sent where the server has no /tokenize",
+        help="largest token id plus one, for random prompts where the server has no /tokenize",
     )
-    add("--max-model-len", type=positive, metavar="N", help="if the server does not tell it")
+    add(
+        "--max-model-len",
+        type=positive,
+        metavar="N",
+        help="longest context in tokens, where the server does not report it",
+    )
     add(
         "--speculation",
         type=_speculation,
         metavar="auto|off|K",
-        help="sent with each request (foretoken only)",
+        help="speculation of each request (foretoken servers only)",
     )
-    add("--timeout", type=above_zero, default=600.0, metavar="S", help="of one request")
+    add("--timeout", type=above_zero, default=600.0, metavar="S", help="time for one request")
 
 
 class Bench:
@@ -134,7 +139,7 @@ class Bench:
         if driver.num_stand_ins:
             notes.append(f"{driver.num_stand_ins} answers had stand-ins in the prompts after them")
         if self.max_len is None:
-            notes.append("the server tells no longest context: prompts are never cut")
+            notes.append("the server reports no longest context: prompts are not cut")
         return notes
 
 
@@ -145,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = parsed("foretoken bench serve", __doc__ or "", given[:at], _own_flags)
     server_args = given[at + 1 :]
     if runs[0].url is not None and server_args:
-        raise SystemExit("arguments behind -- are for a server of our own, not for --url")
+        raise SystemExit(
+            "arguments after -- are passed to a new server and cannot be combined with --url"
+        )
     report = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     roofline = _roofline(runs[0], server_args)

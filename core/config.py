@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, shown
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _LOWEST = {
@@ -26,8 +26,8 @@ _OPTIONAL = {
 }  # fmt: skip
 _HIGHEST = 2**40
 REJECTION_WANTS_DEPTH = (
-    "rejection cannot go with an automatic depth: to choose the depth by what was drafted biases "
-    "the output under rejection sampling; give a fixed one, --speculation K"
+    "rejection needs a fixed depth, --speculation K: a depth chosen by the drafts biases the "
+    "output of rejection sampling"
 )
 
 
@@ -120,9 +120,13 @@ class EngineConfig:
             _check_share(name, getattr(self, name))
         for name in _SECONDS:
             _check_seconds(name, getattr(self, name))
-        _require(self.dump_dir != "", "dump_dir", "must be a folder")
+        _require(self.dump_dir != "", "dump_dir", "must not be empty")
         _check_slowdown(self.max_slowdown)
-        _require(self.aging_seconds >= 0.001, "aging_seconds", "must be at least 0.001")
+        _require(
+            self.aging_seconds >= 0.001,
+            "aging_seconds",
+            f"must be at least 0.001 s, not {self.aging_seconds}",
+        )
         _require(isinstance(self.draft, str), "draft", "must be a string")
         if self.speculation not in ("auto", "off"):
             _check_integer("speculation", self.speculation, 0)
@@ -133,24 +137,28 @@ class EngineConfig:
     def _check_choice(self, name: str, args: tuple[object, ...]) -> None:
         value = getattr(self, name)
         if name != "speculation" and args and all(isinstance(a, str) for a in args):
-            _require(value in args, name, f"must be one of {', '.join(map(str, args))}")
+            _require(
+                value in args,
+                name,
+                f"must be one of {', '.join(map(str, args))}, not {shown(value)}",
+            )
 
     def _check_supported(self) -> None:
         # Rejection sampling is exact only if the depth does not follow from what was drafted.
         fixed = self.verify == "coupled" or self.speculation != "auto"
         _require(fixed, "verify", REJECTION_WANTS_DEPTH)
         on_cpu = self.device != "cuda" or self.backend != "native"
-        _require(on_cpu, "backend", "native computes on the CPU; on cuda use triton or torch")
+        _require(on_cpu, "backend", "native runs on the CPU only; use triton or torch on cuda")
         self._check_quantize()
         has_kv = self.kv_cache_dtype != "fp8" or self.backend != "native"
-        _require(has_kv, "kv_cache_dtype", "fp8 is for a GPU; the native backend has int8")
+        _require(has_kv, "kv_cache_dtype", "fp8 needs a GPU; the native backend supports int8")
 
     def _check_quantize(self) -> None:
         by_kernels = self.quantize != "int8" or self.backend != "torch"
-        _require(by_kernels, "quantize", "int8 needs the native backend or triton, not torch")
+        _require(by_kernels, "quantize", "int8 needs the native or the triton backend, not torch")
         may_be_native = self.device != "cuda" and self.backend in ("auto", "native")
         by_native = self.quantize != "int4" or may_be_native
-        _require(by_native, "quantize", "int4 needs the native backend, on the CPU")
+        _require(by_native, "quantize", "int4 needs the native backend on the CPU")
 
     def sizes(self, device: str) -> Sizes:
         """What was asked for, and the rest as suits a device, cpu or cuda."""
@@ -172,34 +180,36 @@ def parse_size(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,6})?)\s*([KMG]I?)?B?\s*", str(text).upper())
-    _require(found is not None, "kv_memory", "must be a size such as 4GiB")
+    _require(found is not None, "kv_memory", f"must be a size such as 4GiB, not {shown(text)}")
     assert found is not None  # for the type checker; _require raised otherwise
     size = int(float(found[1]) * _UNITS[found[2] or ""])
-    _require(size > 0, "kv_memory", "must be above 0")
+    _require(size > 0, "kv_memory", f"must be above 0, not {shown(text)}")
     return size
 
 
 def _check_integer(name: str, value: object, lowest: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    _require(is_int, name, "must be an integer")
-    _require(value >= lowest, name, f"must be at least {lowest}")  # type: ignore[operator]
-    _require(value <= _HIGHEST, name, f"must be at most {_HIGHEST}")  # type: ignore[operator]
+    _require(is_int, name, f"must be an integer, not {shown(value)}")
+    _require(value >= lowest, name, f"must be at least {lowest}, not {value}")  # type: ignore[operator]
+    _require(value <= _HIGHEST, name, f"must be at most {_HIGHEST}, not {shown(value)}")  # type: ignore[operator]
 
 
 def _check_share(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(is_number and 0 <= value <= 1, name, "must be from 0 to 1")  # type: ignore[operator]
+    fits = is_number and 0 <= value <= 1  # type: ignore[operator]
+    _require(fits, name, f"must be from 0 to 1, not {shown(value)}")
 
 
 def _check_seconds(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = is_number and 0 <= value <= _HIGHEST  # type: ignore[operator]
-    _require(fits, name, "must be a number of seconds")
+    _require(fits, name, f"must be a number of seconds, 0 or more, not {shown(value)}")
 
 
 def _check_slowdown(value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(is_number and value >= 1, "max_slowdown", "must be at least 1")  # type: ignore[operator]
+    fits = is_number and value >= 1  # type: ignore[operator]
+    _require(fits, "max_slowdown", f"must be at least 1, not {shown(value)}")
 
 
 def _require(holds: bool, param: str, message: str) -> None:

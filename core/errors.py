@@ -12,6 +12,18 @@ ForetokenError
 from __future__ import annotations
 
 
+def shown(value: object) -> str:
+    """A value as an error message quotes it: a number or a short text itself, else its type."""
+    match value:
+        case None | bool() | float():
+            return repr(value)
+        case int() if value.bit_length() <= 64:
+            return repr(value)
+        case str() if len(value) <= 64:
+            return repr(value)
+    return f"a value of type {type(value).__name__}"
+
+
 class ForetokenError(Exception):
     """Base of every error that foretoken raises on purpose."""
 

@@ -1,7 +1,6 @@
-"""Blocks: a turn's deltas as Anthropic's blocks of content, each event of them in its order.
+"""Blocks: the deltas of an answer as Anthropic's content blocks, with the events of each.
 
-The whole answer is made from the same blocks, so that it is what a client puts together from the
-stream.
+The answer that is not streamed is made from the same blocks, so both hold the same content.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ INVALID = "INVALID_JSON"  # what Anthropic calls arguments that are no object
 
 @dataclass(slots=True)
 class Part:
-    """One block so far. ``text``: its words, its thoughts, or its arguments as a JSON text."""
+    """One content block. ``text``: its text, its thinking, or its arguments as JSON text."""
 
     kind: Literal["thinking", "text", "tool_use"]
     text: str = ""
@@ -30,7 +29,7 @@ class Part:
 
     @property
     def opening(self) -> Body:
-        """The block before anything is in it."""
+        """The empty block, as ``content_block_start`` carries it."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking", "thinking": "", "signature": ""}
@@ -41,7 +40,7 @@ class Part:
 
     @property
     def body(self) -> Body:
-        """The block with all that is in it."""
+        """The complete block, as an answer that is not streamed carries it."""
         match self.kind:
             case "thinking":
                 return {**self.opening, "thinking": self.text, "signature": SIGNATURE}
@@ -52,10 +51,10 @@ class Part:
 
 
 class Blocks:
-    """Tells apart what a turn says.
+    """Splits the deltas of an answer into content blocks.
 
-    White space is held back until words follow: between a thought and a call it would be a block
-    of its own, which Anthropic's API takes back from nobody.
+    White space is held back until text follows: between thinking and a tool call it would be a
+    text block of its own, which Anthropic's API refuses in the next request.
     """
 
     def __init__(self, *, shows_thoughts: bool = True) -> None:
@@ -65,7 +64,7 @@ class Blocks:
         self._shows_thoughts = shows_thoughts
 
     def take(self, delta: TurnDelta) -> list[Body]:
-        """The events that a delta makes."""
+        """Return the events of a delta."""
         events: list[Body] = []
         # What goes on with a call came before the words, which came before the next call.
         going_on = [call for call in delta.calls if not call.id]
@@ -79,7 +78,7 @@ class Blocks:
         return events
 
     def end(self) -> list[Body]:
-        """The events that end the last block; an answer of nothing but white space shows it."""
+        """Return the events that end the last block; white space alone becomes a text block."""
         events: list[Body] = []
         if self._held and not self.parts:
             self._show(events)
@@ -145,12 +144,12 @@ class Blocks:
 
 
 def tool_use_id(call_id: str) -> str:
-    """A call's id as Anthropic's clients know it."""
+    """The id of a tool call in Anthropic's form, ``toolu_...``."""
     return f"toolu_{call_id.removeprefix('call_')}"
 
 
 def read_arguments(text: str) -> object:
-    """Arguments as an object.
+    """Tool call arguments as an object.
 
     What is none, as when ``max_tokens`` cut it, is shown as it is under a name that no tool has:
     half an object would be taken for a whole one. Of no text at all a stream shows `{}`, too.

@@ -1,4 +1,4 @@
-"""cache_control: which tokens of a prompt a caller wants kept, and what that wrote.
+"""cache_control: the parts of a prompt to pin in the cache, and how many tokens that wrote.
 
 A breakpoint stands behind a block, and blocks are text. Its place among the tokens is found by
 rendering the conversation up to there (`placing.Placer`): what the two have in common is what later
@@ -34,7 +34,7 @@ NEXT = Message(role="user", content="\x01")
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A breakpoint in a body. ``head``: the body up to there, which no answer follows."""
+    """A breakpoint. ``head``: the body up to it, without the opening of an answer."""
 
     head: CountRequest
     ttl: float
@@ -50,7 +50,7 @@ class Breakpoints:
     def written(self, num_cached: int, ttl: float | None = None) -> int:
         """Tokens before the last breakpoint that the cache did not have; those of one ttl.
 
-        In whole pages: what is behind the last of them is kept by nobody.
+        Whole pages only: tokens after the last full page are not cached.
         """
         total, done = 0, num_cached
         for pin in self.pins:
@@ -74,7 +74,7 @@ def read_marks(body: CountRequest) -> list[Mark]:
 
 
 def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int]) -> Breakpoints:
-    """A pin where each head ceases to be the beginning of the prompt's ids."""
+    """Pins of the prompt, one for each head: the longest prefix that both share."""
     places: dict[int, float] = {}
     for ttl, head in zip(ttls, heads, strict=True):
         num_tokens = common_len(head, ids)
@@ -96,7 +96,7 @@ def common_len(one: array[int], other: array[int]) -> int:
 
 
 class Place(NamedTuple):
-    """A block, and how to cut the body behind it."""
+    """A content block, and the function that cuts the body after it."""
 
     control: CacheControl | None
     head: Callable[[], CountRequest]

@@ -1,4 +1,4 @@
-"""Anthropic's conversations in the plain form that chat templates take."""
+"""Convert Anthropic's conversations to the messages that chat templates take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three
 
 
 def conversation_ask(body: CountRequest) -> Ask:
-    """What the prompt is made of; raises `InvalidRequest`."""
+    """The chat request of a body; raises `InvalidRequest`."""
     messages, tools = plain_conversation(body), read_tools(body.tools)
     return Ask(
         messages=messages,
@@ -48,10 +48,10 @@ def conversation_ask(body: CountRequest) -> Ask:
 
 
 def plain_conversation(body: CountRequest) -> list[Plain]:
-    """What a chat template is given; raises `InvalidRequest` naming the path of a bad block.
+    """Messages for the chat template; raises `InvalidRequest` naming the path of a bad block.
 
-    Results of tools come before the words of their message, as the calls that they answer stand
-    right before. Neighbours of one role are one message, which many templates insist on.
+    Tool results come before the text of their message, directly after the calls they answer.
+    Consecutive messages of one role become one, which many templates require.
     """
     plains: list[Plain] = []
     if body.system:
@@ -63,7 +63,7 @@ def plain_conversation(body: CountRequest) -> list[Plain]:
 
 
 def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str, object]:
-    """What of the body goes to the chat template; the caller's own options stand above it."""
+    """Options for the chat template; the caller's ``chat_template_kwargs`` take precedence."""
     options: dict[str, object] = {}
     if body.thinking is not None:
         options["enable_thinking"] = body.thinking.type != "disabled"
@@ -77,14 +77,14 @@ def template_options(body: CountRequest, messages: Sequence[Plain]) -> dict[str,
 
 
 def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
-    """The tools that the caller runs; raises `InvalidRequest` for one that lacks something."""
+    """The tools that the caller runs; raises `InvalidRequest` for an incomplete one."""
     tools = []
     for index, spec in enumerate(specs or ()):
         if not spec.is_custom:
             continue
         if spec.name is None or spec.input_schema is None:
             where = f"tools[{index}]"
-            raise InvalidRequest(f"{where}: name and input_schema are needed", param=where)
+            raise InvalidRequest(f"{where} needs name and input_schema", param=where)
         tools.append(
             Tool(
                 name=spec.name,
@@ -104,7 +104,7 @@ def read_choice(body: CountRequest, tools: Sequence[Tool]) -> ToolChoice:
     parallel = not choice.disable_parallel_tool_use
     if choice.type == "tool":
         if choice.name is None:
-            raise InvalidRequest("tool_choice must name a tool", param="tool_choice")
+            raise InvalidRequest("tool_choice of type tool needs a name", param="tool_choice")
         return named_choice(choice.name, tools, parallel=parallel)
     if choice.type == "any":
         if not tools:
@@ -161,7 +161,7 @@ def _check_blocks(blocks: Sequence[AnyBlock], role: str, path: str) -> None:
         if isinstance(block, ToolResultBlock):
             for number, inner in enumerate(_blocks(block)):
                 if not isinstance(inner, TextBlock):
-                    raise _unserved(inner, "in results of tools", f"{where}.content[{number}]")
+                    raise _unserved(inner, "in tool results", f"{where}.content[{number}]")
 
 
 def _blocks(result: ToolResultBlock) -> Sequence[Block]:
@@ -170,7 +170,7 @@ def _blocks(result: ToolResultBlock) -> Sequence[Block]:
 
 def _unserved(block: Block, place: str, where: str) -> InvalidRequest:
     kind = block.__struct_config__.tag
-    return InvalidRequest(f"{where}: {kind} is not served {place}", param=where)
+    return InvalidRequest(f"{where}: {kind} blocks are not supported {place}", param=where)
 
 
 def _assistant(blocks: Sequence[AnyBlock], names: dict[str, str]) -> Plain:

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients read them."""
+"""Errors in the form of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {
 
 
 def is_messages(path: str) -> bool:
-    """Whether this path is of Anthropic's API."""
+    """Whether the path belongs to Anthropic's API."""
     return path == PATH or path.startswith(f"{PATH}/")
 
 
@@ -35,7 +35,7 @@ def error_body(error: ApiError, request_id: str | None) -> Body:
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    """The whole answer, in the dialect of the path that was asked for."""
+    """The error response, in the form of the API that the path belongs to."""
     note_error(error)
     if not is_messages(scope["path"]):
         return error.response()
@@ -43,6 +43,6 @@ def error_response(scope: Scope, error: ApiError) -> Response:
 
 
 def request_id(scope: Scope) -> str | None:
-    """What the gate called this request."""
+    """The request's id, as the ``request-id`` header has it."""
     found: str | None = scope.get("state", {}).get("request_id")
     return found

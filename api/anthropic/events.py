@@ -1,4 +1,4 @@
-"""A turn in Anthropic's shape, whole and as events."""
+"""Answers in Anthropic's form, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTEXT_FULL = "model_context_window_exceeded"
 
 
 def event(body: Body) -> bytes:
-    """One event; clients pass over any that does not name its type twice."""
+    """One server-sent event; clients ignore events whose type is not in both places."""
     name = str(body["type"]).encode()
     return b"event: " + name + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
 
@@ -39,7 +39,7 @@ PING = event({"type": "ping"})
 
 
 def error_event(error: ApiError, request_id: str | None) -> bytes:
-    """An error after the status line is gone."""
+    """An error inside a stream, after the HTTP status was sent."""
     return event(error_body(error, request_id))
 
 
@@ -75,7 +75,7 @@ class MessageWriter:
     # -- streamed -------------------------------------------------------------------------------
 
     async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
-        """The answer as events; the first one waits for a step, which tells what was cached."""
+        """The answer as events; the first waits for a step, since it reports cached tokens."""
         blocks, last = self._blocks(), TurnDelta()
         is_first = True
         async with aclosing(turn.deltas()) as deltas:
@@ -93,11 +93,11 @@ class MessageWriter:
     # -- of nothing -----------------------------------------------------------------------------
 
     def warm(self, usage: Usage) -> Body:
-        """The answer that says nothing."""
+        """The answer without content, for a prompt that was only cached."""
         return self._message(usage) | WARMED | {"usage": self.usage(usage)}
 
     async def warm_events(self, usage: Usage) -> AsyncGenerator[bytes]:
-        """The same as events."""
+        """The same answer as events."""
         start: Body = {"type": "message_start", "message": self._message(usage)}
         yield b"".join([event(each) for each in [start, *self._ending(WARMED, usage)]])
 
@@ -116,14 +116,14 @@ class MessageWriter:
         return [told, {"type": "message_stop"}]
 
     def _diagnosis(self) -> Body | None:
-        """Why the prompt missed the cache; known once the first tokens are there."""
+        """The reason for the cache miss; known once the first tokens are computed."""
         if self.previous_id is None:
             return None
         found = self.service.llm.explain(self.id, previous_id=self.previous_id)
         return anthropic_diagnostics(found)
 
     def _message(self, usage: Usage) -> Body:
-        """The answer before anything is said."""
+        """The message without content, as ``message_start`` carries it."""
         return {
             "id": self.id,
             "type": "message",
@@ -137,7 +137,7 @@ class MessageWriter:
         }
 
     def _end(self, turn: Turn, last: TurnDelta) -> Body:
-        """Why it ended."""
+        """Stop reason and stop sequence of a choice."""
         reason, sequence = last.finish_reason or "", None
         stopped = REASONS.get(reason, "tool_use")
         if reason == "stop" and isinstance(last.stop_reason, str):
@@ -147,7 +147,7 @@ class MessageWriter:
         return {"stop_reason": stopped, "stop_sequence": sequence}
 
     def usage(self, usage: Usage, *, is_start: bool = False) -> MessageUsage:
-        """``usage``: what was read from the cache, written to it, and neither, add up."""
+        """``usage``: prompt tokens read from the cache, written to it, and all others."""
         found = self.service.llm.explain(self.id) if self.explains and not is_start else None
         read, written = usage.cached_tokens, self.breakpoints.written(usage.cached_tokens)
         return MessageUsage(
@@ -166,7 +166,7 @@ class MessageWriter:
 
 
 class MessageReply(Reply):
-    """One turn."""
+    """The answer to one conversation."""
 
     def __init__(self, writer: MessageWriter, turn: Turn) -> None:
         self._writer, self._turn = writer, turn
@@ -185,7 +185,7 @@ class MessageReply(Reply):
 
 
 class WarmedMessage(Reply):
-    """The answer to a prompt that was only to be cached."""
+    """The answer to a prompt that was only cached (``max_tokens`` 0)."""
 
     def __init__(self, writer: MessageWriter, usage: Usage) -> None:
         self._writer, self._usage = writer, usage

@@ -1,4 +1,4 @@
-"""Where breakpoints stand among the tokens of a prompt, without tokenising it once for each."""
+"""Find the token positions of cache breakpoints without tokenising the prompt for each."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Ids: TypeAlias = "array[int]"
 
 
 class Placer:
-    """Finds breakpoints, and remembers the beginnings that it rendered.
+    """Finds the positions of breakpoints, and remembers prefixes that it rendered.
 
-    Agents mark the end of each request and grow from there, so that all marks of a request but
-    the last were met before; and the last is mostly the whole prompt, which is rendered anyway.
-    ``normalizes``: whether the turns leave something out, which then makes no difference here.
+    An agent marks the end of each request and continues from there. So all breakpoints but the
+    last were rendered for earlier requests, and the last is usually the whole prompt.
+    ``normalizes``: whether ``--normalize`` removes text, which then moves no breakpoint.
     """
 
     def __init__(self, turns: Turns, *, normalizes: bool = False) -> None:
@@ -38,7 +38,7 @@ class Placer:
     async def place(
         self, marks: Sequence[Mark], ask: Ask, prompt_ids: Sequence[int]
     ) -> Breakpoints:
-        """Each mark behind the tokens that the prompt and the mark's head have in common."""
+        """Positions of the breakpoints: the tokens that the prompt shares with each head."""
         ids = array("i", prompt_ids)
         heads = [await self._head(mark, ask, ids) for mark in marks]
         return pins_at([mark.ttl for mark in marks], heads, ids)
@@ -59,7 +59,7 @@ class Placer:
         return self._heads[key]
 
     async def _num_opening(self, whole: Ask) -> int:
-        """Tokens at the end of a prompt that open the answer."""
+        """Number of tokens at the end of a prompt that open the answer."""
         if "continue_final_message" in whole.template:
             return 0
         short = replace(whole, messages=[{"role": "user", "content": NEXT.content}], tools=())

@@ -31,7 +31,7 @@ NAMES = {"stop": "stop_sequences", "json_schema": "output_config.format", "promp
 
 
 class Conversing(Dialect[C]):
-    """What answers and counts have in common."""
+    """What the two routes share: decoding, checks and the form of errors."""
 
     most_temperature = ANTHROPIC_TEMPERATURE
     ping = PING
@@ -42,7 +42,7 @@ class Conversing(Dialect[C]):
         return error_event(error, None if context is None else context.request_id)
 
     def rename(self, error: InvalidRequest, _body: C) -> None:
-        """As bodies of this API call the fields."""
+        """The name of a field in the bodies of this API."""
         name = error.param or ""
         if name in NAMES and not isinstance(error, PromptTooLong):
             error.args = (str(error).replace(name, NAMES[name], 1),)
@@ -59,7 +59,7 @@ class MessagesCount(Conversing[CountRequest]):
         return decode_count(data)
 
     def check(self, body: CountRequest) -> None:
-        """How it would be sampled is of no account."""
+        """Check the model only: sampling parameters do not matter for a count."""
         self.service.check_model(body.model)
 
     async def open(self, body: CountRequest) -> Reply:
@@ -80,7 +80,7 @@ class MessagesRoute(Conversing[MessagesRequest]):
         return decode(data)
 
     async def open(self, body: MessagesRequest) -> Reply:
-        """Render, find the breakpoints, submit; with no tokens to say the prompt is only cached."""
+        """Render, find the breakpoints and submit; with ``max_tokens`` 0 only cache the prompt."""
         turns = self.service.turns
         marks, ask = await self.service.apart(lambda: (read_marks(body), read_ask(body)))
         prompt_ids = await turns.render(ask)
@@ -108,7 +108,7 @@ class MessagesRoute(Conversing[MessagesRequest]):
     async def _placed(
         self, marks: Sequence[Mark], ask: Ask, prompt_ids: Sequence[int]
     ) -> tuple[Ask, Breakpoints]:
-        """The question with its breakpoints as pins; who writes nothing has none."""
+        """The chat request with its breakpoints as pins; none where cache writes are off."""
         if not marks or not ask.cache.write:
             return ask, Breakpoints()
         breakpoints = await self._placer.place(marks, ask, prompt_ids)
@@ -118,22 +118,24 @@ class MessagesRoute(Conversing[MessagesRequest]):
 
 
 def read_ask(body: MessagesRequest) -> Ask:
-    """What the body asks for; raises `InvalidRequest`."""
+    """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported(body)
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1", param="n")
     if is_prewarm(body):
         name = "prompt_cache_options.prewarm"
-        raise InvalidRequest(f"{name}: here max_tokens 0 prewarms a prompt", param=name)
+        raise InvalidRequest(
+            f"{name} is not supported here: set max_tokens to 0 instead", param=name
+        )
     if body.mcp_servers:
-        raise InvalidRequest("mcp_servers are not served", param="mcp_servers")
+        raise InvalidRequest("mcp_servers is not supported", param="mcp_servers")
     cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
     ask = conversation_ask(body)
     return replace(ask, params=read_params(body), cache=cache, cache_key=body.prompt_cache_key)
 
 
 def read_params(body: MessagesRequest) -> SamplingParams:
-    """Sampling parameters; 0 tokens are none of the engine's business."""
+    """Sampling parameters; ``max_tokens`` 0 is left out, since the engine needs at least 1."""
     params = sampling_params(body, max_tokens=body.max_tokens or 1, logprobs=None)
     if body.stop_sequences is not None:
         params = replace(params, stop=body.stop_sequences)

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API. Unknown fields are passed over, as clients send many."""
+"""Bodies of Anthropic's Messages API. Unknown fields are ignored: clients send many."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..openai.schema import Count, Guess, One, Prediction, Sampling, StopTexts
 
 
 class CacheControl(Struct, kw_only=True):
-    """A breakpoint: what stands before it, and the block itself, is kept in the prefix cache."""
+    """A cache breakpoint: the prompt up to and including its block is pinned in the cache."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(Struct, kw_only=True):
-    """What every block of content may carry."""
+    """Fields that every content block may have."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Block, tag="text", kw_only=True):
-    """Words."""
+    """A text block."""
 
     text: str
 
@@ -37,17 +37,17 @@ class DocumentBlock(Block, tag="document", kw_only=True):
 
 
 class ThinkingBlock(Block, tag="thinking", kw_only=True):
-    """What the model thought before; its signature is not looked at."""
+    """Earlier thinking of the model; the signature is not checked."""
 
     thinking: str
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking", kw_only=True):
-    """Thoughts that only their author can read."""
+    """Encrypted thinking, which is ignored."""
 
 
 class ToolUseBlock(Block, tag="tool_use", kw_only=True):
-    """A call that the model made."""
+    """A tool call by the model."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class ToolUseBlock(Block, tag="tool_use", kw_only=True):
 
 
 class ToolResultBlock(Block, tag="tool_result", kw_only=True):
-    """What a call gave."""
+    """The result of a tool call."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
@@ -81,7 +81,7 @@ class Message(Struct, kw_only=True):
 
 
 class ToolSpec(Struct, kw_only=True):
-    """One of ``tools``. Those with a type of their own are known to Anthropic's models alone."""
+    """One of ``tools``. Tools with a type of Anthropic's own work with its models only."""
 
     type: str | None = None
     name: str | None = None
@@ -92,7 +92,7 @@ class ToolSpec(Struct, kw_only=True):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the caller runs it."""
+        """Whether the caller runs the tool."""
         return self.type in (None, "custom")
 
 
@@ -105,7 +105,7 @@ class AnyChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """``thinking``. A budget is passed over: a template has no place for one."""
+    """``thinking``. A budget is ignored: chat templates have no such option."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     display: Literal["summarized", "omitted"] | None = None
@@ -126,13 +126,13 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class Diagnostics(Struct, kw_only=True):
-    """``diagnostics``: tell why the prompt shares no more with that message's."""
+    """``diagnostics``: report why the prompt shares no more tokens with that message's prompt."""
 
     previous_message_id: str | None = None
 
 
 class CountRequest(Sampling, kw_only=True):
-    """Body of /v1/messages/count_tokens, and what both bodies have in common."""
+    """Body of /v1/messages/count_tokens; the fields that both bodies share."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -147,7 +147,7 @@ class CountRequest(Sampling, kw_only=True):
 
     @property
     def format(self) -> JsonFormat | None:
-        """The structured output that is asked for, if any."""
+        """The requested format of structured output, or None."""
         given = None if self.output_config is None else self.output_config.format
         return given or self.output_format
 

@@ -1,4 +1,4 @@
-"""What ``--draft`` names: the sources, the draft model, and the speculator over them."""
+"""``--draft``: the drafters that it names, and the speculator that uses them."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens to
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """``--draft``, read: model-free sources by name, and the folder or hub id of a model that drafts."""
+    """``--draft`` parsed: model-free sources by name, and the folder or hub id of a draft model."""
 
     sources: tuple[str, ...] = ()
     model: str | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be guessed."""
+        """Whether there are no drafters."""
         return not self.sources and self.model is None
 
 
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
-    """Read ``draft``; "auto" is everything free, and the draft model that belongs to the target.
+    """Parse ``draft``; "auto": all model-free sources, and the draft model that comes with the target.
 
-    In a list "auto" is everything free, and the model is the one that the list names. Raises
+    In a list "auto" means all model-free sources; the draft model is the one listed. Raises
     `InvalidRequest` for an empty name, a source named twice, or two draft models.
     """
     if config.draft == "none" or config.speculation in ("off", 0):
@@ -64,26 +64,26 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     names = [name.strip() for name in config.draft.split(",")]
     for name in names:
         if name in ("", "none"):
-            message = f"draft: '{name}' must stand alone" if name else "draft has an empty name"
+            message = f"draft: '{name}' cannot be combined with other drafters" if name else "draft has an empty name"
             raise InvalidRequest(message, param="draft")
         if names.count(name) > 1:
-            raise InvalidRequest(f"draft names '{name}' twice", param="draft")
+            raise InvalidRequest(f"draft lists '{name}' twice", param="draft")
     sources = tuple(dict.fromkeys(source for name in names for source in _sources(name)))
     models = [name for name in names if not _sources(name)]
     if len(models) > 1:
-        raise InvalidRequest(f"draft names two models: {', '.join(models)}", param="draft")
+        raise InvalidRequest(f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft")
     return DraftSpec(sources, models[0] if models else None)
 
 
 def _sources(name: str) -> tuple[str, ...]:
-    """The model-free sources that a name means; none where it names a model."""
+    """The model-free sources that a name stands for; none for a path of a model."""
     if name == "auto":
         return AUTO
     return (name,) if name in FREE or name.startswith("oracle:") else ()
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
-    """The model-free sources, what a grammar forces first, then a client's own prediction."""
+    """The model-free sources in order: forced tokens of a grammar, the caller's prediction, others."""
     if spec.is_empty:
         return []
     made: list[Source] = [GrammarSource(), PredictionSource()]
@@ -99,7 +99,7 @@ def _accuracy(name: str) -> float:
     try:
         return float(name.removeprefix("oracle:"))
     except ValueError:
-        raise InvalidRequest(f"draft: {name} is not oracle:P", param="draft") from None
+        raise InvalidRequest(f"draft: {name} must be oracle:P, P from 0 to 1", param="draft") from None
 
 
 def make_speculator(
@@ -110,7 +110,7 @@ def make_speculator(
     overlaps: bool,
     proposer: Proposer | None = None,
 ) -> tuple[Speculator, CostModel]:
-    """What plans the drafts, and the costs that it goes by, still to be measured.
+    """The speculator and its cost model, which `measure_costs` fills.
 
     ``proposer``: the model that drafts, if there is one. ``overlaps``: steps without drafts are
     launched before the one ahead of them is read.
@@ -147,15 +147,16 @@ def measure_costs(
 
 
 def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Decoder) -> None:
-    """Raises `ModelLoadError` unless a draft model speaks the target's tokens."""
+    """Raise `ModelLoadError` unless draft model and target have the same tokens."""
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
-        raise ModelLoadError(f"{path}: a draft of {ours} tokens for a target of {theirs}")
+        message = f"{path}: the draft model has {ours} tokens in its vocabulary, its target {theirs}"
+        raise ModelLoadError(message)
     check_same_tokens(path, target_path, read=tokenizer_json)
 
 
 def tokenizer_json(path: Path) -> str | None:
-    """The text of a model's tokenizer.json; of a GGUF file, of the one that it implies."""
+    """The text of a model's tokenizer.json; for a GGUF file, of the tokenizer made from it."""
     if path.suffix.lower() == ".gguf":
         return str(load_gguf_tokenizer(path).backend_tokenizer.to_str())
     file = path / "tokenizer.json"

@@ -47,7 +47,7 @@ _Model: TypeAlias = tuple[Decoder, KVPool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A ready engine and what the text side must know of its model."""
+    """A built engine, and what the API needs of its model."""
 
     engine: Engine
     path: Path  # of the target, a folder or a GGUF file: tokenizer, chat template
@@ -61,9 +61,9 @@ class Built:
 
 
 def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
-    """Load a model and its drafts and put an engine round them; blocking.
+    """Load a model and its drafters and build an engine; blocking.
 
-    Raises `ModelLoadError`, or `InvalidRequest` for an option that does not suit the model.
+    Raises `ModelLoadError`, or `InvalidRequest` for an option that the model does not support.
     """
     keep_freed_memory()
     source = find_model(model)
@@ -155,8 +155,8 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
 
 
 def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
-    remedy = "lower dtype, or quantize"
-    with out_of_memory_told(f"when {path.name} was loaded", remedy):
+    remedy = "use a smaller --dtype, or --quantize"
+    with out_of_memory_told(f"while loading {path.name}", remedy):
         return load_decoder(
             path,
             dtype=config.dtype,
@@ -212,8 +212,8 @@ def _warm_up(
 
     ``taps``: what the proposer observes of the target's passes.
     """
-    remedy = "lower kv_memory, max_batch_tokens or max_running"
-    with out_of_memory_told("before the first request", remedy):
+    remedy = "lower --kv-memory, --max-batch-tokens or --max-running"
+    with out_of_memory_told("while preparing the first step", remedy):
         for decoder, pool in (target, draft) if isinstance(draft, tuple) else (target,):
             is_target = decoder is target[0]
             if decoder.device.type != "cpu":

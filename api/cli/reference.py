@@ -1,4 +1,4 @@
-"""docs/api.md, made of the types: ``python -m foretoken.api.cli.reference docs/api.md``."""
+"""Generate docs/api.md from the types: ``python -m foretoken.api.cli.reference docs/api.md``."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _http() -> Iterator[str]:
 
 
 def _no_service() -> Service:
-    """Enough of a service to make the routes of; none is called."""
+    """A stand-in for the service, to create the routes without an engine."""
     return Service(cast("Any", SimpleNamespace()), Settings())
 
 
@@ -164,7 +164,7 @@ def _schema(name: str, schema: Schema) -> Iterator[str]:
 
 
 def _kind(schema: Schema) -> str:
-    """A JSON schema in a few words."""
+    """A short description of a JSON schema."""
     if "$ref" in schema:
         name = _short(schema["$ref"].rpartition("/")[2])
         return f"[{name}](#{name.lower().replace('.', '')}-http)"

@@ -1,4 +1,4 @@
-"""``foretoken selftest``: is this machine's backend right, and how near to its limits?
+"""``foretoken selftest``: check the native kernels on this machine, and time them.
 
 Every operation of the native backend is compared with the torch backend on the same input, and
 the linears are timed beside the read bandwidth and the matrix rate measured in the same run.
@@ -61,7 +61,7 @@ _Weight = TypeVar("_Weight", bound=PackedLinear)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """An operation's relative error against torch, and the largest that passes."""
+    """Relative error of an operation against PyTorch, and the largest that is accepted."""
 
     name: str
     dtype: torch.dtype
@@ -75,13 +75,13 @@ class Comparison:
 
 
 def selftest(*, threads: int) -> int:
-    """Print what was found; 0 when every operation agrees, 1 when one does not.
+    """Print the results; 0 if every operation agrees with PyTorch, else 1.
 
     Raises `ForetokenError` where there are no kernels.
     """
     library = native_library()
     if library is None:
-        raise ForetokenError("there are no native kernels here (the line above says why)")
+        raise ForetokenError("no native kernels are available (the log line above has the reason)")
     torch.manual_seed(0)
     ops = NativeOps(library)
     ops.set_threads(threads)

@@ -26,7 +26,7 @@ RESET = "\x1b[0m"
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """NO_COLOR says no, then FORCE_COLOR says yes; else a terminal has colours and a file none."""
+    """Whether to use colours: NO_COLOR disables, FORCE_COLOR enables, else only on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -35,14 +35,14 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 class Palette:
-    """A colour for each source, in the order in which they are met; the target itself has none."""
+    """Assigns a colour to each draft source in order of appearance; the target has none."""
 
     def __init__(self, *, coloured: bool) -> None:
         self.coloured = coloured
         self._sources: list[str] = []
 
     def name(self, source: str) -> str:
-        """The colour of a source."""
+        """The name of the colour of a source."""
         if not source:
             return "plain"
         if source not in self._sources:
@@ -50,7 +50,7 @@ class Palette:
         return list(COLOURS)[self._sources.index(source) % len(COLOURS)]
 
     def paint(self, text: str, source: str) -> str:
-        """The text in the colour of a source."""
+        """The text with the escape codes of the colour of a source."""
         name = self.name(source)
         if not text or not source or not self.coloured:
             return text
@@ -58,10 +58,10 @@ class Palette:
 
 
 class Painter:
-    """Paints one answer. It only adds escapes to the text that it is given.
+    """Colours one answer; it adds escape codes and does not change the text.
 
-    That text may lag behind the tokens. ``push`` says how many characters a token brings to the
-    whole text; those wait in a queue until they are shown.
+    The text may lag behind the tokens. ``push`` returns the number of characters that a token adds
+    to the text; they wait in a queue until the text is shown.
     """
 
     def __init__(self, palette: Palette, push: Callable[[int], str]) -> None:
@@ -86,7 +86,7 @@ class Painter:
         return "".join(parts)
 
     def legend(self) -> str:
-        """One line: how many tokens each source brought, and its colour."""
+        """One line with the number of tokens and the colour of each source."""
         parts = []
         for source, count in self._counts.items():
             colour = f" = {self._palette.name(source)}" if self._palette.coloured else ""
@@ -102,7 +102,7 @@ def run(
     *,
     show_drafts: bool = False,
 ) -> int:
-    """Complete one prompt; the text on stdout, the cost on stderr."""
+    """Complete one prompt: text on stdout, cost on stderr."""
     palette = _palette(show_drafts=show_drafts)
     return asyncio.run(_run(AsyncLLM(model, **options), prompt, params, palette))
 
@@ -115,7 +115,7 @@ def chat(
     *,
     show_drafts: bool = False,
 ) -> int:
-    """Talk, one line of stdin a turn, until it ends."""
+    """Hold a conversation: one line of stdin for each turn, until stdin ends."""
     palette = _palette(show_drafts=show_drafts)
     return asyncio.run(_chat(AsyncLLM(model, **options), params, system, palette))
 
@@ -148,7 +148,7 @@ async def _chat(
 
 
 async def _read_line() -> str | None:
-    """The next line that says something; None at the end of stdin."""
+    """The next line that is not empty; None at the end of stdin."""
     while sys.stdin is not None:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)

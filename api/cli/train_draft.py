@@ -1,4 +1,4 @@
-"""``foretoken train-draft``: data as the target's tokens, training, and what it is worth."""
+"""``foretoken train-draft``: read data, train a draft, and report its acceptance and speed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ the log (log.jsonl), the report, a plot if matplotlib is installed, and what --r
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the flags of the command."""
     parser.epilog = EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     _add_files(parser)
@@ -54,7 +54,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="files and folders to learn from; see below",
+        help="training data: files and folders; formats are listed below",
     )
     add(
         "--kind",
@@ -64,7 +64,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         "that drafts one token a pass; lm: a small language model",
     )
     add("--out", required=True, metavar="DIR", help="folder that receives the draft")
-    add("--resume", action="store_true", help="go on where the run in OUT was stopped")
+    add("--resume", action="store_true", help="resume the stopped run in OUT")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -74,43 +74,50 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=_above_zero,
         metavar="N",
-        help=f"time to train, {DEFAULT_MINUTES:g} unless --tokens is given; answering prompts "
-        "anew may take as long again",
+        help=f"training time in minutes ({DEFAULT_MINUTES:g} unless --tokens is given); "
+        "regenerating answers may take as long again",
     )
     budget.add_argument(
-        "--tokens", type=_count, metavar="N", help="train on so many tokens, however long it takes"
+        "--tokens", type=_count, metavar="N", help="tokens to train on, in place of --minutes"
     )
     add(
         "--init",
         metavar="target|DIR",
-        help="begin with the target's own layers (default for eagle3 and lm; those of a block head "
-        "begin at random), or with the draft in a folder",
+        help="initial weights: the target's layers (target; default for eagle3 and lm), or the "
+        "draft in a folder; default for block: random",
     )
     add(
         "--regenerate",
         choices=("auto", "on", "off"),
         default="auto",
-        help="let the target answer anew: auto does so for chats, on for traffic and texts as "
-        "well, off for none",
+        help="answers to train on: auto lets the target answer chats anew, on traffic and texts as "
+        "well, off keeps all answers as they are",
     )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of the training: same seed and data, same draft (0)",
+        help="seed of the training (0); same seed and data, same draft",
     )
 
 
 def _add_head(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layers", type=_count, default=2, metavar="N", help="layers of a block head or lm (2)")
-    add("--block", type=_count, default=7, metavar="N", help="tokens that a block drafts (7)")
+    add(
+        "--block",
+        type=_count,
+        default=7,
+        metavar="N",
+        help="tokens that a block head drafts in one pass (7)",
+    )
     add(
         "--draft-vocab",
         type=_count,
         metavar="N",
-        help="tokens that a head may draft, the N most frequent: smaller and faster (all)",
+        help="vocabulary of a head: the N most frequent tokens, for a smaller and faster head "
+        "(all)",
     )
 
 
@@ -126,9 +133,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="data type of the target's weights; auto: as they are served",
+        help="data type of the target's weights; auto: as in serve",
     )
-    add("--threads", type=_count, metavar="N", help="threads of the CPU (all)")
+    add("--threads", type=_count, metavar="N", help="number of CPU threads (all)")
 
 
 def _count(text: str) -> int:
@@ -148,7 +155,7 @@ def _above_zero(text: str) -> float:
 
 
 def train_draft(parsed: argparse.Namespace) -> int:
-    """Run the command; raises `InvalidRequest` for data and folders that do not fit."""
+    """Run the command; raises `InvalidRequest` for wrong data or folders."""
     _check(parsed)
     import torch
 
@@ -183,23 +190,28 @@ def train_draft(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """What is wrong before anything is loaded."""
+    """Check the arguments before anything is loaded."""
     out = Path(parsed.out)
     if out.exists() and not out.is_dir():
         raise InvalidRequest(f"out: {out} is not a folder", param="out")
     state = out / "training" / "state.pt"
     if state.exists() and not parsed.resume:
-        message = f"out: {out} holds a run; go on with it by --resume, or name another folder"
+        message = (
+            f"out: {out} contains a run already: continue it with --resume, or name another folder"
+        )
         raise InvalidRequest(message, param="out")
     if parsed.resume and not state.exists():
-        raise InvalidRequest(f"resume: {out} holds no checkpoint", param="resume")
+        raise InvalidRequest(f"resume: {out} contains no checkpoint of a run", param="resume")
     for each in parsed.data:
         if not Path(each).exists():
             raise InvalidRequest(f"data: {each} does not exist", param="data")
     if parsed.init not in (None, "target") and not Path(parsed.init).is_dir():
         raise InvalidRequest(f"init: {parsed.init} is not a folder", param="init")
     if parsed.kind == "lm" and parsed.draft_vocab is not None:
-        raise InvalidRequest("draft-vocab is for heads: an lm has all tokens", param="draft_vocab")
+        raise InvalidRequest(
+            "draft-vocab is supported for heads only: an lm has the target's whole vocabulary",
+            param="draft_vocab",
+        )
 
 
 def _options(parsed: argparse.Namespace) -> TrainOptions:

@@ -1,8 +1,7 @@
-"""POST /v1/branches: several continuations of one beginning, which is computed once.
+"""POST /v1/branches: several continuations of one prefix, which is computed once.
 
-Each branch is a request of its own with its own suffix. The prefix cache does the rest: the first
-computes what all share, the others wait for it and borrow its pages; nobody writes into a shared
-page.
+Each branch is a request with its own suffix. The prefix cache does the rest: the first branch
+computes the shared prefix, the others wait for it and borrow its pages. Shared pages are read only.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ AnyBody = ChatRequest | CompletionRequest
 
 
 class Branch(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What one branch adds to the beginning, and where it samples otherwise than the body says."""
+    """The suffix of one branch, and sampling parameters that differ from the body's."""
 
     messages: list[Message] | None = None
     prompt: Text | None = None
@@ -65,7 +64,7 @@ class Branch(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BranchesRequest(Struct, kw_only=True):
-    """Body of /v1/branches; what else it holds are fields of a chat or of a text completion."""
+    """Body of /v1/branches; its other fields are those of a chat or a text completion."""
 
     branches: Annotated[list[Branch], Meta(min_length=1, max_length=MAX_BRANCHES)]
     messages: msgspec.Raw = msgspec.Raw()
@@ -74,7 +73,7 @@ class BranchesRequest(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """One branch as a body of its own, and where the fields of that stand."""
+    """One branch as a complete body, and the paths of its fields in the original body."""
 
     body: AnyBody
     path: str
@@ -83,7 +82,7 @@ class Fork:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Let errors name the field as the body of all branches calls it."""
+        """Make errors in the block name fields by their paths in the original body."""
         try:
             yield
         except InvalidRequest as error:
@@ -118,13 +117,13 @@ decode_completion = decoder(CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class Forks:
-    """The branches of one body; what they share is that of the first."""
+    """The branches of one body; shared options are those of the first."""
 
     forks: list[Fork]
 
     @property
     def model(self) -> str | None:
-        """The model that is asked for."""
+        """The requested model."""
         return self.forks[0].body.model
 
     @property
@@ -134,24 +133,26 @@ class Forks:
 
     @property
     def deadline_ms(self) -> float | None:
-        """Milliseconds for all of them."""
+        """Deadline of all branches, in milliseconds."""
         return self.forks[0].body.deadline_ms
 
 
 def decode_branches(data: bytes) -> Forks:
-    """One body for each branch, as if it had been sent alone; raises 400."""
+    """One complete body for each branch; raises `ApiError` 400."""
     asked = decode(data)
     is_chat = bool(bytes(asked.messages))
     if is_chat == (asked.prompt is not None):
-        raise InvalidRequest("needs prompt or messages, and not both", param="prompt")
+        raise InvalidRequest("the body needs either prompt or messages, not both", param="prompt")
     shared: AnyBody = decode_chat(data) if is_chat else decode_completion(data)
     if shared.n not in (None, 1):
-        raise InvalidRequest("n must be 1: each branch is one answer", param="n")
+        raise InvalidRequest("n must be 1: each branch has one answer", param="n")
     if shared.echo:
-        raise InvalidRequest("echo is not supported here", param="echo")
+        raise InvalidRequest("echo is not supported for branches", param="echo")
     if is_prewarm(shared):
         name = "prompt_cache_options.prewarm"
-        raise InvalidRequest(f"{name}: a chat or a completion can be prewarmed", param=name)
+        raise InvalidRequest(
+            f"{name} is not supported for branches: send it in a chat or a completion", param=name
+        )
     return Forks([_forked(shared, each, f"branches[{i}]") for i, each in enumerate(asked.branches)])
 
 
@@ -162,7 +163,8 @@ def _forked(shared: AnyBody, branch: Branch, path: str) -> Fork:
     wrong = "prompt" if isinstance(shared, ChatRequest) else "messages"
     if wrong in own or (wrong == "messages" and "max_completion_tokens" in own):
         name = wrong if wrong in own else "max_completion_tokens"
-        message = f"{path}: {name} does not suit the body"
+        kind = "messages" if wrong == "prompt" else "a prompt"
+        message = f"{path}.{name} is not supported: the body has {kind}"
         raise InvalidRequest(message, param=f"{path}.{name}")
     given = frozenset(own)
     num_shared = 0
@@ -231,14 +233,14 @@ class BranchesRoute(Dialect[Forks]):
 
 
 class BranchReply(Reply):
-    """The branches; an error of one ends the others."""
+    """The answer with all branches; an error in one ends the others."""
 
     def __init__(self, writer: BranchWriter) -> None:
         self._writer = writer
         self.turns: list[Turn] = []
 
     async def whole(self) -> object:
-        """All of them in one body."""
+        """All branches in one body."""
         choices = [
             replace(choice, index=index)
             for index, turn in enumerate(self.turns)
@@ -247,7 +249,7 @@ class BranchReply(Reply):
         return self._writer.branches(self.turns, choices)
 
     def events(self) -> AsyncGenerator[bytes]:
-        """All of them as events, mixed."""
+        """All branches as events, interleaved."""
         return self._writer.branch_events(self.turns)
 
     def close(self) -> None:
@@ -257,7 +259,7 @@ class BranchReply(Reply):
 
 
 class BranchWriter(ChatWriter):
-    """Writes branches as a chat's choices are written, each with its own usage."""
+    """Encodes branches like the choices of a chat, each with its own usage."""
 
     def branches(self, turns: Sequence[Turn], choices: Sequence[TurnChoice]) -> BranchesBody:
         """All branches in one body."""

@@ -63,13 +63,13 @@ class ChatRoute(Dialect[ChatRequest]):
         return ChatReply(writer, await self.service.turns.open(ask, request_id=head.id))
 
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
-        """Of the two ways to ask for JSON."""
+        """The name of a field in the body: response_format where the schema came from there."""
         if error.param == "json_schema" and body.response_format is not None:
             error.param = "response_format"
 
 
 class ChatReply(Reply):
-    """One turn."""
+    """The answer to one chat request."""
 
     def __init__(self, writer: ChatWriter, turn: Turn) -> None:
         self._writer, self._turn = writer, turn
@@ -79,7 +79,7 @@ class ChatReply(Reply):
         return self._writer.whole(self._turn, await self._turn.collect())
 
     def events(self) -> AsyncGenerator[bytes]:
-        """The n choices as events, mixed."""
+        """The n choices as events, interleaved."""
         return self._writer.events(self._turn)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class ChatReply(Reply):
 
 
 def read_ask(body: ChatRequest) -> Ask:
-    """What the body asks for; raises `InvalidRequest`."""
+    """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported_chat(body)
     tools = read_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
@@ -114,7 +114,7 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 
 def template_options(body: ChatRequest) -> dict[str, object]:
-    """What of the body goes to the chat template."""
+    """Options of the body for the chat template."""
     options: dict[str, object] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -126,7 +126,7 @@ def template_options(body: ChatRequest) -> dict[str, object]:
 
 
 class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
-    """Writes one answer."""
+    """Encodes one answer."""
 
     whole_kind, whole_type = "chat.completion", ChatBody
     chunk_kind, chunk_type = "chat.completion.chunk", ChunkBody
@@ -145,7 +145,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         return self.answer([self.choice(each) for each in choices], turn.usage)
 
     def nothing(self, index: int) -> ChatChoiceBody:
-        """The choice of a prompt that was only to be cached."""
+        """The empty choice, for a prompt that was only cached."""
         return self.choice(TurnChoice(index=index, finish_reason="length"))
 
     def nothing_chunks(self, index: int) -> list[bytes]:
@@ -197,7 +197,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
             yield last
 
     def _chunks(self, delta: TurnDelta) -> list[bytes]:
-        """What a step adds, all of it in one chunk, and the end in one of its own."""
+        """The chunks of a delta: one for its content, and one for the end."""
         chunks = []
         content = _delta_body(delta)
         if self._tells_sources and content is None and not delta.logprobs:
@@ -220,7 +220,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
 
 class TokenPieces:
-    """The text of each token of a choice, and who drafted it; "" is the model itself.
+    """The text of each token of a choice, and its draft source; "" is the target model.
 
     The tokens of one character are one piece: it stands at the last of them.
     """
@@ -252,7 +252,7 @@ def _whole_call(call: Call) -> CallBody:
 
 
 def _delta_body(delta: TurnDelta) -> DeltaBody | None:
-    """What a step adds to the message, if anything."""
+    """The delta of a chunk; None if a step adds nothing."""
     if not (delta.reasoning or delta.words or delta.calls):
         return None
     return DeltaBody(

@@ -35,7 +35,7 @@ decode = decoder(CompletionRequest)
 
 
 def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence[int]) -> str:
-    """The text that a prompt of token ids stands for; what encoding adds by itself is no text."""
+    """The text that a prompt of token ids stands for; without special tokens that encoding adds."""
     count = len(added_ids)
     start = count if list(token_ids[:count]) == list(added_ids) else 0
     return tokenizer.decode(token_ids[start:], skip_special_tokens=False)
@@ -44,7 +44,7 @@ def echo_ids(tokenizer: Tokenizer, token_ids: Sequence[int], added_ids: Sequence
 def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) -> Iterator[int]:
     """Where each prompt token begins in the echoed text.
 
-    A special token takes room where its name was written, and none where encoding added it.
+    A special token has the width of its name where the prompt contains it, else none.
     """
     detokenizer = tokenizer.detokenizer()
     offset = 0
@@ -62,7 +62,7 @@ def echo_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], echoed: str) ->
 class LegacyLogprobs:
     """Four parallel lists; offsets are characters into the text of the choice.
 
-    With ``echoed`` that text begins with the prompt, whose tokens then are the first ones.
+    With ``echoed`` the text begins with the prompt, and the lists with its tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LegacyLogprobs:
 
 
 class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
-    """Writes the answers to all prompts of one body; ``echoed`` are their texts, if asked for."""
+    """Encodes the answers to all prompts of a body; ``echoed``: their texts with ``echo``."""
 
     whole_kind = chunk_kind = "text_completion"
     whole_type = chunk_type = TextBody
@@ -116,7 +116,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
         return None if self._echoed is None else self._echoed[prompt_index]
 
     def legacy_logprobs(self, prompt_ids: Sequence[int], echoed: str | None) -> LegacyLogprobs:
-        """For one choice."""
+        """The log-probabilities of one choice."""
         return LegacyLogprobs(self._service.llm.tokenizer, prompt_ids, echoed)
 
     # -- whole ----------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
         return [self.chunk(TextChoiceBody(index=index, text="", finish_reason="length"))]
 
     def forget(self, answer: Answer) -> None:
-        """Abort what still runs of it."""
+        """Abort requests that still run."""
         self._service.llm.forget(answer)
 
     def _choice(self, prompt_index: int, completion: Completion, choice: Choice) -> TextChoiceBody:
@@ -184,7 +184,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
             yield last
 
     def _opening(self, count: int) -> Iterator[bytes]:
-        """First chunks in order of the choices, where there are several or a prompt to echo."""
+        """The first chunks in order of the choices, if there are several or a prompt to echo."""
         if count == 1 and self._echoed is None:
             return
         for index in range(count):
@@ -203,7 +203,7 @@ class _ChoiceWriter:
         self._num_tokens = 0
 
     def chunks(self, delta: TextDelta) -> Iterator[bytes]:
-        """The chunk of a delta, if it has anything to show."""
+        """The chunk of a delta; none if the delta is empty."""
         self._num_tokens += len(delta.token_ids)
         if self._lead:
             self._lead += delta.prompt_logprobs
@@ -324,17 +324,19 @@ class TextReply(Reply):
 
 
 def prompt_ids(head: Head, count: int) -> list[str]:
-    """Under which each prompt of a body is known."""
+    """Request ids of the prompts of a body."""
     return [head.id] if count == 1 else [f"{head.id}-p{index}" for index in range(count)]
 
 
 def refuse(body: CompletionRequest) -> None:
-    """Raise `InvalidRequest` for what cannot be honoured."""
+    """Raise `InvalidRequest` for options that are not supported."""
     refuse_unsupported(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of is not supported beyond n", param="best_of")
+        raise InvalidRequest(
+            f"best_of must equal n ({body.n or 1}), not {body.best_of}", param="best_of"
+        )
     if body.prediction is not None and len(read_prompts(body.prompt)) > 1:
-        raise InvalidRequest("prediction needs a single prompt", param="prediction")
+        raise InvalidRequest("prediction is supported for a single prompt only", param="prediction")
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise InvalidRequest("echo with logprobs and n > 1 cannot be streamed", param="echo")
 

@@ -1,7 +1,7 @@
 """Bodies of the HTTP routes. Decoding is validation: a bad field is an error with its JSON path.
 
-Unknown fields are passed over, as clients send many. A field that foretoken knows and cannot honour
-is refused by `refuse_unsupported`, because an answer that ignores it would be wrong.
+Unknown fields are ignored, since clients send many. Known fields that foretoken does not support
+are refused by `refuse_unsupported`, because an answer that ignores them would be wrong.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Sampling(Struct, kw_only=True):
 
 
 class ContentPart(Struct):
-    """A part of a message; only text is served."""
+    """A part of a message; only text is supported."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
     text: str | None = None
@@ -157,21 +157,21 @@ class Message(Struct, kw_only=True):
 
 
 class PredictionPart(Struct):
-    """A piece of a prediction; only text is served."""
+    """A part of a prediction; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(Struct):
-    """``prediction``: what the caller expects the answer to be."""
+    """``prediction``: the caller's guess at the answer."""
 
     type: Literal["content"]
     content: str | list[PredictionPart]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
@@ -284,7 +284,7 @@ def sampling_params(
 
 
 def refuse_unsupported(body: Sampling) -> None:
-    """Raise `InvalidRequest` for a field that would be ignored although it asks for something."""
+    """Raise `InvalidRequest` for a field that is known and not supported."""
     for name in REFUSED:
         if getattr(body, name, None) not in HARMLESS:
             raise InvalidRequest(f"{name} is not supported yet", param=name)
@@ -302,9 +302,9 @@ def refuse_unsupported_chat(body: ChatRequest) -> None:
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """What a chat template is given: content as one text, developer as system.
+    """Messages for the chat template: content as one text, developer as system.
 
-    System messages at the beginning become one: many templates take no second one.
+    System messages at the beginning become one: many templates accept only one.
     """
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
     others = (index for index, message in enumerate(plain) if message["role"] != "system")

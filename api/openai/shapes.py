@@ -1,4 +1,4 @@
-"""Parts of OpenAI's bodies that several routes share."""
+"""Parts of OpenAI's answers that several routes share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What all chunks of one answer have in common."""
+    """The fields that all chunks of an answer share."""
 
     prefix: str
     model: str
@@ -55,7 +55,7 @@ class Head:
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    """``usage``, with what the cache, a prediction and speculation saved."""
+    """``usage``, with details on the cache, the prediction and speculation."""
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -73,7 +73,7 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def speculation_body(usage: Usage) -> SpeculationUsage:
-    """What was drafted, by whom, and how much of it was right."""
+    """``usage.speculation``: draft tokens proposed and accepted, by source."""
     return SpeculationUsage(
         proposed_tokens=usage.proposed_tokens,
         accepted_tokens=usage.accepted_tokens,
@@ -86,7 +86,7 @@ def speculation_body(usage: Usage) -> SpeculationUsage:
 
 
 def reason_body(reason: str) -> str:
-    """OpenAI knows no "abort": an answer that its deadline cut short is one of limited length.
+    """The ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes "length".
 
     Its ``stop_reason`` says "deadline". Clients check ``finish_reason`` against a closed list.
     """
@@ -115,7 +115,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Body:
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a JSON key: pieces of a character are written as bytes, so that keys differ."""
+    """A token as a JSON key: a part of a character is written as bytes, so that keys differ."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -124,13 +124,13 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can carry."""
+    """A log-probability as a finite number, since JSON has no infinity."""
     # Not max(): it gives a NaN back.
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
 
 class Writer(Generic[C, D]):
-    """Writes the answer to one body: choices ``C`` in whole, ``D`` in chunks."""
+    """Encodes the answer to one request: choices ``C`` in whole, ``D`` in chunks."""
 
     whole_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -145,7 +145,7 @@ class Writer(Generic[C, D]):
         self.prompt_ids: Sequence[str] = [head.id]  # under which its prompts are remembered
 
     def refuse_aborted(self, reason: str, num_tokens: int) -> None:
-        """An answer that was given up before it began, or because of a shutdown, is an error."""
+        """Raise `ApiError` if the answer was aborted before its first token or by a shutdown."""
         refuse_aborted(self._service, reason, num_tokens)
 
     def nothing(self, index: int) -> C:
@@ -166,13 +166,13 @@ class Writer(Generic[C, D]):
         return self._event([choice], None)
 
     def end(self, usage: Usage) -> Iterator[bytes]:
-        """What follows the last choice."""
+        """The events after the last choice."""
         if self._include_usage:
             yield self._event([], self.usage(usage))
         yield DONE
 
     def usage(self, usage: Usage) -> UsageBody:
-        """What was spent, and why the cache was missed; of several prompts a list of reasons."""
+        """``usage``, with the reason for a cache miss, or a list of reasons for several prompts."""
         spent = usage_body(usage)
         if not self._explains:
             return spent
@@ -193,12 +193,12 @@ class Writer(Generic[C, D]):
 
     @cached_property
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
-        """The chunk that is encoded again and again: its head stays."""
+        """The reusable chunk of this answer: only its choices change."""
         return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])
 
 
 class Warmed(Reply):
-    """The answer to prompts that were only to be cached: it says nothing, once for each."""
+    """The answer to prompts that were only cached: an empty choice for each."""
 
     def __init__(self, writer: Writer[Any, Any], usages: Sequence[Usage]) -> None:
         self._writer, self._count, self._usage = writer, len(usages), batch_usage(usages)
@@ -218,26 +218,26 @@ class Warmed(Reply):
 
 
 def is_prewarm(body: Sampling) -> bool:
-    """Whether the prompt is only to be put into the cache."""
+    """Whether the request only puts its prompt into the cache."""
     return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
 
 
 async def prewarm(
     service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
 ) -> Usage:
-    """Put a conversation into the cache and say nothing; raises as an answer would."""
+    """Put a conversation into the cache without an answer; raises as `Turns.open`."""
     done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
     return warm_usage(service, done)
 
 
 def warm_usage(service: Service, done: Completion) -> Usage:
-    """What a prompt took that was put into the cache; raises `ApiError` for one given up."""
+    """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
     refuse_aborted(service, done.choices[0].finish_reason, 0)
     return replace(done.usage, completion_tokens=0)
 
 
 def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
-    """Raise `ApiError` for an answer given up before it began, or because of a shutdown."""
+    """Raise `ApiError` for an answer aborted before its first token, or by a shutdown."""
     if reason != "abort":
         return
     if service.draining:

@@ -1,7 +1,7 @@
 """The answers of the HTTP API: the server encodes them, /openapi.json describes them, tests decode
 them.
 
-A field that is `UNSET` is not there; one that is None is null, as clients expect.
+An `UNSET` field is left out; None is null, as clients expect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Free = dict[str, Any]
 
 
 class ErrorParts(Struct, kw_only=True):
-    """What went wrong; ``param`` names the field that did."""
+    """The error; ``param`` names the field that is wrong."""
 
     message: str
     type: str | None = None
@@ -43,7 +43,7 @@ class CompletionDetails(Struct, kw_only=True):
 
 
 class SpeculationUsage(Struct, kw_only=True):
-    """``usage.speculation``: what was guessed, and what of it was right."""
+    """``usage.speculation``: draft tokens proposed and accepted."""
 
     proposed_tokens: int
     accepted_tokens: int
@@ -69,16 +69,16 @@ class UsageBody(Struct, kw_only=True):
 
 
 class FunctionBody(Struct, kw_only=True):
-    """The function of a call; ``arguments`` are JSON text, in a chunk a piece of it."""
+    """The function of a call; ``arguments`` is JSON text, in a chunk a part of it."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
 
 
 class CallBody(Struct, kw_only=True):
-    """A call of a tool, or in a chunk what is added to one; ``index`` is there in chunks.
+    """A tool call, or in a chunk an addition to one; chunks have an ``index``.
 
-    Clients concatenate what comes, so id, type and name stand in the first chunk alone.
+    Clients concatenate all fields, so only the first chunk has id, type and name.
     """
 
     index: int | UnsetType = UNSET
@@ -98,7 +98,7 @@ class MessageBody(Struct, kw_only=True):
 
 
 class DeltaBody(Struct, kw_only=True):
-    """What is added to a message."""
+    """The addition of a chunk to a message."""
 
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -117,7 +117,7 @@ class ChatChoiceBody(Struct, kw_only=True):
 
 
 class ChunkChoiceBody(Struct, kw_only=True):
-    """What a step adds to one of the n answers."""
+    """The addition of a step to one of the n answers."""
 
     index: int
     delta: DeltaBody
@@ -128,7 +128,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
 
 
 class TextChoiceBody(Struct, kw_only=True):
-    """One of the continuations of a text, or what a step adds to it."""
+    """One completion of a text, or the addition of a step to it."""
 
     index: int
     text: str
@@ -138,13 +138,13 @@ class TextChoiceBody(Struct, kw_only=True):
 
 
 class BranchBody(ChatChoiceBody, kw_only=True):
-    """One branch, with what it cost."""
+    """One branch with its usage."""
 
     usage: UsageBody
 
 
 class AnswerHead(Struct, kw_only=True):
-    """What every answer and every chunk begins with."""
+    """The fields that every answer and every chunk begins with."""
 
     id: str
     object: str
@@ -182,10 +182,10 @@ class TextBody(AnswerHead, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """A model that is served; ``max_model_len`` tokens fit prompt and answer together.
+    """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
 
-    ``exact``: whether an answer's bits are the same in any batch. ``model_path``: what computes
-    its layers, ``own`` or ``transformers``.
+    ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
+    of the layers, ``own`` or ``transformers``.
     """
 
     id: str
@@ -240,7 +240,7 @@ class Status(Struct, kw_only=True):
 
 
 class Audit(Struct, kw_only=True, omit_defaults=True):
-    """Answer of /debug/audit: what is where, or what is wrong."""
+    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any."""
 
     ok: bool
     pages: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Answers of the Responses and the Messages API as they are written, for /openapi.json.
+"""Answers of the Responses and the Messages API, for /openapi.json.
 
-What the SDKs of those APIs define better than we could, items and blocks, is left free.
+Items and blocks are not described: the SDKs of those APIs define them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ResponseUsage(Struct, kw_only=True):
 
 
 class ResponseBody(Struct, kw_only=True):
-    """Answer of /v1/responses; the fields of the request are told back, too."""
+    """Answer of /v1/responses; it repeats the fields of the request."""
 
     id: str = ""
     object: str = "response"
@@ -75,7 +75,7 @@ class InputTokens(Struct, kw_only=True):
 
 
 class MessageUsage(Struct, kw_only=True):
-    """``usage`` of a message; ``input_tokens`` are those that were neither read nor written."""
+    """``usage`` of a message; ``input_tokens``: neither cached nor written."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -103,7 +103,7 @@ class MessageAnswer(Struct, kw_only=True):
 
 
 class MessageErrorParts(Struct, kw_only=True):
-    """What went wrong."""
+    """The error of /v1/messages."""
 
     type: str = ""
     message: str = ""

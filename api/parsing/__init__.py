@@ -1,1 +1,1 @@
-"""What a model's text means: thinking, words for the user, calls of tools."""
+"""Parse a model's text into reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""What a grammar for calls looks like, by format. Each accepts what its reader reads."""
+"""Grammars for tool calls, by format. Each accepts exactly what the parser of its format reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallGrammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Calls that a mark announces, anywhere in the words."""
+    """Calls that begin with a delimiter, anywhere in the text."""
 
     mark: str
     block: Block
@@ -54,7 +54,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Calls that are the whole answer, if it begins like one."""
+    """Calls that are the whole answer, if it begins like a call."""
 
     beginnings: tuple[str, ...]
     block: Block

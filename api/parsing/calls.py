@@ -1,10 +1,10 @@
-"""Reading calls: what the formats have in common.
+"""Parsing tool calls: code that all formats share.
 
-A call has begun when its name is known and its arguments begin. What turns out wrong before that
-is given back as words; what turns out wrong later ends the call, which then has no `CallEnd`.
+A call begins when its name is known and its arguments begin. Before that, malformed text becomes
+content; after that, an error ends the call, which then has no `CallEnd`.
 
-Of JSON arguments only strings and brackets are looked at: they are passed on as the model wrote
-them, valid or not, because the client can ask the model to repair them.
+JSON arguments are passed on as the model wrote them, valid or not: only strings and brackets are
+parsed. The client can ask the model to repair them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHORT = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The same conversation with ids of 9 letters and digits, which Mistral's templates insist on.
+    """The conversation with call ids of 9 letters and digits, which Mistral's templates require.
 
     Equal ids stay equal, in every turn: a growing conversation keeps its prefix.
     """
@@ -86,7 +86,7 @@ def _short(call_id: str) -> str:
 
 @dataclass(slots=True)
 class CallState:
-    """How far the call under way has come.
+    """State of the present call.
 
     ``names``: only these are calls, for the formats without a mark, where anything may look like
     one. None: any name; of a tool that is not there the client tells the model.

@@ -1,4 +1,4 @@
-"""The families of models that call tools: their marks, their readers, their grammars."""
+"""Tool call formats by model family: delimiters, parsers and grammars."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Reader: TypeAlias = Callable[[Source], Reading[None]]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One way to call tools.
+    """One format of tool calls.
 
     ``marks``: those that may be tokens of their own. ``clues``: its chat template holds each of
     these; no template tells of a family without any. ``grammar``: by the template and the
@@ -140,9 +140,9 @@ FAMILIES = {  # in the order in which they are looked for: what is more special 
 
 
 def family_of(template: str) -> str:
-    """The name of the family whose template this is; "none" without a template.
+    """The family of a chat template; "none" without a template.
 
-    A template without tools, or with tools in a format that is not known, gets the generic one.
+    A template without tools, or with an unknown format, gets the generic family.
     """
     if "tools" in template:
         for name, family in FAMILIES.items():

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import InvalidRequest
 from ..structured.grammar_text import lark_text
 from .calls import CallState, marked_calls
-from .grammars import Lark, listed, properties_of, required_of
+from .grammars import Lark, listed, not_strict, properties_of, required_of
 from .output_parser import CallArguments, Cut, Malformed, Reading, Source
 from .tagged import kinds, listed_values
 
@@ -217,7 +216,6 @@ def _of(tool: Tool, schema: Mapping[str, Any], root: Mapping[str, Any], quote: s
     names = kinds(schema, root)
     told = set(schema) - {"type", "description", "title", "default", "$defs", "definitions"}
     if tool.strict and (told or not names <= {"string", *_RULES}):
-        message = f"tools: {tool.name} cannot be strict: not all of its schema can be followed"
-        raise InvalidRequest(f"{message} in this model's format", param="tools")
+        raise not_strict(tool, "a keyword of its schema")
     others = {"string": "text", "array": "list", "object": "object", **_RULES}
     return " | ".join(others[name] for name in sorted(names) if name in others) or "any"

@@ -33,7 +33,7 @@ Message = Mapping[str, Any]
 
 
 def needs_text(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    """Whether there is anything that the template lacks; other conversations stay as they are."""
+    """Whether the conversation has tools, calls or results, which the template lacks."""
     return bool(tools) or any(
         message.get("role") == "tool" or message.get("tool_calls") for message in messages
     )
@@ -42,7 +42,7 @@ def needs_text(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
 def as_text(
     messages: Sequence[Message], tools: Sequence[Tool], *, has_system_role: bool
 ) -> list[Message]:
-    """A conversation whose tools, calls and results are text.
+    """The conversation with tools, calls and results as text.
 
     The tools stand at the beginning of the system message, else of the first user message: a
     prompt is cached from its beginning, and tools change less often than what follows. Results
@@ -117,7 +117,7 @@ def _json(value: object, param: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (RecursionError, TypeError, ValueError):
-        message = f"{param}: not JSON, or nested too deeply"
+        message = f"{param} is not valid JSON, or nested too deeply"
         raise InvalidRequest(message, param=param) from None
 
 

@@ -100,7 +100,7 @@ class Lark:
         for index, tool in enumerate(tools):
             rules.append(self.rule(f"tool_{index}", written(tool)))
             if self._num_chars > MAX_GRAMMAR_CHARS:
-                raise InvalidRequest("the parameters of the tools are too long", param="tools")
+                raise InvalidRequest(f"tools: {_TOO_LONG}", param="tools")
         return self.rule("tool", " | ".join(rules))
 
     def structured_output(self, params: SamplingParams) -> str | None:
@@ -131,7 +131,9 @@ def value(schema: Mapping[str, Any], *, strict: bool) -> str:
     try:
         return f"%json {json.dumps({**schema, 'x-guidance': LOOSE_FORM}, allow_nan=False)}"
     except (ValueError, TypeError, RecursionError):
-        raise InvalidRequest("the parameters of a tool are not JSON", param="tools") from None
+        raise InvalidRequest(
+            "tools: the parameters of a tool are not valid JSON", param="tools"
+        ) from None
 
 
 def _quoted(text: str) -> str:
@@ -148,6 +150,7 @@ def _regex(pattern: str) -> str:
 
 
 # What says more of an object than which properties it has, and can not be followed here.
+_TOO_LONG = f"the parameters are too long: their grammar has over {MAX_GRAMMAR_CHARS} characters"
 _ABOUT_WHOLE = (
     "anyOf", "oneOf", "allOf", "not", "if", "$ref", "patternProperties", "propertyNames",
     "minProperties", "maxProperties", "dependentRequired", "dependentSchemas",
@@ -229,28 +232,34 @@ def _tagged(lark: Lark, tool: Tool, tags: Tags) -> str:
     return " ".join(parts)
 
 
+def not_strict(tool: Tool, part: str) -> InvalidRequest:
+    """The error for a strict tool whose schema this model's format cannot follow in full."""
+    message = f"tools: {tool.name} cannot be strict: the model's format does not enforce {part}"
+    return InvalidRequest(message, param="tools")
+
+
 def _check_text(tool: Tool, schema: Mapping[str, Any]) -> None:
     if tool.strict and (found := [key for key in _ABOUT_TEXT if key in schema]):
-        message = f"tools: {tool.name} cannot be strict: {found[0]} of a text cannot be followed"
-        raise InvalidRequest(f"{message} in this model's format", param="tools")
+        raise not_strict(tool, f"{found[0]} of a string")
 
 
 def properties_of(tool: Tool) -> dict[str, Mapping[str, Any]]:
     """Schemas of the arguments, each that refers to something with what is defined."""
     schema = tool.parameters or {}
     if tool.strict and (found := [key for key in _ABOUT_WHOLE if key in schema]):
-        message = f"tools: {tool.name} cannot be strict: {found[0]} at the top cannot be followed"
-        raise InvalidRequest(f"{message} in this model's format", param="tools")
+        raise not_strict(tool, f"{found[0]} at the top of its schema")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     properties: dict[str, Any] = {key: {} for key in required_of(tool)}
     properties |= dict(schema.get("properties", {}))
     if not all(map(_KEY.fullmatch, properties)):
-        message = f"tools: the arguments of {tool.name} need names of letters, digits and _"
+        message = (
+            f"tools: names of the arguments of {tool.name} must consist of letters, digits and _"
+        )
         raise InvalidRequest(message, param="tools")
     given = {key: each if isinstance(each, Mapping) else {} for key, each in properties.items()}
     referring = {key for key, each in given.items() if shared and _refers(each)}
     if len(properties) > MAX_PROPERTIES or len(referring) * num_chars(shared) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"tools: the parameters of {tool.name} are too long", param="tools")
+        raise InvalidRequest(f"tools: {tool.name}: {_TOO_LONG}", param="tools")
     return {key: {**shared, **each} if key in referring else each for key, each in given.items()}
 
 

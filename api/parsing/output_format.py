@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, shown
 from ..structured.grammar_text import lark_text
 from .families import FAMILIES, family_of
 from .grammars import Lark
@@ -65,7 +65,7 @@ class Syntax:
         tokens that ordinary text does not show. Raises `ValueError` for an unknown name.
         """
         if tool_parser not in TOOL_PARSERS or reasoning_parser not in REASONING_PARSERS:
-            raise ValueError(f"no parser is called {tool_parser} or {reasoning_parser}")
+            raise ValueError(f"unknown parser: {tool_parser} or {reasoning_parser}")
         if tool_parser == "auto":
             tool_parser = family_of(template)
         if reasoning_parser == "auto":
@@ -151,7 +151,11 @@ class Syntax:
     ) -> str | None:
         """The rule for what comes behind the thought; None for whatever the model likes."""
         if not self.has_tools:
-            raise InvalidRequest("this model has no known format for tools", param="tools")
+            raise InvalidRequest(
+                "tools are not supported: the model's chat template has no known format for "
+                "them; name one with --tool-parser",
+                param="tools",
+            )
         grammar = FAMILIES[self.tool_parser].grammar(self.template, self.vocab)
         tools = [tool for tool in tools if _may_be_called(tool, choice)]
         if choice.mode == "required":
@@ -188,29 +192,35 @@ def _with_thought(
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     """Raise `InvalidRequest` naming ``tools`` or ``tool_choice`` for what can not be."""
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools takes at most {MAX_TOOLS}", param="tools")
+        raise InvalidRequest(
+            f"tools must have at most {MAX_TOOLS} entries, not {len(tools)}", param="tools"
+        )
     for tool in tools:
         _check_tool(tool)
     names = {tool.name for tool in tools}
     if len(names) < len(tools):
-        raise InvalidRequest("tools must not share a name", param="tools")
+        raise InvalidRequest("tools must have different names", param="tools")
     if choice.mode == "required" and not tools:
         raise InvalidRequest("tool_choice needs tools", param="tool_choice")
     for name in {choice.name} - {None} | (choice.allowed or set()):
         if name not in names:
-            raise InvalidRequest(f"tool_choice: there is no tool {name}", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice: {name} is not one of the tools", param="tool_choice"
+            )
     if choice.allowed is not None and not choice.allowed:
-        raise InvalidRequest("tool_choice allows no tool at all", param="tool_choice")
+        raise InvalidRequest(
+            "tool_choice.allowed_tools must list at least one tool", param="tool_choice"
+        )
 
 
 def _check_tool(tool: Tool) -> None:
     if not _TOOL_NAME.fullmatch(tool.name):
-        message = "tools: a name takes 1 to 128 letters, digits, _ and -"
+        message = f"tools: the name {shown(tool.name)} must be 1 to 128 letters, digits, _ and -"
         raise InvalidRequest(message, param="tools")
     schema = tool.parameters or {}
     properties = schema.get("properties", {})
     if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
-        message = f"tools: the parameters of {tool.name} must be a schema of an object"
+        message = f"tools: the parameters of {tool.name} must be a JSON schema of type object"
         raise InvalidRequest(message, param="tools")
 
 

@@ -1,1 +1,1 @@
-"""One request in no dialect: from a conversation to the engine and back."""
+"""One request, independent of the API: from a conversation to the engine and back."""

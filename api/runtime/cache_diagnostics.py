@@ -1,8 +1,7 @@
 """Why a prompt missed the cache.
 
-A prompt is compared with the most similar one that is remembered from before, of the same API key
-and cache salt alone: nobody learns of another tenant's prompts. One may also name the response to
-compare with.
+A prompt is compared with the most similar earlier prompt of the same API key and cache salt, so no
+tenant learns of another's prompts. A request may also name the response to compare with.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first part in which two prompts differ, with the text around; None: it is not there."""
+    """The first part in which two prompts differ, with the text around; None: missing."""
 
     path: str
     kind: Kind
@@ -42,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a prompt found in the cache, and why not more."""
+    """The cached tokens of a prompt, and the reason for those that were not cached."""
 
     cause: Cause
     prompt_tokens: int
@@ -56,7 +55,7 @@ class Explanation:
     cache_key_changed: bool = False
 
     def body(self) -> Body:
-        """As ``usage.cache_explanation`` and ``GET /cache/explain`` tell it."""
+        """The body of ``usage.cache_explanation`` and ``GET /cache/explain``."""
         change = self.first_difference
         shown = change and {"path": change.path, "before": change.before, "now": change.now}
         return {
@@ -73,7 +72,7 @@ class Explanation:
 
 
 class Explainer:
-    """Explains what prompts found, from a log of them. Pages have ``page_size`` tokens."""
+    """Explains cache hits from a log of prompts. ``page_size``: tokens of a page."""
 
     def __init__(self, log: PromptLog, page_size: int, decode: Decode) -> None:
         self._log = log
@@ -81,7 +80,7 @@ class Explainer:
         self._decode = decode
 
     def explain(self, prompt: Remembered, previous: Remembered | None = None) -> Explanation:
-        """What a prompt that was let in found, compared with ``previous`` or the most similar."""
+        """Explain an admitted prompt, compared with ``previous`` or the most similar one."""
         found = Explanation(
             cause="first_seen",
             prompt_tokens=prompt.num_tokens,
@@ -97,7 +96,7 @@ class Explainer:
         return replace(found, cause=cause, seconds_ago=ago if ago is None else max(0.0, ago))
 
     def find(self, response_id: str, previous_id: str | None = None) -> Explanation | None:
-        """`explain` by ids; None: one is not known, or is of another caller."""
+        """`explain` by ids; None if one is unknown or belongs to another caller."""
         prompt = self._log.find(response_id)
         previous = None if previous_id is None else self._log.find(previous_id)
         if prompt is None or (previous is None and previous_id is not None):
@@ -139,7 +138,7 @@ class Explainer:
         return num_tokens // self._page_size * self._page_size
 
     def _difference(self, now: Remembered, before: Remembered, at: int) -> Difference | None:
-        """Of the parts, or of the tokens where parts do not tell."""
+        """The difference of the parts, or else of the tokens."""
         found = first_difference(before.note.parts, now.note.parts)
         if found is not None or at == now.num_tokens == before.num_tokens:
             return found
@@ -155,7 +154,7 @@ def _was_written(other: Remembered, prompt: Remembered) -> bool:
 
 
 def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
-    """Whether the one is the other with something added, as conversations go."""
+    """Whether one prompt extends the other, as conversations do."""
     parts = before.note.parts
     return reusable == before.num_tokens or (
         bool(parts) and list(now.note.parts[: len(parts)]) == list(parts)
@@ -163,7 +162,7 @@ def _grew(now: Remembered, before: Remembered, reusable: int) -> bool:
 
 
 def first_difference(before: Sequence[Part], now: Sequence[Part]) -> Difference | None:
-    """The first part that the two do not share; None when they are equal."""
+    """The first part that differs; None if all are equal."""
     for old, new in zip(before, now, strict=False):
         if old.path != new.path:
             return Difference(new.path, new.kind, _begin(old), _begin(new))
@@ -191,9 +190,9 @@ def _around(text: str, at: int) -> str:
 
 
 def openai_diagnostics(found: Explanation | None) -> Body:
-    """``prompt_cache_diagnostics`` of a Responses body; None: the response named is not known.
+    """``prompt_cache_diagnostics`` of a Responses body; None: the named response is unknown.
 
-    What its words cannot say (evicted, flushed) is "unavailable". All is told in ``explanation``.
+    Reasons that this API lacks (evicted, flushed) are "unavailable". All are in ``explanation``.
     """
     if found is None:
         return {"type": "comparison_response_not_found"}
@@ -221,9 +220,9 @@ def _openai_reason(found: Explanation) -> str | None:
 
 
 def anthropic_diagnostics(found: Explanation | None) -> Body | None:
-    """``diagnostics`` of a message; None for ``found``: the message named is not known.
+    """``diagnostics`` of a message; None for ``found``: the named message is unknown.
 
-    Null says that nothing diverged. What Anthropic's words cannot say is "unavailable".
+    Null means that nothing diverged. Reasons that this API lacks are "unavailable".
     """
     if found is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}

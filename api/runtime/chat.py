@@ -1,8 +1,8 @@
-"""Turn: the next message of a conversation, whatever the dialect it was asked for in.
+"""Turn: the next message of a conversation, independent of the API.
 
-A route reads its body into an `Ask`; `Turns` renders it, constrains what must have a form, and
-gives a `Turn`, whose text is told apart into thinking, words and calls as it comes. What the
-dialects differ in is only how they write that down.
+A route converts its body to an `Ask`; `Turns` renders it, adds a grammar where the output is
+structured, and returns a `Turn`, whose text is split into reasoning, content and tool calls while
+it arrives. The APIs differ only in how they encode that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have b
 
 
 class TurnReader:
-    """Turns the text of one choice into parts."""
+    """Parses the text of one choice into reasoning, content and calls."""
 
     def __init__(self, index: int, parser: OutputParser, choice: ToolChoice) -> None:
         self.is_done = False
@@ -57,9 +57,9 @@ class TurnReader:
         self._is_called = False  # whether the last call is whole
 
     def read(self, delta: TextDelta) -> list[TurnDelta]:
-        """What a step adds: one delta, more where words or thoughts follow a call in it.
+        """The deltas of a step: one, or more where content or reasoning follows a call.
 
-        Nothing once the choice has ended, though the engine may not know of that yet.
+        None once the choice has ended, even if the engine still generates.
         """
         if self.is_done:
             return []
@@ -84,7 +84,7 @@ class TurnReader:
         return parts
 
     def _end(self, last: TurnDelta, delta: TextDelta) -> None:
-        """Say how the choice ended, if it did: with its only call, or with its text."""
+        """Set the finish reason, if the choice ended: by its only call or by its text."""
         reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         if self.is_done:
             last.finish_reason = "tool_calls"
@@ -93,12 +93,12 @@ class TurnReader:
             last.finish_reason = "tool_calls" if self._ends_called(delta) else reason
 
     def _ends_called(self, delta: TextDelta) -> bool:
-        """Whether the caller shall run the calls: not one that its own stop string has cut."""
+        """Whether the finish reason is tool_calls: not for a call that a stop string has cut."""
         was_cut = isinstance(delta.stop_reason, str) and not self._is_called
         return delta.finish_reason == "stop" and self._num_calls > 0 and not was_cut
 
     def _take(self, event: Event, turned: TurnDelta) -> bool:
-        """Whether the choice ends with this."""
+        """Add a parsed event; returns whether the choice ends with it."""
         match event:
             case Thought(text):
                 turned.reasoning += text
@@ -117,7 +117,7 @@ class TurnReader:
         return False
 
     def _call(self, turned: TurnDelta) -> Call:
-        """The delta of the call under way."""
+        """The delta of the present call."""
         index = self._num_calls - 1
         if not turned.calls or turned.calls[-1].index != index:
             turned.calls.append(Call(index=index))
@@ -125,12 +125,12 @@ class TurnReader:
 
 
 def _keeps_order(event: Words | Thought, turned: TurnDelta) -> bool:
-    """Whether it may join a delta, which is read as a thought, then words, then calls."""
+    """Whether the event may join the delta: its order is reasoning, content, calls."""
     return not turned.calls and (not turned.words or isinstance(event, Words))
 
 
 class Turn:
-    """An answer on its way. Whoever opens one must `close` it in a ``finally``."""
+    """A running answer. The code that opens one must `close` it in a ``finally``."""
 
     def __init__(
         self, llm: EngineClient, answer: Answer, ask: Ask, parsers: Sequence[OutputParser]
@@ -144,12 +144,12 @@ class Turn:
 
     @property
     def usage(self) -> Usage:
-        """What it cost so far."""
+        """The usage so far."""
         return self.answer.usage
 
     @property
     def num_choices(self) -> int:
-        """How many answers there are."""
+        """Number of choices."""
         return len(self._readers)
 
     def num_tokens(self, index: int) -> int:
@@ -162,11 +162,11 @@ class Turn:
         return len(self.answer.prompt_token_ids)
 
     def close(self) -> None:
-        """Abort what still runs; may be called twice."""
+        """Abort requests that still run; may be called twice."""
         self._llm.forget(self.answer)
 
     async def deltas(self) -> AsyncGenerator[TurnDelta]:
-        """One delta per step and choice; those of several choices come mixed."""
+        """One delta per step and choice; several choices are interleaved."""
         try:
             async with aclosing(self.answer.deltas()) as deltas:
                 async for delta in deltas:
@@ -202,7 +202,7 @@ class Turns:
 
     @cached_property
     def syntax(self) -> Syntax:
-        """How the model writes thoughts and calls; only once it is loaded."""
+        """The model's output format; available once the model is loaded."""
         tokenizer = self._llm.tokenizer
         return Syntax.choose(
             tokenizer.chat_template,
@@ -281,18 +281,20 @@ class Turns:
         return PROBE in self._llm.tokenizer.decode(token_ids)
 
     async def _note(self, ask: Ask) -> PromptNote:
-        """Of a long conversation it takes its time."""
+        """In a thread for a long conversation."""
         size = MESSAGE_BYTES * len(ask.messages)
         return await self._llm.tokenizer.apart(size, lambda: ask.note)
 
     def _check_tools(self, ask: Ask) -> None:
         check_tools(ask.tools, ask.tool_choice)
         if ask.callable_tools and not self.syntax.has_tools:
-            message = "tools are turned off (--tool-parser none), or there is no chat template"
+            message = (
+                "tools are not supported: the model has no chat template, or --tool-parser is none"
+            )
             raise InvalidRequest(message, param="tools")
 
     def _constrained(self, ask: Ask, tail: str) -> SamplingParams:
-        """The parameters, with one grammar for thoughts, calls and words where one is needed."""
+        """Sampling parameters, with a grammar of the whole answer where one is needed."""
         grammar = self.syntax.constrain(
             ask.params, tools=ask.callable_tools, choice=ask.tool_choice, prompt_tail=tail
         )
@@ -301,7 +303,7 @@ class Turns:
         return replace(ask.params, grammar=grammar, json_schema=None, regex=None, choice=None)
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
-        """The end of the prompt, which may have opened a thought."""
+        """The end of the prompt, which may open the reasoning."""
         return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
 
     async def prewarm(
@@ -327,7 +329,7 @@ class Turns:
 
 
 def _name_field(error: InvalidRequest, ask: Ask) -> None:
-    """Name the field as the bodies do."""
+    """Make errors in the block name the field of the body."""
     if error.param == "prompt":
         error.param = "messages"
     elif error.param == "grammar" and ask.params.grammar is None:  # what others became

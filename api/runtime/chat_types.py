@@ -34,13 +34,13 @@ class Ask:
 
     @property
     def note(self) -> PromptNote:
-        """The record that explains why later prompts miss the cache."""
+        """The record for explanations of later cache misses."""
         parts = conversation_parts(self.messages, [tool.body for tool in self.tools])
         return PromptNote(parts=parts, cache_key=self.cache_key)
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
-        """Those that the model may call in this turn."""
+        """The tools that the model may call in this turn."""
         choice = self.tool_choice
         if choice.mode == "none" or choice.allowed is None:
             return () if choice.mode == "none" else self.tools
@@ -48,7 +48,7 @@ class Ask:
 
 
 class Call(Struct, kw_only=True):
-    """A call of a tool, or what a delta adds to one."""
+    """A tool call, or the addition of a delta to one."""
 
     index: int  # among the calls of its choice
     id: str = ""  # in a delta: in its first one alone, as the name is
@@ -58,7 +58,7 @@ class Call(Struct, kw_only=True):
 
 
 class TurnDelta(Struct, kw_only=True):
-    """What one step adds to a choice. ``finish_reason``: as `TurnChoice` has it, in the last."""
+    """One step's addition to a choice. ``finish_reason``: as `TurnChoice` has it, in the last."""
 
     index: int = 0
     reasoning: str = ""
@@ -87,7 +87,7 @@ class TurnChoice(Struct, kw_only=True):
     stop_reason: int | str | None = None
 
     def add(self, delta: TurnDelta) -> None:
-        """Append what a delta brings."""
+        """Append a delta."""
         self.reasoning += delta.reasoning
         self.words += delta.words
         self.token_ids += delta.token_ids

@@ -1,4 +1,4 @@
-"""EngineClient: text requests on an engine; it loads the model and its tokenizer."""
+"""EngineClient: loads a model and its tokenizer, and submits text requests to its engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class EngineClient:
-    """Turns prompts into engine requests; `AsyncLLM` and the HTTP routes are built on it.
+    """Converts prompts to engine requests; the base of `AsyncLLM` and of the HTTP routes.
 
     ``options`` are those of `EngineConfig`, which are the flags of ``foretoken serve``. The model
     is loaded by `start`, by ``async with``, or by the first request. Belongs to one event loop.
@@ -64,7 +64,7 @@ class EngineClient:
 
     @classmethod
     def from_built(cls, built: Built) -> Self:
-        """Over an engine that is there already; `start` starts it."""
+        """A client of an existing engine, which `start` starts."""
         llm = cls()
         llm._built = built
         return llm
@@ -91,7 +91,7 @@ class EngineClient:
             self._tokenizer = tokenizer
 
     async def close(self, *, drain_seconds: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for a while, end the rest; idempotent."""
+        """Refuse new requests, let running ones finish for a time, abort the rest; idempotent."""
         self._closed = True
         async with self._starting:
             if self._built is not None:
@@ -117,7 +117,7 @@ class EngineClient:
         if self._closed:
             raise EngineDead("this LLM is closed")
         if self._loop not in (None, asyncio.get_running_loop()):
-            raise EngineDead("this LLM belongs to another event loop")
+            raise EngineDead("this LLM was started on another event loop")
 
     @property
     def built(self) -> Built:
@@ -145,12 +145,12 @@ class EngineClient:
 
     @property
     def draining(self) -> bool:
-        """Whether it was told to close."""
+        """Whether `close` was called."""
         return self._closed
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be taken."""
+        """Whether a new request would be accepted."""
         return not self._closed and self._tokenizer is not None and self.engine.alive
 
     # -- the way in -----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class EngineClient:
         note: PromptNote = NO_NOTE,
         needs_closing: bool = False,
     ) -> Answer:
-        """Tokenise and submit. Whoever opens an answer must `forget` it in a ``finally``.
+        """Tokenise and submit. The caller must `forget` the answer in a ``finally``.
 
         ``shown_ids``: special tokens that its text shows. ``needs_closing``: its grammar must be
         completed within its tokens, as a JSON schema is. Raises `InvalidRequest`, `QueueFull`,
@@ -207,7 +207,7 @@ class EngineClient:
         ``tools`` are functions in OpenAI's shape, which is what templates take.
         """
         if not messages:
-            raise InvalidRequest("messages must not be empty", param="messages")
+            raise InvalidRequest("messages must have at least one message", param="messages")
         settings = {"add_generation_prompt": add_generation_prompt, **(options or {})}
         return await self.tokenizer.encode_chat(messages, settings, tools=tools)
 
@@ -227,29 +227,29 @@ class EngineClient:
         request_id: str | None = None,
         note: PromptNote = NO_NOTE,
     ) -> Usage:
-        """Compute a prompt and leave it in the cache. The token that comes of it is not told."""
+        """Compute a prompt and leave it in the cache. The generated token is discarded."""
         params = warm_params(SamplingParams(cache_salt=cache_salt))
         answer = await self.open(prompt, params, request_id=request_id, cache=cache, note=note)
         completion = await self.finish(answer)
         return replace(completion.usage, completion_tokens=0)
 
     def explain(self, response_id: str, *, previous_id: str | None = None) -> Explanation | None:
-        """Why a prompt missed the cache, or why more so than another; None: one is not known.
+        """Explain the cache misses of a prompt, compared with another; None if one is unknown.
 
-        One of another caller is not known either.
+        Prompts of other callers are unknown, too.
         """
         explainer = Explainer(self.prompts, self.page_size, self.tokenizer.decode)
         return explainer.find(response_id, previous_id)
 
     def forget(self, answer: Answer) -> None:
-        """Abort what still runs of an answer and free its id; may be called twice."""
+        """Abort the rest of an answer and free its id; may be called twice."""
         answer.close()
         if self._answers.get(answer.request_id) is answer:
             del self._answers[answer.request_id]
         self._room.set()
 
     def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
-        """Take the id before anything is awaited, so that `abort` finds it from the start."""
+        """Register the id before anything is awaited, so that `abort` finds it from the start."""
         self._check_open()
         request_id = request_id or f"req-{random_id()}"
         known = self._answers.get(request_id)

@@ -1,4 +1,4 @@
-"""One prompt on its way through the engine: its n generations, their text, their end."""
+"""The n generations of one prompt: streams, text, usage."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine is done with it, read or not."""
+        """Whether the engine has finished, even if not all is read."""
         return self._stream.ended
 
     @property
     def usage(self) -> Usage:
-        """What it cost so far."""
+        """The usage so far."""
         usage, constraint = self.request.usage, self.request.sampling.constraint
         if (prediction := self.request.prediction) is not None:
             accepted = count_standing(prediction, self._served)
@@ -63,12 +63,12 @@ class Generation:
         return usage
 
     def close(self) -> None:
-        """Abort it unless it has ended; may be called twice."""
+        """Abort the request unless it has ended; may be called twice."""
         if not self.ended:
             self._abort(self.request.request_id)
 
     async def deltas(self) -> AsyncGenerator[TextDelta]:
-        """Everything it yields."""
+        """All deltas."""
         async for delta in self._stream:
             yield self._dress(delta)
 
@@ -92,7 +92,7 @@ class Generation:
         )
 
     def _read(self, delta: Delta) -> None:
-        """Tokens to text; one that stops the answer has none."""
+        """Convert tokens to text; the stop token has none."""
         token_ids = delta.token_ids
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
@@ -107,7 +107,7 @@ class Generation:
 
 
 class Answer:
-    """The n generations of one prompt. Close it in a ``finally``: that aborts what still runs."""
+    """The n generations of one prompt. `close` it in a ``finally``."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether the engine was given them and is done with all."""
+        """Whether the engine has finished all of them."""
         return bool(self.generations) and all(each.ended for each in self.generations)
 
     @property
     def finish_reasons(self) -> Sequence[str | None]:
-        """Of each generation; None: it has not ended."""
+        """The finish reason of each generation; None: it has not ended."""
         return [each.finish_reason for each in self.generations]
 
     @property
@@ -142,7 +142,7 @@ class Answer:
         return total_usage([generation.usage for generation in self.generations])
 
     def close(self) -> None:
-        """Abort what has not ended; may be called twice."""
+        """Abort generations that have not ended; may be called twice."""
         for generation in self.generations:
             generation.close()
 
@@ -153,7 +153,7 @@ class Answer:
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:
-        """Read all of it."""
+        """Read the whole answer."""
         parts = [_Part() for _ in self.generations]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
@@ -171,7 +171,7 @@ class Answer:
 
 
 class _Part:
-    """A choice being put together."""
+    """A choice that is being assembled."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -192,7 +192,7 @@ class _Part:
         self._last = delta
 
     def choice(self, index: int) -> Choice:
-        """The whole; every stream ends with a reason or raises."""
+        """The complete choice; every stream ends with a reason or raises."""
         last = self._last
         if last is None or last.finish_reason is None:
             raise RuntimeError("a stream ended without a terminal event")
@@ -207,7 +207,7 @@ class _Part:
 
 
 async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
-    """Several sources as one, each item as soon as it is there; closes them all."""
+    """Merge several streams, each item as soon as it arrives; closes all of them."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as only:
             async for delta in only:
@@ -250,7 +250,7 @@ RUN = 3  # tokens in a row by which the answer is found again in the prediction
 
 
 def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
-    """Tokens of the prediction that stand in the answer, in their order.
+    """Number of tokens of the prediction that occur in the answer, in order.
 
     Where the two part, the answer is found again further on in the prediction by the next `RUN`
     tokens that both have. O(len(prediction) + len(answer) log len(prediction)).
@@ -272,7 +272,7 @@ def count_standing(prediction: Sequence[int], answer: Sequence[int]) -> int:
 
 
 def _places(prediction: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
-    """Where each run of tokens begins."""
+    """The positions of each run of tokens."""
     places: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(prediction) - RUN + 1):
         places.setdefault(tuple(prediction[start : start + RUN]), []).append(start)

@@ -1,8 +1,8 @@
-"""``--normalize``: what clients change in their system text from request to request is left out.
+"""``--normalize``: remove parts of system prompts that clients change in each request.
 
-A prompt is cached from its beginning, so one new number in its first line costs all of it. Each
-rule names what writes the line and what of it goes; the rest stays as it is, byte for byte. Only
-system messages are looked at: they stand first, and no rule may touch what a user says.
+A prompt is cached from its beginning, so one new number in its first line loses the whole cache
+hit. Each rule names the client and the part of a line that is removed; the rest stays unchanged.
+Rules apply to system messages only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MARKS = r"[^\w\n]{0,16}"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern of one line, what stands in its place, and why."""
+    """A pattern of one line, its replacement, and the reason."""
 
     name: str
     pattern: re.Pattern[str]
@@ -63,15 +63,15 @@ RULES = (
 
 
 class SteadyTurns(Turns):
-    """Turns of conversations whose system text is steady, in every dialect."""
+    """`Turns` with normalized system prompts, for every API."""
 
     async def render(self, ask: Ask) -> list[int]:
-        """Token ids of what is left."""
+        """Token ids of the normalized conversation."""
         return await super().render(replace(ask, messages=normalized(ask.messages)))
 
 
 def normalized(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation without what changes by itself."""
+    """The conversation with normalized system messages."""
     return [_normalized(message) for message in messages]
 
 

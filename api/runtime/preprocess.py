@@ -1,4 +1,4 @@
-"""From what a caller says to the requests that the engine takes."""
+"""Convert prompts and parameters of a caller to engine requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_config(options: Mapping[str, Any]) -> EngineConfig:
     known = EngineConfig.names()
     for name in options:
         if name not in known:
-            message = f"{name} is not an option; there are {', '.join(known)}"
+            message = f"{name} is not an option of the engine; options are {', '.join(known)}"
             raise InvalidRequest(message, param=name)
     return EngineConfig(**options)
 
@@ -71,7 +71,7 @@ def one_params(params: object) -> SamplingParams:
 
 
 def warm_params(params: SamplingParams) -> SamplingParams:
-    """Those that compute the prompt as these would, and one token that nobody is told."""
+    """Parameters that compute the same prompt and a single token."""
     return SamplingParams(
         max_tokens=1,
         speculation="off",
@@ -86,7 +86,8 @@ def many_params(params: object, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [one_params(params)] * count
     if not isinstance(params, Sequence) or len(params) != count:
-        raise InvalidRequest(f"params must be one or {count}, as the prompts are", param="params")
+        message = f"params must be one SamplingParams or a list of {count}, one for each prompt"
+        raise InvalidRequest(message, param="params")
     return [one_params(each) for each in params]
 
 
@@ -102,9 +103,11 @@ def many_ids(request_id: object, count: int) -> list[str | None]:
     if request_id is None:
         return [None] * count
     if isinstance(request_id, str) or not isinstance(request_id, Sequence):
-        raise InvalidRequest("request_id must be a list, as the prompts are", param="request_id")
+        message = f"request_id must be a list of {count} ids, one for each prompt"
+        raise InvalidRequest(message, param="request_id")
     if len(request_id) != count:
-        raise InvalidRequest(f"request_id must hold {count} ids", param="request_id")
+        message = f"request_id must have {count} ids, one for each prompt, not {len(request_id)}"
+        raise InvalidRequest(message, param="request_id")
     return [one_id(each) for each in request_id]
 
 
@@ -125,7 +128,7 @@ def children(params: SamplingParams) -> Iterator[tuple[SamplingParams, int]]:
 async def bad_words_ids(
     tokenizer: Tokenizer, params: SamplingParams
 ) -> tuple[tuple[int, ...], ...]:
-    """Each bad word as it stands at the beginning of a text and behind a space."""
+    """Token ids of each bad word, at the beginning of a text and after a space."""
     if not params.bad_words:
         return ()
     forms = (form for word in params.bad_words for form in (word, f" {word.lstrip()}"))
@@ -134,7 +137,7 @@ async def bad_words_ids(
 
 
 async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[int] | None:
-    """The caller's guess at the answer; None for an empty one, too."""
+    """The prediction's token ids; None for an empty prediction."""
     guess = params.prediction or ()
     if isinstance(guess, str):
         guess = await tokenizer.encode_prediction(guess)
@@ -142,17 +145,17 @@ async def prediction_ids(tokenizer: Tokenizer, params: SamplingParams) -> array[
 
 
 def needs_closing(params: SamplingParams) -> bool:
-    """Whether the output is of use only when it is complete."""
+    """Whether the output must be complete to be useful, as JSON must."""
     return params.json_schema is not None or params.choice is not None
 
 
 def closing_limit(
     params: SamplingParams, num_prompt: int, max_model_len: int, *, needs_closing: bool
 ) -> int | None:
-    """Output tokens within which structured output must be completed; None: it may be cut.
+    """Limit on output tokens for structured output to be completed in; None: it may be cut.
 
-    What else bans tokens could ban the ones that complete it. A regex or a grammar of the caller's
-    own is followed to the letter and cut where the tokens end.
+    None where other parameters ban tokens, which could be those that complete the output, and for
+    the caller's own regex or grammar.
     """
     bans = params.allowed_token_ids is not None or params.bad_words or params.logit_bias
     if not params.close_early or bans or not needs_closing:
@@ -175,11 +178,11 @@ def make_request(
     on_token: OnToken | None,
     cache: CacheOptions = DEFAULT_CACHE,
 ) -> Request:
-    """A request as the scheduler wants it, on behalf of the caller that is being served.
+    """Make the request for the scheduler, on behalf of the present caller.
 
     ``limit``: output tokens within which structured output must be completed; None: no limit.
 
-    Raises `InvalidRequest` where nothing could end an answer that its grammar completes.
+    Raises `InvalidRequest` if no token could end structured output.
     """
     # An answer that is complete must end: behind it, nothing is allowed.
     ends = not params.ignore_eos or grammar is not None
@@ -213,7 +216,7 @@ def make_request(
 
 
 def submit(engine: Engine, request: Request) -> TokenStream:
-    """Give a request to the engine; raises as that does."""
+    """Submit a request to the engine; raises as `Engine.submit`."""
     try:
         return engine.submit(request)
     except InvalidRequest as error:
@@ -225,7 +228,7 @@ def submit(engine: Engine, request: Request) -> TokenStream:
 
 
 def ended_stream(request: Request) -> TokenStream:
-    """What the engine gives for a request that is aborted before its first token."""
+    """The stream of a request that was aborted before its first token."""
     request.usage.prompt_tokens = request.prompt_len
     stream = TokenStream(request)
     stream.push(Delta(finish_reason=FinishReason.ABORT))

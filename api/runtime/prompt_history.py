@@ -23,7 +23,7 @@ _json = msgspec.json.Encoder(order="deterministic")
 
 
 class Part(NamedTuple):
-    """A piece of a body that went into the prompt."""
+    """A part of a body that is part of the prompt."""
 
     path: str  # as the body calls it, such as messages[3].content
     text: str
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptNote:
-    """What is remembered of a prompt besides its tokens.
+    """The parts of a prompt that are remembered besides its tokens.
 
     ``parts`` in the order of the prompt; without them differences are shown in the decoded tokens.
     ``cache_key`` is ``prompt_cache_key``: it is compared, but isolates nothing.
@@ -92,7 +92,7 @@ def _text(value: object) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Remembered:
-    """A prompt that was served, or is being served: its usage is still written then."""
+    """A prompt that is or was served; its usage grows while it is served."""
 
     response_id: str
     caller: bytes  # hash of an API key
@@ -131,9 +131,9 @@ class Remembered:
         return int(unequal.argmax()) if unequal.any() else length // TOKEN_BYTES
 
     def is_like(self, other: Remembered) -> bool:
-        """Whether at least half of the text is the other's, from either end of each part.
+        """Whether the texts share at least half, counted from either end of each part.
 
-        So a line that is new in every request does not hide what it spoilt. O(text).
+        So a line that is new in every request does not hide the similarity. O(text).
         """
         theirs = {part.path: part.text for part in other.note.parts}
         total = sum(len(part.text) for part in self.note.parts)
@@ -161,7 +161,7 @@ def common_len(first: str, second: str) -> int:
 
 
 class PromptLog:
-    """The last prompts of each owner, ``max_bytes`` in all; which are forgotten: see `Shares`."""
+    """The last prompts of each owner, ``max_bytes`` in all; evicted as in `Shares`."""
 
     def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
         self._shares: Shares[str] = Shares(max_bytes)

@@ -1,4 +1,4 @@
-"""Tools, formats and cache wishes in OpenAI's bodies, and what they ask of a turn."""
+"""Tools, response formats and cache options of OpenAI's bodies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Texts = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class CacheSpec(Struct, kw_only=True):
-    """``cache``: whether this request may borrow from the prefix cache, and leave its own there."""
+    """``cache``: whether the request reads from and writes to the prefix cache."""
 
     read: bool = True
     write: bool = True
 
 
 class PromptCacheOptions(Struct, kw_only=True):
-    """``prompt_cache_options``: OpenAI's way to keep a prompt, warm it, and ask why it missed."""
+    """``prompt_cache_options`` of OpenAI: pin, prewarm and explain a prompt."""
 
     mode: str | None = None
     ttl: Literal["30m", "12h"] | None = None
@@ -49,7 +49,7 @@ class FunctionSpec(Struct, kw_only=True):
 
 
 class ToolSpec(Struct, kw_only=True):
-    """One of ``tools``; functions alone are served."""
+    """One of ``tools``; only functions are supported."""
 
     type: str = "function"
     function: FunctionSpec | None = None
@@ -69,7 +69,7 @@ class AllowedTool(Struct, kw_only=True):
 
 
 class AllowedTools(Struct, kw_only=True):
-    """``tool_choice.allowed_tools``: some of the tools, without a change of the prompt."""
+    """``tool_choice.allowed_tools``: a subset of the tools; the prompt keeps all."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool] = []
@@ -118,7 +118,10 @@ def read_tools(specs: Sequence[ToolSpec] | None) -> list[Tool]:
     for index, spec in enumerate(specs or ()):
         if spec.type != "function" or spec.function is None:
             where = f"tools[{index}]"
-            raise InvalidRequest(f"{where}: only functions are served", param=where)
+            raise InvalidRequest(
+                f"{where} must be of type function and have a function, not {spec.type}",
+                param=where,
+            )
         function = spec.function
         tools.append(
             Tool(
@@ -179,7 +182,7 @@ def read_cache(
 def structured_output_of(
     format: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> dict[str, object]:
-    """The structured output that a body asks for, as fields of `SamplingParams`."""
+    """The structured output of a body, as fields of `SamplingParams`."""
     given: dict[str, object] = {}
     if outputs is not None:
         is_object = ANY_OBJECT if outputs.json_object else None

@@ -43,7 +43,7 @@ GivenChoice = Literal["auto", "none", "required"] | Mapping[str, Any] | None
 
 
 class Asking:
-    """What a caller of `chat` wants besides the conversation; raises `InvalidRequest`."""
+    """The options of `chat` besides the conversation; raises `InvalidRequest`."""
 
     def __init__(
         self, tools: GivenTools | None, choice: GivenChoice, *, is_parallel: bool = True
@@ -52,7 +52,7 @@ class Asking:
         self._choice = _choice(choice, self._tools, is_parallel=is_parallel)
 
     def ask(self, messages: Conversation, params: SamplingParams) -> Ask:
-        """The whole question."""
+        """The chat request."""
         is_one_conversation(messages)  # for its errors
         return Ask(
             messages=[_plain(message) for message in messages],
@@ -79,7 +79,7 @@ def _choice(given: GivenChoice, tools: Sequence[Tool], *, is_parallel: bool) -> 
 
 
 def _plain(message: Message) -> Message:
-    """Calls of earlier answers as templates want them; the rest is the template's to judge."""
+    """Messages with the arguments of earlier calls as objects, as templates expect them."""
     if not isinstance(message, Mapping) or not message.get("tool_calls"):
         return message
 
@@ -88,7 +88,7 @@ def _plain(message: Message) -> Message:
 
 
 async def completion_of(turn: Turn) -> Completion:
-    """Read all of a turn and close it."""
+    """Read a whole turn and close it."""
     choices = await turn.collect()
     answer = turn.answer
     return Completion(
@@ -212,8 +212,8 @@ class AsyncLLM(EngineClient):
     ) -> Completion | list[Completion]:
         """The next message of one conversation or of a list of them.
 
-        ``tools`` and ``tool_choice`` are written as OpenAI's clients do; what the model wants
-        called stands in the ``tool_calls`` of the completion.
+        ``tools`` and ``tool_choice`` have the form of OpenAI's API; tool calls are in the
+        completion's ``tool_calls``.
         """
         asking = Asking(tools, tool_choice, is_parallel=parallel_tool_calls)
         if is_one_conversation(messages):
@@ -251,7 +251,7 @@ class AsyncLLM(EngineClient):
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> AsyncGenerator[TextDelta]:
-        """The next message step by step, told apart. Leaving early aborts the request."""
+        """The next message, step by step, as content, reasoning and calls. Leaving early aborts."""
         asking = Asking(tools, tool_choice, is_parallel=parallel_tool_calls)
         ask = asking.ask(messages, one_params(params))
         turn = await self._open_turn(ask, one_id(request_id))
@@ -327,7 +327,7 @@ class AsyncLLM(EngineClient):
         await self._patiently(submit)
 
     async def _patiently(self, submit: Callable[[], Awaitable[T]]) -> T:
-        """Wait for room as long as something of ours is on its way."""
+        """Retry while the queue is full and requests of this call are running."""
         refused = False
         while True:
             self._room.clear()

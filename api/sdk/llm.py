@@ -26,7 +26,7 @@ OURS = "foretoken-"  # how the names of our threads begin, whatever they do
 
 
 class _LoopThread:
-    """An event loop in a thread; what is handed to it before `end` is done or fails, never lost."""
+    """An event loop in a thread; calls made before `end` are run or fail."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -44,7 +44,7 @@ class _LoopThread:
         self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it on the loop and wait; leaving the wait, by Ctrl-C say, cancels it."""
+        """Run a coroutine on the loop and wait; Ctrl-C cancels it."""
         if threading.current_thread() is self._thread:
             work.close()
             raise ForetokenError("an LLM cannot be called on its own event loop; use AsyncLLM")
@@ -58,7 +58,7 @@ class _LoopThread:
             raise
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it on the loop, if there still is one; wait for it unless this thread must not."""
+        """Run it on the loop, if that still runs; wait for it unless this thread must not."""
         with suppress(EngineDead):
             if _may_wait():
                 self.run(work)
@@ -67,7 +67,7 @@ class _LoopThread:
                 future.add_done_callback(self._left.discard)
 
     def soon(self, call: Callable[[str], None], argument: str) -> None:
-        """Call it on the loop, if there still is one; does not wait."""
+        """Call it on the loop, if that still runs; does not wait."""
         if os.getpid() == self._pid:
             with self._lock:
                 if not self._closed:
@@ -84,7 +84,7 @@ class _LoopThread:
         raise EngineDead("this LLM is closed")
 
     def end(self, llm: AsyncLLM) -> None:
-        """Close the LLM and stop the thread; only the first call does, and none in a fork."""
+        """Close the LLM and stop the thread, once; does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -99,24 +99,24 @@ class _LoopThread:
 
 
 def _may_wait() -> bool:
-    """False on a thread of ours, where the collector came by: closing would wait for it."""
+    """False on the loop's own thread, where waiting would block the loop for ever."""
     return not threading.current_thread().name.startswith(OURS)
 
 
 class _Reader:
-    """The deltas of one answer, asked for from another thread; lives on the loop."""
+    """Reads the deltas of one answer on the loop, for another thread."""
 
     def __init__(self, deltas: AsyncGenerator[TextDelta]) -> None:
         self._deltas = deltas
         self._reading: asyncio.Task[Any] | None = None
 
     async def next(self) -> TextDelta | None:
-        """The next one; None at the end."""
+        """The next delta; None at the end."""
         self._reading = asyncio.current_task()
         return await anext(self._deltas, None)
 
     async def close(self) -> None:
-        """End a read that was left by Ctrl-C, then the answer, which cannot end during a read."""
+        """End a read that Ctrl-C interrupted, then the answer."""
         if self._reading is not None:
             if not self._reading.cancelling():
                 self._reading.cancel()
@@ -127,8 +127,8 @@ class _Reader:
 class LLM:
     """A model and its engine, on an event loop in a thread of its own. Any thread may call it.
 
-    Closed by `close`, by leaving its ``with`` block, or at last when it is collected or the
-    interpreter ends.
+    Closed by `close`, by leaving its ``with`` block, or when it is garbage collected or the
+    interpreter exits.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:  # noqa: ANN401 - EngineConfig checks them
@@ -136,7 +136,7 @@ class LLM:
 
     @classmethod
     def from_built(cls, built: Built) -> Self:
-        """Over an engine that is there already."""
+        """An LLM over an existing engine."""
         llm = cls.__new__(cls)
         llm._boot(AsyncLLM.from_built(built))
         return llm
@@ -155,7 +155,7 @@ class LLM:
         return self._thread.run(work)
 
     def close(self) -> None:
-        """End what runs and stop the thread; idempotent."""
+        """Abort running requests and stop the thread; idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -233,8 +233,8 @@ class LLM:
     ) -> Completion | list[Completion]:
         """The next message of one conversation or of a list of them.
 
-        ``tools`` and ``tool_choice`` are written as OpenAI's clients do; what the model wants
-        called stands in the ``tool_calls`` of the completion.
+        ``tools`` and ``tool_choice`` have the form of OpenAI's API; tool calls are in the
+        completion's ``tool_calls``.
         """
         chat: Callable[..., Coroutine[Any, Any, Completion | list[Completion]]] = self._llm.chat
         return self._run(
@@ -294,7 +294,7 @@ class LLM:
 
 
 async def _close(llm: AsyncLLM) -> None:
-    """Close, then cancel what other threads still wait for, so that they get an error."""
+    """Close, then cancel calls that other threads wait for, so that they get an error."""
     try:
         await llm.close()
     finally:

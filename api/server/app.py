@@ -49,7 +49,7 @@ class ModelRoutes:
         self._created = datetime.now(UTC)
 
     async def index(self, _request: Request) -> Response:
-        """All models, of which there is one."""
+        """The list of models, which has one entry."""
         entry = self._entry()
         return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
 
@@ -103,7 +103,9 @@ class TokenRoutes:
             messages = await self.service.apart(partial(plain_messages, body.messages))
             return await llm.render(messages, add_generation_prompt=body.add_generation_prompt)
         if body.prompt is None or body.messages is not None:
-            raise InvalidRequest("needs prompt or messages, and not both", param="prompt")
+            raise InvalidRequest(
+                "the body needs either prompt or messages, not both", param="prompt"
+            )
         return await llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:
@@ -128,14 +130,14 @@ class OperatorRoutes:
         return JsonResponse(wire.Status(status="ok" if alive else "dead"), 200 if alive else 503)
 
     async def ready(self, _request: Request) -> Response:
-        """200 while new requests had better come here."""
+        """200 while the server should receive new requests, else 503."""
         reason = self.service.unready
         if reason is not None:
             raise unavailable(reason)
         return JsonResponse(wire.Status(status="ready"))
 
     async def audit(self, _request: Request) -> Response:
-        """Whose every KV page is, and which rule that breaks, if any; 200 in either case."""
+        """Owners of all KV pages, and the violated rule, if any; 200 in either case."""
         return JsonResponse(await self.service.llm.engine.audit())
 
     async def version(self, _request: Request) -> Response:
@@ -173,7 +175,7 @@ def create_app(
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins call. It stands before the gate: a preflight has no key."""
+    """Let pages of these origins call. Outside of `Gate`, since a preflight has no API key."""
     return CORSMiddleware(
         app,
         allow_origins=origins,

@@ -1,4 +1,4 @@
-"""Gate: what every request must pass before a route sees it."""
+"""Gate: checks of every request before its route: protocol, header size, connections, API key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end
 
 
 class Gate:
-    """Lets only callers with a key pass, and notes who they are.
+    """Refuses callers without a key, and notes the caller of each request.
 
     Every path needs the key unless it is named in ``OPEN_PATHS``; the path
     is the one of the scope, because a Host header can be forged.
@@ -57,10 +57,10 @@ class Gate:
 
     def _malformed(self, scope: Scope) -> ApiError | None:
         if scope["http_version"] not in VERSIONS:
-            return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are served", headers=CLOSE)
+            return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are supported", headers=CLOSE)
         if len(scope["headers"]) > self._limits.max_header_fields:
             most = self._limits.named("max_header_fields")
-            return ApiError(431, f"more header fields than {most}")
+            return ApiError(431, f"the header has more fields than {most}")
         if _num_bytes(scope) > self._limits.max_header_bytes:
             size = self._limits.named("max_header_bytes")
             return ApiError(431, f"the header is longer than {size} bytes")
@@ -68,7 +68,7 @@ class Gate:
         if b"transfer-encoding" in names and (
             b"content-length" in names or scope["http_version"] == "1.0"
         ):
-            message = "Transfer-Encoding together with Content-Length, or in HTTP/1.0"
+            message = "Transfer-Encoding must not come with Content-Length, nor in HTTP/1.0"
             return ApiError(400, message, headers=CLOSE)
         return None
 
@@ -95,7 +95,7 @@ class Gate:
         most = self._limits.named("max_connections")
         return ApiError(
             503,
-            f"more connections than {most} are open",
+            f"the server has more connections open than {most}",
             kind="server_error",
             code="too_many_connections",
             headers={"retry-after": "1"},
@@ -103,7 +103,7 @@ class Gate:
 
 
 def needs_admin_key(what: str) -> ApiError:
-    """403 for what concerns all callers."""
+    """The error 403 for actions that concern all callers."""
     message = f"{what} needs an admin key (--admin-key)"
     return ApiError(403, message, kind="permission_error", code="admin_key_needed")
 
@@ -119,13 +119,13 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
 
 
 def _offered(scope: Scope) -> list[bytes]:
-    """Digests of the keys that a caller shows: they are of one length, whatever is sent."""
+    """Digests of the keys in a request, all of one length."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     shown = [token.strip() if scheme.lower() == "bearer" else "", header(scope, b"x-api-key")]
     return [caller_of(key) for key in shown if key]
 
 
 def _among(digests: Sequence[bytes], offered: Sequence[bytes]) -> bytes | None:
-    """The first that is offered. All are compared, so that the time tells nothing of any."""
+    """The first known key in the request. All are compared, so that timing reveals none."""
     found = [digest for digest in digests for each in offered if hmac.compare_digest(digest, each)]
     return found[0] if found else None

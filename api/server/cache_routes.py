@@ -1,4 +1,4 @@
-"""GET /cache and /cache/explain, POST /cache/flush: the prefix cache seen from outside."""
+"""GET /cache and /cache/explain, POST /cache/flush: inspect and flush the prefix cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .auth import needs_admin_key
 
 
 class FlushRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of /cache/flush: without any field everything goes, so a misspelt one is refused.
+    """Body of /cache/flush: without fields it flushes everything, so unknown ones are refused.
 
     ``prefix`` is a text, token ids, or messages; it belongs to ``cache_salt``, or to the default.
     """
@@ -34,7 +34,7 @@ decode_flush = decoder(FlushRequest)
 
 
 class CacheRoutes:
-    """What operators and tenants may know of the cache, and do to it."""
+    """Routes of the cache for operators and tenants."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -49,7 +49,7 @@ class CacheRoutes:
         data = await self.service.read_bytes(request)
         body = decode_flush(data) if data.strip() else FlushRequest()
         if body.prefix is None and body.cache_salt is None and not request.state.is_admin:
-            raise needs_admin_key("a flush that names neither cache_salt nor prefix")
+            raise needs_admin_key("a flush without cache_salt and prefix")
         llm, salt = self.service.llm, body.cache_salt
         if body.prefix is not None:
             async with self.service.wanted(request.receive):
@@ -103,5 +103,5 @@ class CacheRoutes:
 
 
 def _unknown(response_id: str, param: str) -> ApiError:
-    message = f"the prompt of {response_id} is not known here, or no longer"
+    message = f"no prompt is remembered for the response {response_id}"
     return ApiError(404, message, code="response_not_found", param=param)

@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's HTTP protocol, with limits on what the client may owe."""
+"""One client's connection: uvicorn's HTTP protocol with limits on time, size and number."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Connection(H11Protocol):
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first header is due."""
+        """Start the timer for the first header."""
         super().connection_made(transport)
         self.conn = QuickChunks(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
@@ -79,14 +79,14 @@ class Connection(H11Protocol):
         self._expect_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is due any more."""
+        """Stop all timers."""
         self._forget_header()
         self._forget_body()
         self.resume_writing()
         super().connection_lost(exc)
 
     async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One answer: a 503 by the gate that the server is full, except to health checks."""
+        """Answer one request: 503 by `Gate` since the server is full, except health checks."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Set the timer for what the client owes now; there is none while the server works."""
+        """Set the timer for the next data of the client; none while the server works."""
         super().handle_events()
         if not self._is_answered_early:
             self._forget_body()
@@ -137,7 +137,7 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """An answer may be given before its request has come to the end."""
+        """Handle an answer that is complete before its request is."""
         if self._is_answered_early:
             seconds = self.limits.body_seconds
             self._body_timer = self.loop.call_later(seconds, self.transport.abort)
@@ -155,13 +155,13 @@ class Connection(H11Protocol):
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
             told = ApiError(431, f"the header is longer than {self._max_header()}")
         elif isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 501:
-            told = ApiError(501, "this transfer coding is not served")
+            told = ApiError(501, "only the transfer coding chunked is supported")
         else:
-            told = ApiError(400, "this is no valid HTTP request")
+            told = ApiError(400, "the request is not valid HTTP/1.1")
         self._refuse(told)
 
     def _refuse(self, told: ApiError) -> None:
-        """Answer and close, unless an answer has begun: then all that can be done is to go."""
+        """Answer and close; only close if an answer has begun."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -220,12 +220,12 @@ class Connection(H11Protocol):
     # -- the client's reading -------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Something waits to be read."""
+        """Start the timer: the client does not read."""
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """All is read."""
+        """Stop the timer: the client has read all."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -237,11 +237,14 @@ class Connection(H11Protocol):
         self._write_timer = self.loop.call_later(seconds, self._check_reading, size)
 
     def _check_reading(self, size_before: int) -> None:
-        """A slow reader is served on; nothing is added to the buffer while it waits."""
+        """Close if the client read nothing since the last check; a slow reader is served."""
         if self.transport.get_write_buffer_size() < size_before:
             self._expect_reading()
             return
-        logger.warning("a client read nothing for %s s and was dropped", self.limits.write_seconds)
+        logger.warning(
+            "connection closed: the client read nothing for %s s (--write-seconds)",
+            self.limits.write_seconds,
+        )
         self.transport.abort()
 
 
@@ -251,7 +254,7 @@ def connection_class(limits: Limits) -> type[Connection]:
 
 
 def reserve_files(limits: Limits) -> None:
-    """Allow the process a file for each connection, as far as the system lets it."""
+    """Raise the limit on open files to one per connection, as far as the system allows."""
     wanted = limits.max_connections + NUM_SPARE + NUM_OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -259,4 +262,6 @@ def reserve_files(limits: Limits) -> None:
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
-        logger.warning("%s open files are too few for the limit on connections", allowed)
+        logger.warning(
+            "the process may open %s files, too few for --max-connections: raise ulimit -n", allowed
+        )

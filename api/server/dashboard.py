@@ -1,7 +1,7 @@
 """GET /: a page to talk to the model and watch the engine; GET /ui/events: what the page shows.
 
-The page is one file without a build step. It needs no key itself: it asks for one, keeps it in the
-browser and sends it along. The events tell counts and sizes, never a text or a token.
+The page is one file without a build step. It needs no key itself: it asks the user for one, keeps
+it in the browser and sends it. The events have counts and sizes, never a text or a token.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def overview(engine: Engine) -> Body:
 
 
 def row_price(engine: Engine) -> Body | None:
-    """What one more row costs the next step, by which the controller chooses; None: not known.
+    """The cost of one more row in the next step, which the controller uses; None: unknown.
 
     In seconds, and in tokens that the engine would serve in that time. A draft token is verified
     where the chance that it is accepted exceeds the latter.

@@ -1,4 +1,4 @@
-"""Keeper: ends a server on request, when its engine is dead, or when its event loop hangs."""
+"""Keeper: ends a server on a signal, when its engine is dead, or when its event loop hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAST_SECONDS = 5.0  # for what a process does last: its exit, or its dump where 
 
 
 class Keeper:
-    """Drains on the first signal and leaves on the second; a server with a dead engine ends.
+    """Drains on the first signal and exits on the second; exits when the engine is dead.
 
     A thread watches the event loop itself: while that is stuck no other code runs.
     """
@@ -41,7 +41,7 @@ class Keeper:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the process: 0 if it was asked to end."""
+        """Exit code of the process: 0 after a signal."""
         engine = self._llm.engine
         if engine.hung:
             return STUCK
@@ -83,9 +83,11 @@ class Keeper:
 
     def _on_signal(self, number: int) -> None:
         if self._llm.draining:
-            logger.warning("second signal: leaving at once")
+            logger.warning("second signal: exiting at once")
             os._exit(128 + number)
-        logger.info("draining for up to %s s", self._drain_seconds)
+        logger.info(
+            "waiting up to %s s for running requests (--drain-seconds)", self._drain_seconds
+        )
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
@@ -99,7 +101,7 @@ class Keeper:
         """End a server whose engine is dead, so that its supervisor restarts it."""
         while True:
             if not (self._llm.engine.alive or self._llm.draining or self._died):
-                logger.critical("the engine is dead: leaving")
+                logger.critical("the engine is dead: exiting")
                 self._died = True
                 self._stop()
             if self._guard is not None:
@@ -120,5 +122,5 @@ class Keeper:
         alarm.daemon = True
         alarm.start()
         faulthandler.dump_traceback()
-        self._dump("the event loop stands still")
+        self._dump("the event loop did not run for --step-timeout seconds")
         os._exit(STUCK)

@@ -1,6 +1,6 @@
 """The server's log: plain lines or JSON, each with the id of the request it belongs to.
 
-A line tells what a request cost, never what it said: no prompts, keys or salts.
+Lines have tokens and times of requests, never prompts, keys or salts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger("foretoken.access")
 
 
 def configure(level: str, log_format: LogFormat) -> None:
-    """Log to stderr. Does nothing where the program that we are part of logs in its own way."""
+    """Log to stderr. Does nothing if the program has configured logging already."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])

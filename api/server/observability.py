@@ -1,4 +1,4 @@
-"""What a server tells of itself: metrics always, request lines and traces if asked for."""
+"""Metrics, request logs, traces and recorded traffic of a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observing:
-    """Who is told."""
+    """The observers of a server."""
 
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     access_log: bool = False
@@ -36,7 +36,7 @@ class Observing:
     recorder: TrafficRecorder | None = None
 
     def around(self, app: ASGIApp, service: Service) -> ASGIApp:
-        """The application, observed."""
+        """Wrap the application with its observers."""
         self.metrics.is_ready = lambda: service.unready is None
         self.metrics.is_draining = lambda: service.draining
         return RequestLog(

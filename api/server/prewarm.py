@@ -1,4 +1,4 @@
-"""``--prewarm FILE``: prompts that are in the cache before the first request comes.
+"""``--prewarm FILE``: prompts to compute into the cache before the first request.
 
 The file is a JSON list, or one JSON object a line: ``{"prompt": ...}`` (a text or token ids) or
 ``{"messages": [...], "tools": [...]}``, each with ``cache_salt`` and ``ttl`` (seconds that it is
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Warm(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt to compute at the start."""
+    """A prompt to compute at startup."""
 
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
@@ -35,9 +35,9 @@ class Warm(Struct, kw_only=True, forbid_unknown_fields=True):
     ttl: Annotated[float, Meta(gt=0, le=MAX_TTL)] | None = None
 
     def __post_init__(self) -> None:
-        """One of the two."""
+        """Check that there is either a prompt or messages."""
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("needs prompt or messages, and not both")
+            raise ValueError("an entry needs either prompt or messages, not both")
 
 
 def read_prewarm(path: str) -> list[Warm]:

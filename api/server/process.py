@@ -38,7 +38,7 @@ STDERR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listen:
-    """Where to listen, how loudly to log, how long to drain (seconds)."""
+    """Address, log level, and time for running requests after SIGTERM (seconds)."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -111,7 +111,7 @@ def _unbind(sock: socket.socket, uds: str | None) -> None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether a server that was killed left this socket; another kind of file is nobody's."""
+    """Whether a killed server left this socket; False for other kinds of files."""
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -172,7 +172,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the keeper's."""
+        """Do nothing: `Keeper` handles signals."""
         yield
 
     async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature

@@ -28,7 +28,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class Counts(Protocol):
-    """What counts requests."""
+    """Counter of requests."""
 
     def began(self) -> None:
         """One more is under way."""
@@ -101,7 +101,7 @@ class RequestLog:
 
 
 def refusal_of(scope: Scope, error: ApiError) -> Response:
-    """The answer to a request that no layer may have seen yet."""
+    """Answer a request that no other layer has seen."""
     identify(scope)
     answer = error_response(scope, error)
     answer.raw_headers += _names(scope)
@@ -109,7 +109,7 @@ def refusal_of(scope: Scope, error: ApiError) -> Response:
 
 
 def identify(scope: Scope) -> str:
-    """The id of a request: its caller's own, or one that stays."""
+    """The id of a request: the client's ``x-request-id`` if valid, else a new one."""
     state: dict[str, str] = scope.setdefault("state", {})
     if "request_id" not in state:
         given = header(scope, b"x-request-id")

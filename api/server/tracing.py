@@ -1,8 +1,7 @@
 """Traces by OpenTelemetry: a span per HTTP request, below it one per request of the engine.
 
-The only file that imports OpenTelemetry; nobody imports it unless traces are asked for. Names of
-attributes follow its conventions for generative AI and HTTP where they have one. No span has a
-text of anybody's in it.
+The only file that imports OpenTelemetry; imported only with ``--tracing``. Names of attributes
+follow its conventions for generative AI and HTTP. Spans contain no text of requests or answers.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ _COMPLETIONS = "/v1/completions"
 
 
 def operation_of(http: RequestContext | None) -> str:
-    """What is done, in a word."""
+    """The name of the operation."""
     is_text = http is None or http.route == _COMPLETIONS
     return "text_completion" if is_text else "chat"
 
 
 def asked_of(request: Request) -> dict[str, Value]:
-    """What it was asked for, as far as it is numbers."""
+    """The numeric parameters of a request, as attributes."""
     params = request.sampling.params
     asked: dict[str, Value | None] = {
         "gen_ai.provider.name": "foretoken",
@@ -80,7 +79,7 @@ def _fitting(params: TokenSamplingParams) -> int | None:
 
 
 def cost_of(request: Request, delta: Delta) -> dict[str, Value]:
-    """What it cost and how it ended."""
+    """Usage and finish reason, as attributes."""
     usage = request.usage
     cost: dict[str, Value] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -133,7 +132,7 @@ def _timeout() -> float | None:
 
 
 def _harmless(method: Callable[P, None]) -> Callable[P, None]:
-    """A trace is not worth an engine."""
+    """Log an exception of tracing instead of raising it."""
 
     @functools.wraps(method)
     def guarded(*args: P.args, **options: P.kwargs) -> None:

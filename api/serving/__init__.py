@@ -1,1 +1,1 @@
-"""What every route needs: reading a body, errors, server-sent events, limits."""
+"""Code that all routes share: reading bodies, errors, server-sent events, limits."""

@@ -1,4 +1,4 @@
-"""Errors as HTTP: one JSON body everywhere, and which exception is which status."""
+"""Errors as HTTP answers: one JSON body, and a status for each exception."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ClientGone(Exception):  # noqa: N818 - nothing went wrong
 
 
 class ApiError(Exception):
-    """An answer that is an error; ``headers`` go out with it."""
+    """An error answer; ``headers`` are sent with it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ApiError(Exception):
 
 
 def clipped(message: str) -> str:
-    """Its beginning, where it is long."""
+    """The message, cut to `MAX_MESSAGE_CHARS`."""
     if len(message) <= MAX_MESSAGE_CHARS:
         return message
     return f"{message[: MAX_MESSAGE_CHARS - 3]}..."
@@ -110,13 +110,13 @@ def to_api_error(error: BaseException) -> ApiError:
 
 
 def unavailable(message: str) -> ApiError:
-    """Draining or dead: another server may do."""
+    """503: the server is draining or dead, and another one may serve the request."""
     headers = {"retry-after": str(MIN_RETRY_SECONDS)}
     return ApiError(503, message, kind="server_error", code="unavailable", headers=headers)
 
 
 def deadline_exceeded(message: str, retry_after: float = MIN_RETRY_SECONDS) -> ApiError:
-    """Nothing was served in the time that the request gave; there may be room later."""
+    """503: the deadline passed before the first token; a retry may succeed."""
     headers = {"retry-after": str(_retry_seconds(retry_after))}
     return ApiError(503, message, kind="server_error", code="deadline_exceeded", headers=headers)
 

@@ -1,4 +1,4 @@
-"""LoopLag: how late the event loop is, by a timer that knows when it was due."""
+"""LoopLag: the delay of the event loop, measured by a timer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 
 class LoopLag(Collector):
-    """A histogram of how late a timer fires, and the worst since it was last asked.
+    """A histogram of the delay of a timer, and the largest since the last scrape.
 
     What holds up this timer holds up every stream and every new connection as well. It fires ten
     times a second and takes some microseconds.
@@ -32,7 +32,7 @@ class LoopLag(Collector):
         self._interval_s = interval_s
         self._clock = clock
         self._lag = Histogram(
-            "event_loop_lag_seconds", "How late a timer of the event loop fires", _BOUNDS
+            "event_loop_lag_seconds", "Seconds by which a timer of the event loop is late", _BOUNDS
         )
         self._worst = 0.0  # seconds, since it was last asked
 
@@ -40,7 +40,11 @@ class LoopLag(Collector):
         """As it stands now; the worst begins anew."""
         yield from self._lag.collect()
         worst, self._worst = self._worst, 0.0
-        yield gauge("event_loop_lag_max_seconds", "The worst since the last scrape", worst)
+        yield gauge(
+            "event_loop_lag_max_seconds",
+            "Largest event loop lag since the last scrape, in seconds",
+            worst,
+        )
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:

@@ -1,7 +1,4 @@
-"""How deep and how many the containers of a JSON text are, and its values, before it is decoded.
-
-At the speed of copying it.
-"""
+"""Count nesting, containers and values of a JSON text before it is decoded."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _BLOCK = 2**16  # bytes that are looked at together, so that they stay in the ca
 
 
 def find_excess(data: bytes, *, depth: int, containers: int, values: int) -> Excess | None:
-    """The limit that it exceeds, if any. What is no JSON may exceed either.
+    """The limit that the text exceeds, if any. Invalid JSON may exceed any.
 
     O(len). A decoder counts the depth only up to the interpreter's limit of about a thousand, and
     a template or a schema compiler that then walks what it decoded may be less careful. A million

@@ -1,4 +1,4 @@
-"""What a client of the server may send, hold and ask for: each limit is a flag of ``serve``."""
+"""Limits on connections and requests; each is a flag of ``serve``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Limits:
     """
 
     # a connection
-    max_connections: int = _count(1024, "connections open at once; more get 503, except /health")
+    max_connections: int = _count(
+        1024, "open connections; further ones get 503, except for /health"
+    )
     max_header_bytes: int = _count(64 * 2**10, "size of a request line and its header", least=1024)
     max_header_fields: int = _count(100, "header fields of a request", least=8)
     header_seconds: float = _seconds(10.0, "time for a header to arrive")
@@ -57,25 +59,25 @@ class Limits:
     ping_seconds: float = _seconds(10.0, "time between keep-alive comments of a stream")
     max_request_seconds: float = _seconds(600.0, "time for a request, from its arrival to its end")
     resume_seconds: float = _limit(
-        0.0, "time to pick up a broken stream with Last-Event-ID (0: off)", 0.0, MAX_SECONDS
+        0.0, "time to resume a broken stream with Last-Event-ID; 0: off", 0.0, MAX_SECONDS
     )
     store_seconds: float = _seconds(3600.0, "time that a response is kept after its last use")
     # a body
     max_body_bytes: int = _count(4 * 2**20, "size of a body")
-    max_json_depth: int = _count(64, "levels of arrays and objects in a body", least=8, most=500)
+    max_json_depth: int = _count(64, "nesting of arrays and objects in a body", least=8, most=500)
     max_json_containers: int = _count(2**16, "arrays and objects in a body")
     max_json_values: int = _count(2**19, "values in a body; each token id of a prompt is one")
     max_messages: int = _count(10_000, "messages of a conversation")
     max_tools: int = _count(512, "tools of a request", most=MAX_TOOLS)
     max_prompts: int = _count(64, "prompts of a request")
-    max_n: int = _count(MAX_N, "answers to a prompt", most=MAX_N)
+    max_n: int = _count(MAX_N, "answers to one prompt", most=MAX_N)
     max_stop: int = _count(4, "stop strings of a request", least=0, most=MAX_STOP_STRINGS)
     max_stop_chars: int = _count(MAX_STOP_CHARS, "characters of a stop string", most=MAX_STOP_CHARS)
     max_logit_bias: int = _count(
         MAX_BIASED_TOKENS, "entries of logit_bias", least=0, most=MAX_BIASED_TOKENS
     )
     max_top_logprobs: int = _count(
-        MAX_LOGPROBS, "log-probabilities of a token", least=0, most=MAX_LOGPROBS
+        MAX_LOGPROBS, "log-probabilities reported for a token", least=0, most=MAX_LOGPROBS
     )
 
     def __post_init__(self) -> None:
@@ -87,17 +89,17 @@ class Limits:
                 raise InvalidRequest(message, param=each.name)
 
     def named(self, name: str) -> str:
-        """A limit as an error tells of it."""
+        """A limit as an error message names it: value and flag."""
         return f"{getattr(self, name):.12g} (--{name.replace('_', '-')})"
 
     def check(self, param: str, found: int, name: str) -> None:
         """Raise `InvalidRequest` for a field that has more than the limit of this name."""
         if found > getattr(self, name):
-            message = f"{param}: {found} is beyond this server's limit of {self.named(name)}"
+            message = f"{param}: {found} exceeds this server's limit of {self.named(name)}"
             raise InvalidRequest(message, param=param)
 
     def check_body(self, body: object) -> None:
-        """Raise `InvalidRequest` for a decoded body that asks for too much, whatever its route."""
+        """Raise `InvalidRequest` for a decoded body, of any route, that exceeds a limit."""
         for param, name in LISTED.items():
             value = getattr(body, param, None)
             if isinstance(value, list | dict):
@@ -117,6 +119,6 @@ def _texts(value: str | list[str] | None) -> Sequence[str]:
 
 
 def _num_prompts(prompt: object) -> int:
-    """A list of numbers is one prompt."""
+    """Number of prompts: a list of token ids is one."""
     is_many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     return len(prompt) if is_many else 1  # type: ignore[arg-type]

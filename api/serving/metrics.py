@@ -1,4 +1,4 @@
-"""What Prometheus is told of the HTTP side: requests by route, streams, connections, the loop."""
+"""Prometheus metrics of the HTTP side: requests by route, streams, connections, event loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class ServerMetrics(Collector):
             [*REASONS.values(), DRAINING, NOT_READY, INVALID], 0
         )
         self._seconds = Histograms(
-            "http_request_duration_seconds", "From header to last byte", SECONDS, ["route"]
+            "http_request_duration_seconds",
+            "Seconds from the request's header to the answer's last byte",
+            SECONDS,
+            ["route"],
         )
         for collector in (self, self._seconds, self.lag):
             self.registry.register(collector)
@@ -86,16 +89,18 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """As it stands now; called by the registry."""
-        yield gauge("ready", "1 while /ready says 200", self.is_ready())
+        yield gauge("ready", "1 while /ready returns 200", self.is_ready())
         yield gauge("http_connections", "Open connections", self.num_connections())
-        yield gauge("http_requests_in_flight", "Requests under way", self._num_open)
-        yield gauge("http_streams", "Event streams under way", self._num_streams)
-        yield counters("request_refusals", "Requests refused", "reason", self._refusals)
+        yield gauge("http_requests_in_flight", "HTTP requests in progress", self._num_open)
+        yield gauge("http_streams", "Event streams in progress", self._num_streams)
+        yield counters(
+            "request_refusals", "HTTP requests refused without work", "reason", self._refusals
+        )
         yield self._by_route()
 
     def _by_route(self) -> Metric:
         family = CounterMetricFamily(
-            f"{PREFIX}http_requests", "Answered requests", labels=["route", "method", "status"]
+            f"{PREFIX}http_requests", "HTTP requests answered", labels=["route", "method", "status"]
         )
         for labels, count in self._requests.items():
             family.add_metric(labels, count)

@@ -1,8 +1,8 @@
-"""Event streams that a client can pick up again where its connection broke.
+"""Event streams that a client can resume after its connection broke.
 
 Off unless ``--resume-seconds`` is given. Each event then has an ``id``. A client that sends its
-request again with the header ``Last-Event-ID`` gets the events behind that one, and the answer goes
-on meanwhile. Only the key that began a stream may pick it up.
+request again with the header ``Last-Event-ID`` gets the events after that one; the answer
+continues meanwhile. Only the key that began a stream may resume it.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class ResumableStream:
         self._task = asyncio.create_task(self._run())
 
     def has(self, number: int) -> bool:
-        """Whether it can go on with this event."""
+        """Whether the event is still kept."""
         return self._first <= number <= self._first + len(self._kept)
 
     def attach(self, start: int) -> Reader:
-        """A reader of the events from this number on. One that is there already ends."""
+        """A reader of the events from this number on; the present reader ends."""
         self._reader, self._next = Reader(self), start
         self._stop_timer()
         self._notify()
         return self._reader
 
     def release(self, reader: Reader) -> None:
-        """The client of a reader is gone: abort or forget the answer in a while."""
+        """The client of a reader has left: abort or forget the answer after ``seconds``."""
         if self._reader is not reader:
             return
         self._reader = None
@@ -143,11 +143,11 @@ class Reader(Reply):
         self._stream = stream
 
     def events(self) -> AsyncGenerator[bytes]:
-        """What the connection has yet to get."""
+        """Events that the connection has not received."""
         return self._stream.read(self)
 
     def close(self) -> None:
-        """The client has all, or is gone."""
+        """The client has received all, or has left."""
         self._stream.release(self)
 
 
@@ -183,7 +183,7 @@ class ResumableStreams:
             or not is_number
             or not stream.has(int(number) + 1)
         ):
-            message = "no stream that can be resumed has this Last-Event-ID, or no longer"
+            message = "no stream can be resumed from this Last-Event-ID (--resume-seconds)"
             raise ApiError(404, message, code="stream_not_found")
         return stream.attach(int(number) + 1)
 

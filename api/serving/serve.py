@@ -1,4 +1,4 @@
-"""The one body of all routes that generate; what differs between APIs is a `Dialect`."""
+"""The code of all routes that generate; each API is a `Dialect`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Body(Protocol):
 
     @property
     def model(self) -> str | None:
-        """The model that is asked for."""
+        """The requested model."""
 
     @property
     def stream(self) -> bool | None:
@@ -33,7 +33,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Count(Reply):
-    """An answer that is a number of tokens, streamed by no client."""
+    """The answer to a request that counts tokens."""
 
     def __init__(self, body: object) -> None:
         self._body = body
@@ -44,7 +44,7 @@ class Count(Reply):
 
 
 class Dialect(Generic[B]):
-    """How one route reads bodies and writes answers."""
+    """Decoding of bodies and encoding of answers for one route."""
 
     can_stream: ClassVar[bool] = True
     most_temperature: ClassVar[float] = OPENAI_TEMPERATURE
@@ -82,7 +82,7 @@ class Serve(Generic[B]):
         self.__doc__ = dialect.__doc__  # for /openapi.json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whole or as a stream; nothing runs on once the client has left."""
+        """Answer one request, whole or as a stream; aborted when the client leaves."""
         request = Request(scope, receive)
         body = await self._service.read(request, self._dialect.decode)
         is_stream = bool(body.stream) and self._dialect.can_stream

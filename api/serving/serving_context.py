@@ -1,4 +1,4 @@
-"""What every route needs: the model, its names, and how to read a body."""
+"""The context of all routes: the model, its name, settings, and reading bodies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 OPENAI_TEMPERATURE, ANTHROPIC_TEMPERATURE = 2.0, 1.0  # the largest that their own APIs take
 QUICK_BYTES = 2**18  # of a body that is looked through at once, not in a thread
 EXCESS: Mapping[Excess, str] = {
-    "max_json_depth": "the body is nested beyond",
+    "max_json_depth": "the body is nested more deeply than",
     "max_json_containers": "the body has more arrays and objects than",
     "max_json_values": "the body has more values than",
 }
@@ -38,7 +38,7 @@ SHUTTING_DOWN = "the server is shutting down"
 class Settings:
     """Options of the HTTP side. Without ``api_keys`` every caller is served.
 
-    With ``admin_keys`` what concerns all callers needs one of them; they open everything else, too.
+    With ``admin_keys`` actions that concern all callers need one of them; they open all routes.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -76,19 +76,19 @@ class Service:
         return self.settings.served_name or self.llm.built.name
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model that is not here; a body without one means the one that is."""
+        """Raise 404 for an unknown model; a body without one means the served one."""
         built = self.llm.built
         if name is not None and name not in {self.model, built.name, *built.aliases}:
             raise unknown_model(name)
 
     @property
     def draining(self) -> bool:
-        """Whether the server was told to end."""
+        """Whether the server is shutting down."""
         return self.llm.draining or self.llm.engine.draining
 
     @property
     def outage(self) -> str | None:
-        """Why nothing new is served, if so."""
+        """The reason why new requests are refused, or None."""
         if self.draining:
             return SHUTTING_DOWN
         return None if self.llm.ready else "the engine is not running"
@@ -109,16 +109,16 @@ class Service:
             raise InvalidRequest(message, param="temperature")
 
     def check_ready(self) -> None:
-        """Raise 503 before any work is done for a request that cannot be served."""
+        """Raise 503 if the server refuses new requests."""
         if self.outage is not None:
             raise unavailable(self.outage)
 
     def check_room(self, num_prompts: int, n: int) -> None:
-        """Raise `InvalidRequest` for more requests in one body than even an idle engine takes."""
+        """Raise `InvalidRequest` for a body with more requests than an idle engine accepts."""
         limits = self.llm.engine.scheduler.limits
         room = limits.max_queued + limits.max_running
         if num_prompts * n > room:
-            message = f"{num_prompts} prompts with n = {n} exceed the {room} requests that fit"
+            message = f"{num_prompts} prompts with n = {n} exceed the server's {room} requests"
             raise InvalidRequest(message, param="prompt" if num_prompts > 1 else "n")
 
     async def read(self, request: Request, decode: Callable[[bytes], T]) -> T:
@@ -129,7 +129,7 @@ class Service:
         return body
 
     async def read_bytes(self, request: Request) -> bytes:
-        """The body as it came. Raises 413 and 408, and 400 for too much nesting."""
+        """The bytes of the body. Raises 413 and 408, and 400 for too much nesting."""
         limits = self.settings.limits
         data = await _read_in_time(request, limits)
         note_arrival(len(data))
@@ -146,11 +146,11 @@ class Service:
         return data
 
     async def apart(self, job: Callable[[], T]) -> T:
-        """Do something with the body that was read, in a thread if it is a large one."""
+        """Run a job on the body, in a thread if the body is large."""
         return await self.llm.tokenizer.apart(origin().num_bytes, job)
 
     def wanted(self, receive: Receive, deadline_ms: float | None = None) -> UnlessGone:
-        """A block that goes on while the client is there and has time.
+        """A block that is cancelled when the client leaves or the time is over.
 
         Its time is the shorter of the caller's limit and ours. Raises `DeadlineExceeded` where
         nothing of it is left.

@@ -1,4 +1,4 @@
-"""The client of a request: its leaving ends the work for it, and streams keep it informed."""
+"""Server-sent events, and cancellation when the client leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def event(payload: object) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """OpenAI's error, after the status line is gone."""
+    """OpenAI's error inside a stream, after the HTTP status was sent."""
     return event(error.body)
 
 
@@ -74,7 +74,7 @@ class UnlessGone:
             raise ClientGone if self._is_gone else DeadlineExceeded(TOO_LATE) from None
 
     def wait_on(self) -> None:
-        """Forget the time: from here on somebody else counts it."""
+        """Stop the timer: the engine enforces the deadline from here on."""
         self._timeout.reschedule(None)
 
     async def _watch(self) -> None:
@@ -85,14 +85,14 @@ class UnlessGone:
 
 
 class Reply:
-    """An answer on its way. Whoever has one must `close` it in a ``finally``."""
+    """A running answer. Its owner must `close` it in a ``finally``."""
 
     async def whole(self) -> object:
-        """All of it as one JSON body."""
+        """The answer as one JSON body."""
         raise NotImplementedError
 
     def events(self) -> AsyncGenerator[bytes]:
-        """All of it as server-sent events."""
+        """The answer as server-sent events."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class Reply:
 
 
 class EventStream(Response):
-    """Sends events as they come; ``close`` is called in any case.
+    """Sends events when they arrive; ``close`` is called in any case.
 
-    ``ping`` and ``on_error`` are how the dialect says that it lives, and that it failed.
+    ``ping``: the keep-alive event; ``on_error``: the error event of the API.
 
     starlette's StreamingResponse leaves the generator open when the client goes during a send, and
     does not notice one that goes while nothing is sent.
@@ -154,7 +154,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
-        """Keep the connection warm while nothing comes, as in a long prefill."""
+        """Send keep-alive events while there are no others, as in a long prefill."""
         while True:
             await asyncio.sleep(self._ping_seconds)
             await _write(send, self._sign_of_life)

@@ -36,7 +36,7 @@ MARKS = frozenset(b'"\\')  # bytes with a meaning inside a text
 
 
 class Tokens(Protocol):
-    """What must be known of a vocabulary."""
+    """The operations on a vocabulary that closing needs."""
 
     size: int
     special_token_ids: NDArray[np.int64]
@@ -47,10 +47,10 @@ class Tokens(Protocol):
         """Ids of a text."""
 
     def id_of(self, text: bytes) -> int | None:
-        """The token that is exactly this."""
+        """The id of the token with exactly these bytes."""
 
     def spell(self, text: bytes) -> list[int]:
-        """Ids of these bytes, the longest tokens first."""
+        """Token ids of these bytes, greedily by the longest token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _At:
 
 
 class Closer:
-    """Knows the tokens of a vocabulary that end things."""
+    """Finds the shortest completions of an output, for one vocabulary."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -73,7 +73,7 @@ class Closer:
         self._separators = self._known(SEPARATORS)
 
     def prepare(self) -> None:
-        """Look at all tokens, which takes a tenth of a second; otherwise done when first needed."""
+        """Classify all tokens (a tenth of a second); otherwise done at first use."""
         _ = self._lengths, self._groups, self._is_partial, self._long_texts, self._text_ends
 
     # -- the shortest end -------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Closer:
         return self._longest_allowed(matcher)
 
     def is_text(self, matcher: LLMatcher) -> bool:
-        """Whether the answer is inside a text."""
+        """Whether the output is inside a string."""
         return self._probe is not None and matcher.validate_tokens([self._probe]) == 1
 
     def _end_text(self, matcher: LLMatcher) -> Ids:
@@ -131,7 +131,7 @@ class Closer:
         return ()
 
     def _has_ended(self, matcher: LLMatcher, ids: Ids) -> bool:
-        """Whether the text is over behind these tokens, which are allowed."""
+        """Whether the string ends after these tokens."""
         num = matcher.try_consume_tokens(list(ids))
         try:
             return num == len(ids) and (matcher.is_accepting() or not self.is_text(matcher))
@@ -139,7 +139,7 @@ class Closer:
             matcher.rollback(num)
 
     def _more_text(self, matcher: LLMatcher, turn: int) -> Ids:
-        """A text that may not end yet wants more characters, or one of another kind, by turns."""
+        """Add characters to a string that may not end yet, of alternating kinds."""
         first, second = self._long_texts, self._separators
         for token_id in (*first, *second) if turn % 2 == 0 else (*second, *first):
             if matcher.validate_tokens([token_id]) == 1:

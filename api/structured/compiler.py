@@ -1,7 +1,7 @@
-"""From json_schema, regex, grammar or choice to a compiled grammar, off the event loop.
+"""Compile json_schema, regex, grammar or choice to a grammar, in a thread.
 
-What comes from a caller may be made to be expensive, so there are limits on the text, on the work
-of compiling it and on the work of each step behind it; what exceeds them fails that request alone.
+A caller's grammar may be expensive on purpose, so there are limits on its text, on the work of
+compiling it and on the work of each step. Beyond them, only that request fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMITS = {  # what these let through is bounded by time (matcher.py)
 
 
 class _Job:
-    """A grammar that is compiled once for all who wait for it."""
+    """A grammar that is compiled once for all requests that wait for it."""
 
     def __init__(self, compile: Callable[[], Grammar]) -> None:
         self.future: asyncio.Future[Grammar]
@@ -55,7 +55,7 @@ class _Job:
         self._num_waiting = 0
 
     def run(self) -> Grammar:
-        """In the thread."""
+        """Compile, in the thread."""
         self._is_begun = True
         self._loop.call_soon_threadsafe(self._began.set)
         return self._compile()
@@ -67,7 +67,7 @@ class _Job:
         return done and (self.future.cancelled() or self.future.exception() is not None)
 
     async def wait(self) -> Grammar:
-        """The grammar; the time in the queue is not its own. One that nobody awaits is dropped."""
+        """Wait for the grammar; time in the queue does not count. Dropped if no request waits."""
         self._num_waiting += 1
         began = asyncio.create_task(self._began.wait())
         either: list[asyncio.Future[Any]] = [began, self.future]
@@ -98,7 +98,7 @@ class Grammars:
         self._grammars: OrderedDict[tuple[str, str], _Job] = OrderedDict()
 
     def close(self) -> None:
-        """Refuse what waits for the thread; what it works on is finished, if there is time."""
+        """Refuse waiting jobs; the present one may finish."""
         self._closed = True
         self._thread.close()
 
@@ -117,13 +117,15 @@ class Grammars:
         try:
             return await self._job(field, source, vocabulary, tokenizer).wait()
         except TimeoutError:
-            raise InvalidRequest(f"{field} took too long to compile", param=field) from None
+            raise InvalidRequest(
+                f"{field} took longer than {SECONDS:g} s to compile: simplify it", param=field
+            ) from None
         except asyncio.CancelledError:
             self._check_open()  # perhaps it is not the caller who is cancelled
             raise
 
     def _job(self, field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> _Job:
-        """One that is there or under way, else a new one; those not used for longest go."""
+        """A compiled or pending grammar, else a new one; the least recently used are dropped."""
         key = (field, source)
         known = self._grammars.get(key)
         if known is None or known.is_lost:
@@ -170,7 +172,7 @@ class Grammars:
 
 
 def _compile(field: str, source: str, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> Grammar:
-    """Compile, and see what that takes."""
+    """Compile and measure the time."""
     compile_anew = partial(compile_grammar, field, source, tokenizer)
     began = perf_counter()
     prototype = compile_anew()

@@ -1,4 +1,4 @@
-"""Forms as texts: what a caller wrote, what identifies it, and what llguidance takes.
+"""Texts of grammars: as callers write them, as cache keys, and as llguidance expects them.
 
 JSON is written without free white space: a model can never loop on blanks.
 """
@@ -31,7 +31,7 @@ _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 def json_rule(schema: Mapping[str, object] | str) -> str:
     """The text that stands for JSON of this schema inside a Lark ``grammar``.
 
-    Raises `InvalidRequest` for what is no JSON object.
+    Raises `InvalidRequest` unless it is a JSON object.
     """
     text = _json_text("json_schema", schema)
     value = json.loads(text)
@@ -54,7 +54,7 @@ def lark_text(text: str) -> str:
 
 
 def source_text(field: str, value: object) -> str:
-    """One text that says it all, of bounded length: what a compiled grammar is known by."""
+    """The key of a compiled grammar: a text of bounded length with all of its source."""
     if field == "json_schema":
         text = _json_text(field, value)
     elif field == "choice":
@@ -62,20 +62,20 @@ def source_text(field: str, value: object) -> str:
     else:
         text = str(value)
     if len(text) > MAX_GRAMMAR_CHARS:
-        message = f"{field} takes at most {MAX_GRAMMAR_CHARS} characters"
+        message = f"{field} must have at most {MAX_GRAMMAR_CHARS} characters"
         raise InvalidRequest(message, param=field)
     return text
 
 
 def check_size(field: str, value: object) -> None:
-    """Raise `InvalidRequest` for what is surely too long as JSON, without writing it down."""
+    """Raise `InvalidRequest` if the value is too long as JSON, without encoding it."""
     if num_chars(value) > MAX_GRAMMAR_CHARS:
-        message = f"{field} takes at most {MAX_GRAMMAR_CHARS} characters"
+        message = f"{field} must have at most {MAX_GRAMMAR_CHARS} characters"
         raise InvalidRequest(message, param=field)
 
 
 def num_chars(value: object) -> int:
-    """Characters that its JSON has at least; counted no further than matters."""
+    """Lower bound of the characters of its JSON; counted up to the limit."""
     total, left = 0, [value]
     while left and total <= MAX_GRAMMAR_CHARS:
         each = left.pop()
@@ -94,7 +94,9 @@ def _json_text(field: str, schema: object) -> str:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
-        raise InvalidRequest(f"{field} is not JSON, or nested too deeply", param=field) from None
+        raise InvalidRequest(
+            f"{field} is not valid JSON, or nested too deeply", param=field
+        ) from None
     if not isinstance(value, Mapping | bool):
         raise InvalidRequest(f"{field} must be a JSON object", param=field)
     return text
@@ -111,7 +113,7 @@ def guidance_text(field: str, source: str) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     text = _lark(source)
     if len(_LARK_RULE.findall(text)) > MAX_RULES:
-        raise ValueError(f"takes at most {MAX_RULES} rules")
+        raise ValueError(f"has more than {MAX_RULES} rules")
     return LLMatcher.grammar_from_lark(text)
 
 
@@ -128,4 +130,4 @@ def _lark(source: str) -> str:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except Exception as error:
-        raise ValueError(f"not GBNF: {error}") from None
+        raise ValueError(f"invalid GBNF: {error}") from None

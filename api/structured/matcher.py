@@ -35,13 +35,13 @@ QUICK_SECONDS = 0.1  # a grammar that compiles in less may be compiled again by 
 MAX_ERROR_CHARS = 300
 FREE_TOKENS = 64  # further above the shortest end than about so many, nothing is narrowed
 _PLAINLY = {  # a part of what llguidance says, and what it means here
-    "NoExtensionBias": "no token of the model fits",
-    "coerce_one_of": "oneOf is served only where its branches exclude each other; anyOf always is",
+    "NoExtensionBias": "no token of the model is allowed here",
+    "coerce_one_of": "oneOf is supported only where its branches exclude each other; use anyOf",
 }
 
 
 class Vocabulary:
-    """The model's tokens as llguidance wants them, and the way from a text to their ids.
+    """The model's tokens for llguidance, and tokenisation of texts inside an answer.
 
     It adds one more token, ``end``, behind the model's own: it stands for the end of the answer.
     """
@@ -122,7 +122,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar, shared by requests: nobody moves its matcher, all copy it.
+    """A compiled grammar, shared by requests, which copy its matcher.
 
     Copies share the states of the lexer, whose number is limited; `anew` shares nothing.
     """
@@ -136,7 +136,7 @@ class Grammar:
     def anew(self) -> LLMatcher:
         """A matcher with states of its own. Raises `ConstraintFailed` where that takes long."""
         if self.seconds > QUICK_SECONDS:
-            raise ConstraintFailed("the grammar reached its limits")
+            raise ConstraintFailed("the grammar is too complex to be matched")
         return self.compile()
 
     def matcher(self, stop_ids: frozenset[int], limit: int | None = None) -> GrammarMatcher:
@@ -182,7 +182,7 @@ class GrammarMatcher:
         return self._sound(lambda: self._allowed(tokens, start, tail))
 
     def forced(self, tokens: array[int], start: int, most: int) -> Sequence[int]:
-        """What must follow, up to the end of the answer if there is just one way to end it."""
+        """Tokens that must follow, up to the end of the answer if there is a single one."""
         return self._sound(lambda: self._forced(tokens, start, most))
 
     def count_allowed(self, tokens: array[int], start: int, guess: Sequence[int]) -> int:
@@ -192,7 +192,7 @@ class GrammarMatcher:
     def _sound(self, job: Callable[[], T]) -> T:
         """A matcher that fails stays broken, and others wear it out: one of its own tries again."""
         if self._seconds > FREE_SECONDS + SECONDS_PER_TOKEN * self._num_sure:
-            raise ConstraintFailed("the grammar takes too much time")
+            raise ConstraintFailed("the grammar takes too much time for each token: simplify it")
         began = perf_counter()
         try:
             return self._twice(job)
@@ -337,11 +337,13 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._live.is_error():
-            raise ConstraintFailed(f"the grammar cannot go on: {error_text(self._live)}")
+            raise ConstraintFailed(
+                f"the grammar cannot be matched further: {error_text(self._live)}"
+            )
 
 
 def error_text(matcher: LLMatcher) -> str:
-    """What is wrong, in a line that a caller may read."""
+    """The error of a matcher as one line for the caller."""
     text = matcher.get_error().partition("<backtrace>")[0].replace("<non-verbose/>", "")
     text = " ".join(text.split())
     for part, said in _PLAINLY.items():

@@ -1,4 +1,4 @@
-"""Chat templates: how a model's authors write a conversation as one text, in jinja2.
+"""Chat templates: jinja2 templates of a model that render a conversation as text.
 
 A template is a program, and the memory and the time that it takes are everybody's. The sandbox of
 jinja2 keeps it from what it must not reach, and from ranges of more than 100,000. Here all that it
@@ -51,7 +51,7 @@ class TooLong(Exception):  # noqa: N818
 
 
 class Budget:
-    """What one rendering may take: characters, and seconds from now on.
+    """Limits of one rendering: characters, and seconds from now on.
 
     Raises `TooLong` and `TimeoutError` inside the template.
     """
@@ -61,16 +61,16 @@ class Budget:
         self._ends_at = time.monotonic() + seconds
 
     def end(self) -> None:
-        """Nobody waits for the text any more."""
+        """Stop the rendering: its result is no longer needed."""
         self._ends_at = 0.0
 
     def check_time(self) -> None:
-        """Raise where the time is over."""
+        """Raise `TimeoutError` if the time is over."""
         if time.monotonic() > self._ends_at:
             raise TimeoutError
 
     def check(self, num_chars: int) -> None:
-        """Raise for a text that is too long, or too late."""
+        """Raise for a text that is too long, or if the time is over."""
         if num_chars > self.most_chars:
             raise TooLong(num_chars)
         self.check_time()
@@ -95,10 +95,10 @@ class ChatTemplate:
         return str(template)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` for one that is not for a request to choose."""
+        """Raise `InvalidRequest` for a reserved name."""
         for name in options:
             if name in RESERVED:
-                message = f"chat_template_kwargs must not hold {name}"
+                message = f"chat_template_kwargs must not contain {name}"
                 raise InvalidRequest(message, param="chat_template_kwargs")
 
     def render(
@@ -134,7 +134,7 @@ class ChatTemplate:
         if not field:
             return str(_compiled(text).render(messages=talk, **given))
         if given["add_generation_prompt"]:
-            raise ValueError("continue_final_message excludes add_generation_prompt")
+            raise ValueError("continue_final_message cannot be combined with add_generation_prompt")
         final = _mark(talk[-1], field if isinstance(field, str) else "content", text)
         written = str(_compiled(text).render(messages=talk, **given))
         end = written.rfind(MARK.strip())
@@ -191,7 +191,7 @@ def _mark(message: dict[str, Any], field: str, template: str) -> str:
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """That of jinja2, with bounds."""
+    """jinja2's sandbox with limits on text and time."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -287,7 +287,7 @@ def _environment() -> Environment:
 
 
 def bounded_text(pieces: Iterable[str]) -> str:
-    """Pieces as one text. What is too long is counted, not kept."""
+    """Join pieces of text, within the limit."""
     kept: list[str] = []
     budget, num_chars = BUDGET.get(), 0
     for piece in pieces:
@@ -344,7 +344,7 @@ def completed(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | N
 
 
 def check_messages(messages: object) -> None:
-    """Raise `InvalidRequest` for what is no list of objects."""
+    """Raise `InvalidRequest` unless the messages are a list of objects."""
     if (
         not isinstance(messages, Sequence)
         or isinstance(messages, str | bytes)
@@ -368,7 +368,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
 
 
 def deeper(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """The field that a template cannot get to the end of."""
+    """The field that is nested too deeply for a template."""
     given = {"messages": messages, "tools": options.get("tools", ())}
     given["chat_template_kwargs"] = {name: options[name] for name in options if name != "tools"}
     return max(given, key=lambda name: _depth(given[name]))
@@ -390,7 +390,7 @@ def _inside(value: object) -> Iterable[object]:
 
 
 def template_error(error: Exception) -> str:
-    """What a caller may read: what the template's author wrote, and which field is missing."""
+    """The error message for the caller: the template's own, or the missing field."""
     if type(error) in (TemplateError, UndefinedError, ValueError):
         return f"the chat template refuses these messages: {error}"
     return "the chat template cannot render these messages"

@@ -87,7 +87,7 @@ class Detokenizer(Protocol):
         """The characters that this token completes."""
 
     def flush(self) -> str:
-        """What is left when nothing follows: U+FFFD for an incomplete character."""
+        """The rest of the text at its end: U+FFFD for an incomplete character."""
 
 
 class ByteDetokenizer:
@@ -189,7 +189,7 @@ class AnswerText:
 
     @property
     def watches(self) -> bool:
-        """Whether it may end the answer: there are stop strings."""
+        """Whether there are stop strings, which may end the answer."""
         return self._stops is not None
 
     def push(self, token_id: int) -> str | None:
@@ -211,7 +211,7 @@ class AnswerText:
         return stop
 
     def take(self, *, final: bool = False) -> str:
-        """The text that is certain and was not taken yet; with ``final`` all that is left."""
+        """The text that is final and not taken yet; with ``final`` all of the rest."""
         parts = self._parts
         whole = parts[0] if len(parts) == 1 else "".join(parts)
         held = 0

@@ -1,4 +1,4 @@
-"""Worker: one thread for work that may take long, and that no one waits for at the end."""
+"""Worker: one thread for long jobs, which the interpreter does not wait for at exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BYTES = 64 * 2**20  # of the bodies whose jobs wait; in memory a body takes 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job(Generic[Waited]):
-    """Work and what becomes of it."""
+    """A job and its future."""
 
     future: Future[Waited]
     work: Callable[[], Waited]
@@ -32,9 +32,9 @@ class Job(Generic[Waited]):
 
 
 class Waiting:
-    """Jobs by caller; each caller has one turn after the other. Every operation is O(1).
+    """Waiting jobs by caller, taken in turn. Every operation is O(1).
 
-    A caller may fill its share of what all may wait with, and one job may always wait.
+    Each caller has an equal share of the queue, and may always have one waiting job.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -48,7 +48,7 @@ class Waiting:
         return len(self._caller_of)
 
     def put(self, job: Job[Any]) -> None:
-        """The last of its caller's; raises `QueueFull`."""
+        """Append a job to its caller's; raises `QueueFull`."""
         caller, num_bytes = job.origin
         own = self._bytes.get(caller, 0)
         share = FAIR_SHARE * self._max_bytes
@@ -60,7 +60,7 @@ class Waiting:
         self._caller_of[job.future] = caller
 
     def take(self) -> Job[Any]:
-        """The first of the caller whose turn it is; there must be one."""
+        """Take the first job of the next caller; there must be one."""
         caller, jobs = next(iter(self._by_caller.items()))
         job = next(iter(jobs.values()))
         self._by_caller.move_to_end(caller)
@@ -68,7 +68,7 @@ class Waiting:
         return job
 
     def drop(self, future: Future[Any]) -> None:
-        """Forget a job, if it is here."""
+        """Remove a job, if it is waiting."""
         caller = self._caller_of.pop(future, None)
         if caller is None:
             return
@@ -79,7 +79,7 @@ class Waiting:
             del self._by_caller[caller], self._bytes[caller]
 
     def clear(self) -> list[Job[Any]]:
-        """Forget all of them; returns them."""
+        """Remove and return all jobs."""
         jobs = list(chain.from_iterable(each.values() for each in self._by_caller.values()))
         for job in jobs:
             self.drop(job.future)
@@ -91,7 +91,7 @@ def _is_over(num_waiting: int, num_bytes: int, limit: float) -> bool:
 
 
 class Worker:
-    """Runs jobs, those of several callers in turn. It begins with the first one.
+    """Runs jobs of several callers in turn. The thread starts with the first job.
 
     A pool of `concurrent.futures` would be joined when the interpreter ends, however long its job
     takes, and gives no say over the stack. ``stack_bytes`` is the address space of the thread.
@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that are not begun."""
+        """Number of waiting jobs."""
         return len(self._waiting)
 
     def submit(self, job: Callable[[], T], origin: Origin = NO_ORIGIN) -> Future[T]:
@@ -124,7 +124,7 @@ class Worker:
         return future
 
     async def run(self, job: Callable[[], T], *, seconds: float, origin: Origin = NO_ORIGIN) -> T:
-        """Await a job, for so long from when it begins.
+        """Await a job; the timeout counts from its start.
 
         Raises `TimeoutError` and `QueueFull`. A job that is given up runs to its end, and those
         behind it wait for that: whoever brings it bounds its time. One that waits is dropped.
@@ -152,7 +152,7 @@ class Worker:
             is_awaited = False
 
     def close(self) -> None:
-        """Cancel what waits; what runs goes on."""
+        """Cancel waiting jobs; the running one continues."""
         with self._changed:
             self._is_closed = True
             dropped = self._waiting.clear()

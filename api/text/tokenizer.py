@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...core.errors import EngineDead, ForetokenError, InvalidRequest, ModelLoadError, PromptTooLong
+from ...core.interface.sampling_params import beyond_vocabulary
 from ..types.request_context import origin
 from .chat_template import (
     INLINE_CHARS,
@@ -49,8 +50,8 @@ SPACE_MARK = "\u2581"  # SentencePiece writes a space so
 class Tokenizer:
     """A fast (Rust) Hugging Face tokenizer and its chat template.
 
-    Texts that cannot fit into ``max_model_len`` tokens are refused by their length, before any
-    work is done on them.
+    Texts that cannot fit into ``max_model_len`` tokens are refused by their length in
+    characters, before they are tokenised.
     """
 
     def __init__(self, hf: Any, *, max_model_len: int) -> None:  # noqa: ANN401 - transformers is untyped
@@ -78,7 +79,7 @@ class Tokenizer:
         return cls(hf, max_model_len=max_model_len)
 
     def close(self) -> None:
-        """Stop the threads; what they work on is finished first, what waits is refused."""
+        """Stop the threads: running jobs finish, waiting ones are refused."""
         self._closed = True
         self._short.close()
         self._long.close()
@@ -93,7 +94,7 @@ class Tokenizer:
         )
 
     async def encode_prediction(self, text: str) -> list[int]:
-        """Token ids of a text of any length that a caller expects as an answer."""
+        """Token ids of a prediction, of any length."""
         job = partial(self._encode, text, add_special_tokens=False)
         return await self._work(len(text), job, "prediction")
 
@@ -139,7 +140,7 @@ class Tokenizer:
         return longest if exact else longest * LOSSY
 
     def fingerprint(self) -> str:
-        """A hash of the whole tokenizer: with another one, token ids mean other texts."""
+        """A hash of the whole tokenizer, to recognise token ids of another one."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 
     def check_ids(self, token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
@@ -151,8 +152,7 @@ class Tokenizer:
         # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
         if any(not issubclass(kind, int) or kind is bool for kind in {*map(type, token_ids)}):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            message = f"{param} holds a token id outside 0..{vocab_size - 1}"
+        if message := beyond_vocabulary(param, token_ids, vocab_size):
             raise InvalidRequest(message, param=param)
 
     async def _work(self, num_chars: int, job: Callable[[], T], param: str = "prompt") -> T:
@@ -238,7 +238,7 @@ class Tokenizer:
                     return render(Budget(self._most_chars, INLINE_SECONDS))
             return await self._rendered_apart(worker, render)
         except TimeoutError:
-            logger.warning("the chat template was ended after %s s", TEMPLATE_SECONDS)
+            logger.warning("the chat template was stopped after %s s", TEMPLATE_SECONDS)
             message = f"the chat template took longer than {TEMPLATE_SECONDS:g} s"
             raise InvalidRequest(message, param="messages") from None
         except TooLong as error:
@@ -289,7 +289,7 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for, special ones by name; empty for an id without a token."""
+        """The bytes of a token, the name of a special one; empty for an id without a token."""
         if self.is_byte_level:
             return self._bytes_of(token_id)
         if token_id in self._byte_values:
@@ -317,12 +317,12 @@ class Tokenizer:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Token to id, added tokens included."""
+        """Ids by token, added tokens included."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Ids of special tokens."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 

@@ -1,1 +1,1 @@
-"""What the rooms of the API pass to each other: conversations, answers, whose request it is."""
+"""Types that the packages of the API share: requests, results, sampling options, context."""

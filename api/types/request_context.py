@@ -78,7 +78,7 @@ class EngineAnswer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One HTTP request, as far as it has come. Holds no text of a prompt or an answer."""
+    """The state of one HTTP request. Contains no text of prompts and answers."""
 
     scope: Scope
     caller: bytes = NOBODY  # a hash of its key; the gate sets it
@@ -100,7 +100,7 @@ class RequestContext:
 
     @property
     def route(self) -> str:
-        """The template that matched; never the path, which may say anything."""
+        """The template of the route; never the path, which may contain anything."""
         route = self.scope.get("route")
         return UNKNOWN_ROUTE if route is None else str(route.path)
 
@@ -119,7 +119,7 @@ forget to pass it on.
 
 
 def random_id() -> str:
-    """32 hexadecimal digits that no other id has."""
+    """A new id of 32 hexadecimal digits."""
     return os.urandom(16).hex()
 
 
@@ -139,20 +139,20 @@ def note_arrival(num_bytes: int) -> None:
 
 
 def arrival() -> float:
-    """When the request that is being served arrived; where there is none, as in the SDK, now."""
+    """Arrival time of the present HTTP request; in the SDK, now."""
     context = CONTEXT.get()
     known = None if context is None else context.arrived
     return time.monotonic() if known is None else known
 
 
 def caller() -> bytes:
-    """The owner of the request that is being served: a hash of its key, or `NOBODY`."""
+    """The caller of the present request: a hash of its key, or `NOBODY`."""
     context = CONTEXT.get()
     return NOBODY if context is None else context.caller
 
 
 def origin() -> Origin:
-    """The tenant whose work is done, and the size of its body."""
+    """The tenant of the present work, and the size of its body."""
     context = CONTEXT.get()
     return NO_ORIGIN if context is None else Origin(context.caller, context.num_bytes)
 

@@ -1,4 +1,4 @@
-"""What generation gives back: deltas while it runs, a Completion at the end."""
+"""Results of generation: deltas while it runs, a Completion at the end."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ class ToolCall:
     arguments: str  # JSON text, as the model wrote it
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments as an object; raises `ForetokenError` where the model wrote none."""
+        """The arguments as an object; raises `ForetokenError` if they are not a JSON object."""
         try:
             return msgspec.json.decode(self.arguments, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ForetokenError(f"the arguments of {self.name} are no object: {error}") from None
+            raise ForetokenError(
+                f"the arguments of {self.name} are not a JSON object: {error}"
+            ) from None
 
     def reply(self, content: str) -> dict[str, Any]:
         """The message that returns the tool's result to the model."""
@@ -57,7 +59,7 @@ def message_of(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
-    """What is added to a call; ``id`` and ``name`` stand in its first delta alone."""
+    """An addition to a call; only its first delta has ``id`` and ``name``."""
 
     index: int
     id: str = ""
@@ -66,11 +68,11 @@ class CallDelta(Struct, frozen=True, kw_only=True):
 
 
 class TextDelta(Struct, frozen=True, kw_only=True):
-    """What one step, or several that a slow reader missed, adds to an answer.
+    """The addition of one step to an answer, or of several steps to a slow reader.
 
     ``text`` may lag behind ``token_ids``: incomplete characters and possible beginnings of a stop
-    string are held back. ``index`` tells the choices of n > 1 apart. ``sources`` says who drafted
-    each token; "" is the target model itself. The answer to a conversation is told apart, as in
+    string are held back. ``index`` is the choice for n > 1. ``sources`` has the draft source of
+    each token; "" is the target model itself. The answer to a conversation is split, as in
     `Choice`.
     """
 
@@ -90,8 +92,8 @@ class TextDelta(Struct, frozen=True, kw_only=True):
 class Choice:
     """One of the n answers to a prompt.
 
-    The answer to a conversation is split: ``text`` is its content, ``reasoning`` is what the
-    model thought before, ``tool_calls`` what it wants called.
+    The answer to a conversation is split: ``text`` is its content, ``reasoning`` is the
+    text before it, ``tool_calls`` has the calls.
     """
 
     index: int
@@ -135,17 +137,17 @@ class Completion:
 
     @property
     def finish_reason(self) -> str:
-        """ "stop", "length" or "abort"; of a conversation "tool_calls", too."""
+        """ "stop", "length" or "abort"; for a conversation also "tool_calls"."""
         return self.choices[0].finish_reason
 
     @property
     def reasoning(self) -> str:
-        """The model's reasoning before its answer; of a conversation alone."""
+        """The model's reasoning before its answer; for conversations only."""
         return self.choices[0].reasoning
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The tool calls; of a conversation alone."""
+        """The tool calls; for conversations only."""
         return self.choices[0].tool_calls
 
     @property
@@ -155,7 +157,7 @@ class Completion:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop token id or stop string that ended it, if one did."""
+        """The stop token id or stop string that ended the answer, if any."""
         return self.choices[0].stop_reason
 
     @property
@@ -240,7 +242,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether the model calls a tool: as it likes, not at all, at least one, or one by name."""
+    """Tool calls that are allowed: auto, none, required, or one tool by name."""
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None  # with "required": this one
@@ -249,5 +251,5 @@ class ToolChoice:
 
     @property
     def is_single(self) -> bool:
-        """Whether the turn ends with its first call. A tool that is named is called once."""
+        """Whether the turn ends with its first call, as for a named tool."""
         return not self.parallel or self.name is not None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ...core.errors import InvalidRequest
+from ...core.errors import InvalidRequest, shown
 from ...core.interface.sampling_params import (
     MAX_INT,
     TokenSamplingParams,
@@ -40,12 +40,12 @@ class SamplingParams(TokenSamplingParams):
     these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
     wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
     One of ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and
-    ``choice`` may ask for structured output. Such an answer ends where it is complete, whatever
-    ``ignore_eos`` and ``min_tokens`` say. Near the limit of its tokens, an answer with a
+    ``choice`` may ask for structured output. Such an answer ends when it is complete, even with
+    ``ignore_eos`` and ``min_tokens``. Near the limit of its tokens, an answer with a
     ``json_schema`` or a ``choice`` is left only tokens that let it be completed in time, unless
     ``close_early`` is False.
-    ``prediction``: the caller's own guess at the answer, as text or token ids; it is drafted from,
-    so it can make the answer faster and never another one.
+    ``prediction``: the caller's guess at the answer, as text or token ids. Drafts are taken from
+    it, which makes the answer faster and never changes it.
     ``priority``: lower runs first; the engine's ``max_priority`` bounds it. ``deadline``: seconds
     after which the request is aborted.
     """
@@ -102,25 +102,29 @@ class SamplingParams(TokenSamplingParams):
             texts = getattr(self, name)
             if not texts:
                 continue
-            require(len(texts) <= most, name, f"takes at most {most}")
+            require(len(texts) <= most, name, f"must have at most {most} texts, not {len(texts)}")
             for text in texts:
                 fits = isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
-                require(fits, name, f"takes strings of 1 to {MAX_STOP_CHARS} characters")
+                require(fits, name, f"must have texts of 1 to {MAX_STOP_CHARS} characters")
         if (salt := self.cache_salt) is not None:
             require(isinstance(salt, str), "cache_salt", "must be a string")
-            require(0 < len(salt) <= 1024, "cache_salt", "takes 1 to 1024 characters")
+            require(
+                0 < len(salt) <= 1024,
+                "cache_salt",
+                f"must have 1 to 1024 characters, not {len(salt)}",
+            )
             require(_is_unicode(salt), "cache_salt", "must be valid Unicode")
 
     def _check_prediction(self) -> None:
         prediction = self.prediction
         if isinstance(prediction, str):
             fits = len(prediction) <= MAX_PREDICTION_CHARS
-            require(fits, "prediction", f"takes at most {MAX_PREDICTION_CHARS} characters")
+            require(fits, "prediction", f"must have at most {MAX_PREDICTION_CHARS} characters")
         elif prediction:
             fits = len(prediction) <= MAX_PREDICTION_IDS
-            require(fits, "prediction", f"takes at most {MAX_PREDICTION_IDS} token ids")
+            require(fits, "prediction", f"must have at most {MAX_PREDICTION_IDS} token ids")
             # By type and by extremes: a loop would hold the event loop for tens of milliseconds.
-            require({*map(type, prediction)} == {int}, "prediction", "must be text or token ids")
+            require({*map(type, prediction)} == {int}, "prediction", "must be a text or token ids")
             check_integer("prediction", min(prediction), 0, MAX_INT)
             check_integer("prediction", max(prediction), 0, MAX_INT)
 
@@ -130,10 +134,10 @@ class SamplingParams(TokenSamplingParams):
         if not given:
             return
         if len(given) > 1:
-            raise InvalidRequest(f"{given[1]} cannot go with {given[0]}", param=given[1])
+            raise InvalidRequest(f"{given[1]} cannot be combined with {given[0]}", param=given[1])
         schema = self.json_schema
         if schema is not None and not isinstance(schema, Mapping):
-            require(isinstance(schema, str), "json_schema", "must be an object or its text")
+            require(isinstance(schema, str), "json_schema", "must be a JSON object or its text")
             _grammar_text("json_schema", schema)
         _grammar_text("regex", self.regex)
         _grammar_text("grammar", self.grammar)
@@ -143,7 +147,8 @@ class SamplingParams(TokenSamplingParams):
     def _check_speculation(self) -> None:
         depth = self.speculation
         if isinstance(depth, str):
-            require(depth in ("auto", "off"), "speculation", "must be 'auto', 'off' or a depth")
+            message = f"must be 'auto', 'off' or a number of draft tokens, not {shown(depth)}"
+            require(depth in ("auto", "off"), "speculation", message)
         elif depth is not None:
             check_integer("speculation", depth, 0, MAX_DEPTH)
 
@@ -168,13 +173,17 @@ def _is_unicode(text: str) -> bool:
 
 
 def _grammar_text(param: str, text: object) -> None:
-    require(text is None or isinstance(text, str), param, "must be text")
+    require(text is None or isinstance(text, str), param, "must be a text")
     fits = text is None or 0 < len(text) <= MAX_GRAMMAR_CHARS  # type: ignore[arg-type]
-    require(fits, param, f"takes 1 to {MAX_GRAMMAR_CHARS} characters")
+    require(fits, param, f"must have 1 to {MAX_GRAMMAR_CHARS} characters")
 
 
 def _choices(choice: Sequence[str]) -> None:
-    require(0 < len(choice) <= MAX_CHOICES, "choice", f"takes 1 to {MAX_CHOICES} texts")
-    require(all(isinstance(text, str) and text for text in choice), "choice", "takes texts")
+    require(0 < len(choice) <= MAX_CHOICES, "choice", f"must have 1 to {MAX_CHOICES} texts")
+    require(
+        all(isinstance(text, str) and text for text in choice),
+        "choice",
+        "must have texts, none of them empty",
+    )
     fits = sum(map(len, choice)) <= MAX_GRAMMAR_CHARS
-    require(fits, "choice", f"takes at most {MAX_GRAMMAR_CHARS} characters")
+    require(fits, "choice", f"must have at most {MAX_GRAMMAR_CHARS} characters together")

@@ -97,8 +97,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m foretoken.bench.lab.attention", description=__doc__
     )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help="default: %(default)s, all")
-    parser.add_argument("--repeats", type=int, default=100, help="pairs of calls")
+    parser.add_argument(
+        "--threads", type=int, default=cores, help="number of CPU threads (all: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=100, help="number of pairs of calls")
     parser.add_argument("--out", type=Path, default=_OUT)
     return parser.parse_args(argv)
 

@@ -203,7 +203,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.http")
     parser.add_argument("--out", type=Path, default=Path("bench/results/http.json"))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one round of requests")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of one round of requests"
+    )
     for name, kind in (("--serve", str), ("--fd", int), ("--bytes", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

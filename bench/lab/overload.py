@@ -190,9 +190,9 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m foretoken.bench.lab.overload", description=__doc__)
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--rate", type=above_zero, default=8.0, metavar="R", help="the first one, requests/s")
-    add("--factor", type=above_zero, default=1.5, metavar="X", help="from rate to rate")
-    add("--seconds", type=above_zero, default=10.0, metavar="S", help="of each rate")
+    add("--rate", type=above_zero, default=8.0, metavar="R", help="first rate, in requests/s")
+    add("--factor", type=above_zero, default=1.5, metavar="X", help="factor between rates")
+    add("--seconds", type=above_zero, default=10.0, metavar="S", help="seconds of each rate")
     add("--max-steps", type=positive, default=12, metavar="N")
     add("--out", type=Path, default=OUT, metavar="FILE")
     args = parser.parse_args(argv)

@@ -206,18 +206,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.profile", description=__doc__
     )
-    parser.add_argument("--model", help="'builtin', 'random-0.6b' or a folder", default="builtin")
+    parser.add_argument(
+        "--model", help="model: builtin, random-0.6b or a folder", default="builtin"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--length", type=int, default=200, help="tokens of each stream")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--speculation", default="off", help="off, auto or a number")
+    parser.add_argument("--speculation", default="off", help="speculation: off, auto or a number")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument(
         "--cpu",
         action="store_true",
-        help="processor time of each part, for a busy machine; then hop and rest mean nothing",
+        help="measure CPU time in place of wall time, for a busy machine; hop and rest are "
+        "meaningless then",
     )
-    parser.add_argument("--functions", action="store_true", help="the loop's functions, too")
+    parser.add_argument(
+        "--functions", action="store_true", help="profile the loop's functions, too"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench/results/profile.json"))
     args = parser.parse_args(argv)
     report: dict[str, object] = {"command": command(), "machine": machine()}

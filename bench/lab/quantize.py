@@ -88,7 +88,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.quantize", description=__doc__
     )
-    parser.add_argument("--windows", type=int, default=48, help=f"of {WINDOW} tokens")
+    parser.add_argument(
+        "--windows", type=int, default=48, help=f"number of windows of {WINDOW} tokens"
+    )
     parser.add_argument("--out", type=Path, default=_OUT)
     return parser.parse_args(argv)
 

@@ -80,7 +80,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m foretoken.bench.lab.sampling", description=__doc__
     )
-    parser.add_argument("--threads", type=int, default=1, help="of either sampler")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
     parser.add_argument("--out", type=Path, default=_OUT)
     return parser.parse_args(argv)
 

@@ -299,10 +299,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m foretoken.bench.lab.speculation", description=__doc__
     )
     parser.add_argument("--part", choices=["all", "sources", "engine"], default="all")
-    parser.add_argument("--model", default="builtin", help="as `foretoken serve MODEL`")
-    parser.add_argument("--draft", help="as `foretoken serve --draft`")
+    parser.add_argument("--model", default="builtin", help="model, as for `foretoken serve`")
+    parser.add_argument("--draft", help="drafters, as for `foretoken serve --draft`")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--depths", type=int, nargs="*", default=[], help="fixed depths beside")
+    parser.add_argument(
+        "--depths", type=int, nargs="*", default=[], help="fixed depths to measure as well"
+    )
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)

@@ -127,11 +127,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m foretoken.bench.lab.structured", description=__doc__
     )
     parser.add_argument("--part", choices=["all", "engine", "libraries"], default="all")
-    parser.add_argument("--schemas", type=int, default=1000, help="at the highest concurrency")
-    parser.add_argument("--few", type=int, default=50, help="schemas at the other ones")
+    parser.add_argument(
+        "--schemas", type=int, default=1000, help="number of schemas at the highest concurrency"
+    )
+    parser.add_argument("--few", type=int, default=50, help="number of schemas at the others")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--compiled", type=int, default=300, help="schemas for the libraries")
-    parser.add_argument("--wide", type=int, default=128_000, help="tokens of the wide vocabulary")
+    parser.add_argument(
+        "--compiled", type=int, default=300, help="number of schemas to compile with the libraries"
+    )
+    parser.add_argument("--wide", type=int, default=128_000, help="size of the wide vocabulary")
     parser.add_argument("--peer", action="store_true", help="measure xgrammar, too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("bench/results/structured.json"))

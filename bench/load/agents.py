@@ -19,13 +19,33 @@ from .workloads import Lengths, Scene, Workload, above_zero, lengths, natural, p
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--agents", type=positive, default=4, help="in all")
-    add("--turns", type=positive, default=4, help="of each")
-    add("--system-len", type=lengths, default=Lengths(256, 256), help="shared by all")
-    add("--tools-len", type=lengths, default=Lengths(384, 384), help="of the schemas; shared, too")
-    add("--task-len", type=lengths, default=Lengths(64, 64), help="of an agent's own first message")
-    add("--tool-result-len", type=lengths, default=Lengths(32, 128), help="one in each turn")
-    add("--output-len", type=lengths, default=Lengths(24, 48), help="of an answer")
+    add("--agents", type=positive, default=4, help="number of agents")
+    add("--turns", type=positive, default=4, help="turns of each agent")
+    add(
+        "--system-len",
+        type=lengths,
+        default=Lengths(256, 256),
+        help="length of the system prompt, which all share",
+    )
+    add(
+        "--tools-len",
+        type=lengths,
+        default=Lengths(384, 384),
+        help="length of the tools' schemas, which all share",
+    )
+    add(
+        "--task-len",
+        type=lengths,
+        default=Lengths(64, 64),
+        help="length of an agent's first message",
+    )
+    add(
+        "--tool-result-len",
+        type=lengths,
+        default=Lengths(32, 128),
+        help="length of the tool result in each turn",
+    )
+    add("--output-len", type=lengths, default=Lengths(24, 48), help="length of an answer")
     add("--branch-every", type=natural, default=2, metavar="K", help="turns; 0: never")
     add("--branches", type=positive, default=2, metavar="M", help="sub-agents of a branching")
     add("--think-time", type=above_zero, metavar="S", help="seconds before a turn; nothing: none")

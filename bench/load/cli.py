@@ -79,27 +79,47 @@ def _settled(args: argparse.Namespace) -> argparse.Namespace:
 
 def _add_common(parser: Parser) -> None:
     add = parser.add_argument_group("load").add_argument
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    add("--seed", type=int, default=0, help="seed of prompts, lengths and arrivals")
     add(
         "--concurrency",
         "--max-concurrency",
         type=positive,
-        help="closed loop: sessions at a time; with --request-rate a cap",
+        help="sessions at a time (closed loop); with --request-rate their largest number",
     )
-    add("--request-rate", type=above_zero, metavar="R", help="open loop: sessions a second, or inf")
+    add(
+        "--request-rate",
+        type=above_zero,
+        metavar="R",
+        help="sessions started each second (open loop), or inf",
+    )
     add(
         "--burstiness",
         type=above_zero,
         default=1.0,
         metavar="B",
-        help="1: Poisson; lower: in bursts",
+        help="shape of the arrivals; 1: Poisson; lower: in bursts",
     )
-    add("--slo", type=_slo, default={}, help=f"ms: {','.join(f'{n}=N' for n in SLO_MEASURES)}")
-    add("--warmup", type=natural, default=4, metavar="N", help="requests that are not counted")
-    add("--temperature", type=float, help="nothing: 0, and 1 for noisy-neighbour")
-    add("--progress", action="store_true", help="on stderr, terminal or not")
-    add("--out", type=Path, metavar="FILE", help="JSON; bench/results/ if not given")
-    add("--save-requests", action="store_true", help="every request in the JSON, too")
+    add(
+        "--slo",
+        type=_slo,
+        default={},
+        help=f"limits in ms that a good request keeps: {','.join(f'{n}=N' for n in SLO_MEASURES)}",
+    )
+    add(
+        "--warmup",
+        type=natural,
+        default=4,
+        metavar="N",
+        help="number of requests before the measurement",
+    )
+    add("--temperature", type=float, help="sampling temperature (0; of noisy-neighbour 1)")
+    add(
+        "--progress",
+        action="store_true",
+        help="show progress on stderr even where it is no terminal",
+    )
+    add("--out", type=Path, metavar="FILE", help="JSON file to write (in bench/results/)")
+    add("--save-requests", action="store_true", help="write every request to the JSON file, too")
 
 
 def _slo(text: str) -> dict[str, float]:

@@ -25,13 +25,18 @@ AIM = 2.0  # p99 while it joins over p99 before
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rounds", type=positive, default=3, help="each with its own long prompt")
-    add("--streams", type=positive, default=8, help="that run when the long prompt joins")
-    add("--long", type=positive, default=4096, help="tokens of the long prompt")
-    add("--prompt-len", type=positive, default=64, help="of a stream")
-    add("--output-len", type=positive, default=256, help="of a stream")
-    add("--steady", type=positive, default=16, help="chunks of a stream before it counts")
-    add("--before", type=positive, default=48, help="chunks of each that are counted alone")
+    add("--rounds", type=positive, default=3, help="number of rounds, each with a new long prompt")
+    add("--streams", type=positive, default=8, help="streams that run when the long prompt arrives")
+    add("--long", type=positive, default=4096, help="length of the long prompt, in tokens")
+    add("--prompt-len", type=positive, default=64, help="length of a stream's prompt")
+    add("--output-len", type=positive, default=256, help="length of a stream's answer")
+    add("--steady", type=positive, default=16, help="chunks of a stream before it is measured")
+    add(
+        "--before",
+        type=positive,
+        default=48,
+        help="chunks of a stream to measure before the long prompt arrives",
+    )
 
 
 class _Steady:

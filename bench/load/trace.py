@@ -34,11 +34,31 @@ class Entry(msgspec.Struct):
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--trace", type=Path, metavar="FILE", help="JSON lines; nothing: a synthetic trace")
-    add("--requests", type=positive, default=48, help="of the trace, from its beginning")
-    add("--speedup", type=above_zero, default=1.0, help="times faster than the timestamps")
-    add("--scale", type=above_zero, default=0.125, help="of all lengths; 1 is as recorded")
-    add("--write-trace", type=Path, metavar="FILE", help="keep what was replayed")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="JSON Lines file to replay (default: a synthetic trace)",
+    )
+    add(
+        "--requests",
+        type=positive,
+        default=48,
+        help="number of requests, from the beginning of the trace",
+    )
+    add(
+        "--speedup",
+        type=above_zero,
+        default=1.0,
+        help="factor by which arrivals are faster than in the trace",
+    )
+    add(
+        "--scale",
+        type=above_zero,
+        default=0.125,
+        help="factor of all lengths (0.125; 1: as recorded)",
+    )
+    add("--write-trace", type=Path, metavar="FILE", help="file for the trace that was replayed")
 
 
 def read_trace(path: Path, count: int) -> list[Entry]:

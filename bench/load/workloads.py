@@ -43,7 +43,7 @@ def lengths(text: str) -> Lengths:
     try:
         found = Lengths(int(low), int(high or low))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no length such as 64 or 16:64") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not a length such as 64 or 16:64") from None
     if not 1 <= found.low <= found.high:
         raise argparse.ArgumentTypeError(f"'{text}' does not rise from 1 or more")
     return found
@@ -139,11 +139,13 @@ def single(name: str, prompt: Sequence[Piece], output_len: int, at: float | None
 
 def _shared_prefix_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--requests", type=positive, default=32, help="in all")
-    add("--groups", type=positive, default=4, help="each with a prefix of its own")
-    add("--prefix-len", type=lengths, default=Lengths(512, 512), help="of a group")
-    add("--suffix-len", type=lengths, default=Lengths(32, 32), help="of a request")
-    add("--output-len", type=lengths, default=Lengths(16, 48), help="of an answer")
+    add("--requests", type=positive, default=32, help="number of requests")
+    add("--groups", type=positive, default=4, help="number of groups, each with its own prefix")
+    add("--prefix-len", type=lengths, default=Lengths(512, 512), help="length of a group's prefix")
+    add(
+        "--suffix-len", type=lengths, default=Lengths(32, 32), help="length of the rest of a prompt"
+    )
+    add("--output-len", type=lengths, default=Lengths(16, 48), help="length of an answer")
 
 
 def shared_prefix(scene: Scene) -> list[Session]:
@@ -167,9 +169,14 @@ def shared_prefix(scene: Scene) -> list[Session]:
 
 def _mixed_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--requests", type=positive, default=48, help="in all")
-    add("--input-len", type=lengths, default=Lengths(16, 1024), help="drawn by its logarithm")
-    add("--output-len", type=lengths, default=Lengths(16, 64), help="of an answer")
+    add("--requests", type=positive, default=48, help="number of requests")
+    add(
+        "--input-len",
+        type=lengths,
+        default=Lengths(16, 1024),
+        help="length of a prompt, log-uniform",
+    )
+    add("--output-len", type=lengths, default=Lengths(16, 64), help="length of an answer")
 
 
 def mixed(scene: Scene) -> list[Session]:

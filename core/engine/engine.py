@@ -106,7 +106,7 @@ class Engine:
         if not self.alive:
             return self._death_reason()
         if self._watchdog.seconds_under_way(self._clock()) > self.supervision.ready_step_seconds:
-            return "a step takes very long"
+            return "a step is taking longer than --ready-step-seconds"
         return None
 
     @property
@@ -124,7 +124,7 @@ class Engine:
                 "the engine is shutting down" if self.draining else self._death_reason()
             )
         if request.request_id in self._inbox.streams:
-            raise InvalidRequest("request_id is in use", param="request_id")
+            raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         try:
             self.scheduler.check(request, pending=self._inbox.pending_arrivals(request.tenant))
         except QueueFull as full:
@@ -257,7 +257,7 @@ class Engine:
         except GeneratorExit:  # the event loop is gone: the program left the engine open and exits
             raise
         except EngineDead:  # the interpreter exits, and the model thread ended
-            logger.debug("the engine ends with its model thread")
+            logger.debug("the engine stops: its model thread ended")
         except BaseException as failure:
             logger.critical("the engine stops", exc_info=failure)
             self.failure, last = failure, EngineDead(STEPS_FAILED)

@@ -310,7 +310,7 @@ class StepExecutor:
 
     async def _recover(self, plan: StepPlan, runner: StepRunner, failure: Exception) -> None:
         self.num_bisections += 1
-        logger.error("a step failed; it is run again in parts", exc_info=failure)
+        logger.error("a step failed and is run again in smaller parts", exc_info=failure)
         if is_out_of_memory(failure):
             self._scheduler.shrink_chunks(plan)
         forget_frames(failure)
@@ -346,7 +346,9 @@ class StepExecutor:
     def _fail_requests(self, bisection: StepBisection) -> None:
         request_ids = [scheduled.request_id for scheduled in bisection.failing_requests]
         logger.error(
-            "of a failed step %d parts came through; %s end", bisection.num_passed, request_ids
+            "%d parts of the failed step succeeded; these requests end with an error: %s",
+            bisection.num_passed,
+            request_ids,
         )
-        failed = ForetokenError("the model failed at a step of this request")
+        failed = ForetokenError("the model failed in a step of this request")
         self._on_events(self._scheduler.fail(bisection.failing_plan(), self._clock(), failed))

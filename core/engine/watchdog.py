@@ -111,7 +111,7 @@ class Watchdog:
             self._arm(job.loop)
             return
         self.gave_up = True
-        job.end(None, StepHung(f"a step did not come back in {self._seconds:g} s"))
+        job.end(None, StepHung(f"a step took longer than {self._seconds:g} s (--step-timeout)"))
 
 
 class LoopGuard:

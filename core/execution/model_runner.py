@@ -226,10 +226,12 @@ class ModelRunner:
 
     def _failed(self, what: str) -> None:
         """Log and count the exception that is being handled."""
-        logger.exception("the proposer failed to %s; the step goes on without it", what)
+        logger.exception("the proposer failed to %s; the step continues without drafts", what)
         self._breakers[what].record_failure()
         if self._breakers[what].is_open:
-            logger.error("the proposer failed %d times in a row: it is dropped", MAX_FAILURES)
+            logger.error(
+                "the proposer failed %d times in a row and is no longer used", MAX_FAILURES
+            )
             self.proposer = None
 
     def _sound(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:

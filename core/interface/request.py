@@ -38,9 +38,9 @@ class Pin:
     def __post_init__(self) -> None:
         """Check both."""
         if self.num_tokens < 1:
-            raise InvalidRequest("a pin needs at least one token", param="cache")
+            raise InvalidRequest("cache: a pinned prefix needs at least one token", param="cache")
         if not 0 < self.ttl <= MAX_TTL:  # also false for nan
-            message = f"the ttl of a pin must be above 0 and at most {MAX_TTL:.0f} s"
+            message = f"cache: the ttl must be above 0 and at most {MAX_TTL:.0f} s"
             raise InvalidRequest(message, param="cache")
 
 

@@ -7,11 +7,11 @@ What the answer may consist of reaches the core as a `Constraint`: it knows toke
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
@@ -73,17 +73,17 @@ class TokenSamplingParams:
 
     def _check_numbers(self) -> None:
         check_bounds(self, BOUNDS)
-        require(self.top_p > 0, "top_p", "must be above 0")
+        require(self.top_p > 0, "top_p", "must be above 0, not 0")
         if self.max_tokens is not None:
             fits = self.min_tokens <= self.max_tokens
-            require(fits, "min_tokens", "must not exceed max_tokens")
+            require(fits, "min_tokens", f"must be at most max_tokens ({self.max_tokens})")
 
     def _check_token_ids(self) -> None:
         for name, most in (("stop_token_ids", MAX_LISTED), ("allowed_token_ids", MAX_ALLOWED)):
             ids = getattr(self, name)
             if not ids:
                 continue
-            require(len(ids) <= most, name, f"takes at most {most}")
+            require(len(ids) <= most, name, f"must have at most {most} token ids")
             for token_id in ids:
                 check_integer(name, token_id, 0, MAX_INT)
         if self.allowed_token_ids is not None:
@@ -124,18 +124,33 @@ def as_tuple(param: str, values: Sequence[object]) -> tuple[object, ...]:
 def check_integer(param: str, value: object, low: float, high: float) -> None:
     """Raise `InvalidRequest` unless ``value`` is an integer from ``low`` to ``high``."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(is_int, param, "must be an integer")
+    if not is_int:
+        raise InvalidRequest(f"{param} must be an integer, not {shown(value)}", param=param)
     if not low <= value <= high:  # type: ignore[operator]
-        raise InvalidRequest(f"{param} must be from {low} to {high}", param=param)
+        raise _outside(param, value, low, high)
 
 
 def check_number(param: str, value: object, low: float, high: float) -> None:
     """Raise `InvalidRequest` unless ``value`` is a number from ``low`` to ``high``."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(is_number, param, "must be a number")
+    if not is_number:
+        raise InvalidRequest(f"{param} must be a number, not {shown(value)}", param=param)
     # NaN fails every comparison, so it is refused here as well.
     if not low <= value <= high:  # type: ignore[operator]
-        raise InvalidRequest(f"{param} must be from {low} to {high}", param=param)
+        raise _outside(param, value, low, high)
+
+
+def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
+    """What is wrong with token ids that a vocabulary does not have; None if it has them all."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    wrong = min(ids) if min(ids) < 0 else max(ids)
+    return f"{param} must have token ids from 0 to {vocab_size - 1}, not {shown(wrong)}"
+
+
+def _outside(param: str, value: object, low: float, high: float) -> InvalidRequest:
+    message = f"{param} must be from {low:.12g} to {high:.12g}, not {shown(value)}"
+    return InvalidRequest(message, param=param)
 
 
 BOUNDS = with_defaults(
@@ -158,7 +173,11 @@ BOUNDS = with_defaults(
 
 def _bias(bias: Mapping[int, float]) -> dict[int, float]:
     require(isinstance(bias, Mapping), "logit_bias", "must map token ids to numbers")
-    require(len(bias) <= MAX_BIASED_TOKENS, "logit_bias", f"takes at most {MAX_BIASED_TOKENS}")
+    require(
+        len(bias) <= MAX_BIASED_TOKENS,
+        "logit_bias",
+        f"must have at most {MAX_BIASED_TOKENS} entries",
+    )
     for token_id, value in bias.items():
         check_integer("logit_bias", token_id, 0, MAX_INT)
         check_number("logit_bias", value, -100.0, 100.0)

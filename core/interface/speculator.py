@@ -221,7 +221,7 @@ class GuardedSpeculator:
 
     def broke_step(self) -> None:
         """Count a step that failed with drafts and succeeded without them."""
-        self._count("drafts made a step fail")
+        self._count("steps fail with drafts and succeed without them")
 
     def _try(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
@@ -231,13 +231,13 @@ class GuardedSpeculator:
 
     def _failed(self) -> None:
         """Log the exception that is being handled, and count it."""
-        logger.exception("the speculator failed; this step goes on without drafts")
+        logger.exception("the speculator failed; this step continues without drafts")
         self._count("the speculator fails")
 
     def _count(self, what: str) -> None:
         self._breaker.record_failure()
         if self._breaker.is_open:
-            logger.error("%s again and again: drafting is off", what)
+            logger.error("%s repeatedly: drafting is turned off", what)
             self.inner = NO_SPECULATION
 
 

@@ -62,7 +62,7 @@ def gguf_file(path: Path) -> Path | None:
     files = sorted(each for each in path.iterdir() if each.suffix.lower() == GGUF)
     if len(files) > 1:
         names = ", ".join(each.name for each in files[:_NAMES_SHOWN])
-        raise ModelLoadError(f"{path} holds several GGUF files ({names}): name one of them")
+        raise ModelLoadError(f"{path} contains several GGUF files ({names}): name one of them")
     return files[0] if files else None
 
 

@@ -19,7 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ModelLoadError(f"{path} holds no JSON object")
+        raise ModelLoadError(f"{path} does not contain a JSON object")
     return found
 
 

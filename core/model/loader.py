@@ -94,7 +94,7 @@ def load_decoder(
         if impl == "own":
             raise
         return _by_transformers(Path(path), options, str(reason))
-    logger.info("%s: computed by its own decoder", decoder.config.model_type)
+    logger.info("%s: computed by foretoken's decoder", decoder.config.model_type)
     return decoder
 
 
@@ -145,7 +145,7 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     )
     bits = "the same bits in any batch" if decoder.exact else "bits that depend on the batch"
     logger.info(
-        "%s: computed by transformers' modules on our pages and kernels, %s (%s)",
+        "%s: computed by transformers' modules on foretoken's KV pages and kernels, with %s (%s)",
         source.config.model_type,
         bits,
         reason,

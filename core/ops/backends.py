@@ -35,7 +35,7 @@ def choose_ops(
     are asked for by name, by ``quantize`` or by fp8, and cannot be had.
     """
     device = choose_device(device)
-    found: Ops | str = "torch was asked for"
+    found: Ops | str = "--backend torch was given"
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
         found = _triton_ops(device, exact, dtype, heads, quantize, kv_dtype)
     elif backend != "torch":
@@ -53,7 +53,7 @@ def choose_ops(
 def _refuse_torch(backend: Backend, quantize: Quantize, kv_dtype: KvDtype, why: str) -> None:
     """Where it cannot stand in for kernels that cannot be had."""
     if backend in ("native", "triton"):
-        raise ModelLoadError(f"backend {backend} cannot be had here: {why}")
+        raise ModelLoadError(f"backend {backend} is not available: {why}")
     if quantize != "none":
         others = " or triton" if quantize == "int8" else ""
         raise ModelLoadError(f"quantize {quantize} needs the native backend{others}: {why}")

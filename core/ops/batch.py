@@ -242,7 +242,7 @@ def _tails(
     tail_lens = np.array([len(s.tail) for s in segments], dtype=np.int64)
     too_short = (tail_lens > 0) & (tail_lens < lens)
     if too_short.any() or (tail_lens >= starts + lens).any():
-        raise ValueError("a tail has a slot for every row, and begins behind the first position")
+        raise ValueError("a tail must have a slot for every row and start after the first position")
     joined = array("q")
     for segment in segments:
         joined.extend(segment.tail)

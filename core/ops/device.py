@@ -29,7 +29,7 @@ def choose_device(requested: torch.device | str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ModelLoadError(f"device {device.type} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(f"device cuda was asked for, but {_why_no_cuda()}")
+        raise ModelLoadError(f"device cuda is not available: {_why_no_cuda()}")
     return device
 
 

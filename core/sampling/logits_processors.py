@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling_params import ConstraintFailed
+from ..interface.sampling_params import ConstraintFailed, beyond_vocabulary
 from ..interface.step import Refusal, SamplingMetadata
 from .top_k_top_p import TopKTopP, nonzero
 
@@ -60,9 +60,8 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
 def out_of_vocabulary(sampling: SamplingMetadata, vocab_size: int) -> str | None:
     """The complaint about the first field with a token id that the vocabulary lacks, or None."""
     for name, ids in sampling.token_id_fields().items():
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            worst = max(ids) if min(ids) >= 0 else min(ids)
-            return f"{name} has token id {worst}, but the vocabulary has {vocab_size} tokens"
+        if message := beyond_vocabulary(name, ids, vocab_size):
+            return message
     return None
 
 

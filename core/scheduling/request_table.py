@@ -13,6 +13,7 @@ from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
+from ..interface.sampling_params import beyond_vocabulary
 from .kv_ops import shares_prefill, would_fit
 from .request_queue import WaitingQueue
 
@@ -67,8 +68,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "prediction": request.prediction or (),
     }
     for param, ids in (fields | request.sampling.token_id_fields()).items():
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            message = f"{param} holds a token id outside 0..{vocab_size - 1}"
+        if message := beyond_vocabulary(param, ids, vocab_size):
             raise InvalidRequest(message, param=param)
 
 
@@ -120,7 +120,7 @@ class RequestTable:
         does not have, a priority beyond the bound and a request id that is in use.
         """
         if request.request_id in self._by_id:
-            raise InvalidRequest("request_id is in use", param="request_id")
+            raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         check_fits(request, self.capacity)
         check_token_ids(request, self._limits.vocab_size)
         check_priority(request, self._limits.max_priority)
@@ -139,13 +139,16 @@ class RequestTable:
             self._shared_until = self._now + MULTI_TENANT_SECONDS
         self._last_tenants = (request.tenant,)
         if num_free <= 0:
-            raise QueueFull(f"{len(self.waiting) + pending.num_all} requests are waiting already")
+            num_waiting = len(self.waiting) + pending.num_all
+            raise QueueFull(f"the queue is full: {num_waiting} requests are waiting")
         if self._now >= self._shared_until:
             return
         num_own = self.waiting.num_of(request.tenant) + pending.num_own
         num_soon = self._limits.max_running - len(self.running)  # need not wait
         if num_own - num_soon >= min(num_free, self._limits.max_queued):
-            raise QueueFull(f"{num_own} requests of yours are waiting already")
+            raise QueueFull(
+                f"the queue is full for this tenant: {num_own} of its requests are waiting"
+            )
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request that `check` let through."""

@@ -53,10 +53,12 @@ class QueueCollector(Collector):
         scheduler = self._scheduler
         limits = scheduler.limits
         running, waiting = len(scheduler.running), len(scheduler.waiting)
-        yield gauge("num_requests_running", "Requests that take part in steps", running)
-        yield gauge("num_requests_waiting", "Requests in the queue", waiting)
-        yield gauge("max_requests_running", "Requests that a step may have", limits.max_running)
-        yield gauge("max_requests_waiting", "Requests that may wait", limits.max_queued)
+        yield gauge("num_requests_running", "Requests that are running", running)
+        yield gauge("num_requests_waiting", "Requests that are waiting in the queue", waiting)
+        yield gauge(
+            "max_requests_running", "Largest number of running requests", limits.max_running
+        )
+        yield gauge("max_requests_waiting", "Largest number of waiting requests", limits.max_queued)
         yield counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
 
 
@@ -73,20 +75,30 @@ class PoolCollector(Collector):
             cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
         )  # fmt: skip
         held = total - free - evictable
-        yield gauge("kv_cache_occupancy", "Held share of the KV pages: scale on it", held / total)
-        yield gauge("kv_cache_usage_perc", "Share of KV pages that live requests hold", cache.usage)
-        yield gauge("kv_cache_total_pages", "KV pages of the pool", total)
+        yield gauge(
+            "kv_cache_occupancy",
+            "Share of KV pages in use or pinned; suited to autoscaling",
+            held / total,
+        )
+        yield gauge(
+            "kv_cache_usage_perc", "Share of KV pages that running requests use", cache.usage
+        )
+        yield gauge("kv_cache_total_pages", "KV pages in the pool", total)
         yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
-        yield gauge("kv_cache_evictable_pages", "Cached KV pages that may go", evictable)
-        yield gauge("kv_cache_held_pages", "KV pages of live requests and of pins", held)
-        yield gauge("kv_cache_pinned_pages", "KV pages that pins keep", cache.num_pinned_pages)
-        yield gauge("kv_cache_page_tokens", "Tokens of a KV page", cache.page_size)
-        yield counters("kv_cache_evicted_pages", "Cached KV pages that made room", "cause", {
+        yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
+        yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
+        yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
+        yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
+        yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {
             "pressure": cache.tree.num_evicted - cache.tree.num_evicted_by_quota,
             "quota": cache.tree.num_evicted_by_quota,
         })  # fmt: skip
-        yield counter("prefix_cache_queries", "Prompt tokens looked up", cache.num_queries)
-        yield counter("prefix_cache_hits", "Prompt tokens found", cache.num_hits)
+        yield counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", cache.num_queries
+        )
+        yield counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits
+        )
 
 
 class FaultCollector(Collector):
@@ -99,11 +111,15 @@ class FaultCollector(Collector):
         """As it stands now; called by the registry."""
         engine = self._engine
         yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
-        yield counter("failed_steps", "Runs of the model that raised", engine.num_failed_steps)
-        yield counter("bisections", "Failed steps that were run again in parts",
+        yield counter(
+            "failed_steps", "Model steps that raised an exception", engine.num_failed_steps
+        )
+        yield counter("bisections", "Failed steps that were run again in smaller parts",
                       engine.num_bisections)  # fmt: skip
-        yield counter("audit_failures", "Ledger checks that failed", engine.num_audit_failures)
-        yield counter("crash_dumps", "Dumps written", engine.num_crash_dumps)
+        yield counter(
+            "audit_failures", "Audits of the KV pages that failed", engine.num_audit_failures
+        )
+        yield counter("crash_dumps", "Crash dumps written", engine.num_crash_dumps)
 
 
 class BuildCollector(Collector):
@@ -111,7 +127,9 @@ class BuildCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        family = GaugeMetricFamily(f"{PREFIX}build_info", "Versions", labels=["version", "python"])
+        family = GaugeMetricFamily(
+            f"{PREFIX}build_info", "Versions of foretoken and Python", labels=["version", "python"]
+        )
         family.add_metric([__version__, platform.python_version()], 1)
         yield family
 
@@ -125,15 +143,16 @@ class TokenCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """As it stands now; called by the registry."""
         spec_stats = self._spec_stats
-        yield counter("generation_tokens", "Tokens served", spec_stats.num_tokens)
+        yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
         for name, text, value in (
-            ("drafts", "Drafts verified", spec_stats.num_drafts),
+            ("drafts", "Drafts verified, one per request and step", spec_stats.num_drafts),
             ("draft_tokens", "Draft tokens verified", spec_stats.num_proposed),
-            ("accepted_tokens", "Draft tokens served", spec_stats.accepted.total()),
+            ("accepted_tokens", "Draft tokens accepted and served", spec_stats.accepted.total()),
         ):
             yield counter(f"spec_decode_num_{name}", text, value)
         yield from self._by_label()
-        lengths = Histogram("spec_decode_acceptance_length", "Tokens of a step with a draft",
+        lengths = Histogram("spec_decode_acceptance_length", "Tokens served by a step with a "
+        "draft, per request",
                             LENGTHS)  # fmt: skip
         for length, count in spec_stats.lengths.items():
             lengths.observe(length, count)
@@ -143,12 +162,14 @@ class TokenCollector(Collector):
         spec_stats = self._spec_stats
         depth = max([*spec_stats.path_lens, *spec_stats.runs], default=0)
         for name, text, label, values in (
-            ("draft_tokens_per_pos", "Leading paths that reach a position", "position",
+            ("draft_tokens_per_pos", "Drafts whose first path reaches the position", "position",
              _reaching(spec_stats.path_lens, depth)),
-            ("accepted_tokens_per_pos", "Accepted by position", "position",
+            ("accepted_tokens_per_pos", "Drafts accepted up to the position", "position",
              _reaching(spec_stats.runs, depth)),
-            ("draft_tokens_per_source", "Verified by source", "source", spec_stats.proposed),
-            ("accepted_tokens_per_source", "Served by source", "source", spec_stats.accepted),
+            ("draft_tokens_per_source", "Draft tokens verified, by "
+            "drafter", "source", spec_stats.proposed),
+            ("accepted_tokens_per_source", "Draft tokens accepted and served, by "
+            "drafter", "source", spec_stats.accepted),
         ):  # fmt: skip
             yield counters(f"spec_decode_num_{name}", text, label, values)
 

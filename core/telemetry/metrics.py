@@ -64,7 +64,7 @@ class _Steps(Collector):
             "decode": self.num_decode,
             "draft": self._spec_stats.num_proposed,
         }
-        return [counters("step_tokens", "Tokens computed in steps, by kind", "kind", tokens)]
+        return [counters("step_tokens", "Tokens computed in steps", "kind", tokens)]
 
 
 class EngineMetrics:
@@ -88,30 +88,46 @@ class EngineMetrics:
         self._make_step_metrics()
 
     def _make_request_metrics(self) -> None:
-        self._prompt_tokens = self._count("prompt_tokens", "Prompt tokens taken")
+        self._prompt_tokens = self._count("prompt_tokens", "Prompt tokens of admitted requests")
         self._success = self._count("request_success", "Finished requests", "finished_reason")
         self._failed = self._count("request_failure", "Requests that ended with an error")
-        self._aborted = self._count("request_aborts", "Requests ended before their end", "cause")
+        self._aborted = self._count("request_aborts", "Requests that were aborted", "cause")
         for cause in ("caller", DEADLINE):
             self._aborted.labels(cause)
-        self._first = self._time("time_to_first_token_seconds", "Arrival to first token")
-        self._between = self._time("inter_token_latency_seconds", "Between two tokens")
-        self._per_token = self._time("time_per_output_token_seconds", "Mean of one answer")
-        self._whole = self._time("e2e_request_latency_seconds", "Arrival to the end")
-        self._queued = self._time("request_queue_time_seconds", "Arrival to the first step")
+        self._first = self._time(
+            "time_to_first_token_seconds", "Seconds from arrival to the first token"
+        )
+        self._between = self._time(
+            "inter_token_latency_seconds", "Seconds between two tokens of a request"
+        )
+        self._per_token = self._time(
+            "time_per_output_token_seconds",
+            "Mean seconds per output token of a request, the first excluded",
+        )
+        self._whole = self._time(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last token"
+        )
+        self._queued = self._time(
+            "request_queue_time_seconds", "Seconds from arrival to the first step"
+        )
 
     def _make_step_metrics(self) -> None:
-        self._steps = self._time("step_seconds", "One step of the model thread")
+        self._steps = self._time("step_seconds", "Seconds of a step in the model thread")
         self._parts = self._add(
-            Histograms("step_part_seconds", "A part of a round of the loop", SECONDS, ["part"])
+            Histograms(
+                "step_part_seconds",
+                "Seconds of each part of an engine iteration",
+                SECONDS,
+                ["part"],
+            )
         )
         for part in PARTS:
             self._parts.of(part)  # there from the start: a rate needs a zero to begin with
-        self._ahead = self._count("steps_ahead", "Steps planned while the one before them ran")
+        self._ahead = self._count("steps_ahead", "Steps planned while the step before them ran")
         self._tokens = self._add(_Steps(self.spec_stats))
-        self._batch = self._add(Histogram("step_num_requests", "Requests in a step", COUNTS))
+        self._batch = self._add(Histogram("step_num_requests", "Requests in each step", COUNTS))
         self._batch_tokens = self._add(
-            Histogram("step_num_tokens", "Tokens of a step, drafts not counted", COUNTS)
+            Histogram("step_num_tokens", "Tokens computed in each step, without drafts", COUNTS)
         )
 
     def _count(self, name: str, text: str, *labels: str) -> Counter:

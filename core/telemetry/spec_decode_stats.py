@@ -117,7 +117,7 @@ class SpecDecodeLog:
         try:
             return ", ".join(f"{name}={value}" for name, value in self._describe().items())
         except Exception:  # a line in the log is not worth an engine
-            logger.exception("the controller could not be described")
+            logger.exception("the state of the speculation controller could not be logged")
             return ""
 
 

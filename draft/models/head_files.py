@@ -123,7 +123,7 @@ def open_head(path: Path, target: DecoderConfig) -> HeadFolder:
     """Read a head's config for a target. Raises `ModelLoadError` naming the key that is wrong."""
     kind = head_kind(path)
     if kind is None:
-        raise ModelLoadError(f"{path / CONFIG}: no head that is known")
+        raise ModelLoadError(f"{path / CONFIG}: not the config of a known kind of head")
     fields = _flattened(Fields(read_json(path / CONFIG), str(path / CONFIG)))
     names = set(_normalised(read_tensors(path)))
     if kind == "medusa":
@@ -236,7 +236,10 @@ def _parse_block(
         _check_taps(fields, f"{OWN_KEY}.taps", taps, target)
     mask = fields.integer("mask_token_id")
     if not 0 <= mask < target.vocab_size:
-        raise fields.error("mask_token_id", f"is {mask}: not a token of the target")
+        raise fields.error(
+            "mask_token_id",
+            f"is {mask}, but the target has token ids from 0 to {target.vocab_size - 1}",
+        )
     kind = fields.text("markov_head_type", "vanilla")
     if kind not in get_args(MarkovKind):
         raise fields.error("markov_head_type", f"{kind!r} is not supported")
@@ -286,7 +289,7 @@ def _parse_eagle(
     """EAGLE-3. Engines disagree on whether its ids count layers or boundaries."""
     for name, value in fields.values.items():
         if "norm" in name and value is True and name not in _NORM_FLAGS:
-            raise fields.error(name, "is not supported: the head would be computed wrongly")
+            raise fields.error(name, "is not supported")
     shape = _shape(fields, target, names)
     if shape["num_layers"] != 1:
         raise fields.error("num_hidden_layers", "must be 1 for an EAGLE-3 head")
@@ -362,7 +365,7 @@ def read_tensors(path: Path) -> Tensors:
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     names = ", ".join((WEIGHTS, MEDUSA_WEIGHTS, *PICKLES))
-    raise ModelLoadError(f"{path} holds no weights: there is none of {names}")
+    raise ModelLoadError(f"{path} contains no weights: it has none of {names}")
 
 
 def _unpickled(file: Path) -> Tensors:
@@ -372,7 +375,7 @@ def _unpickled(file: Path) -> Tensors:
     except Exception as error:  # torch raises whatever the unpickler met
         raise ModelLoadError(f"{file} cannot be read as plain tensors: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise ModelLoadError(f"{file} holds no dictionary of tensors")
+        raise ModelLoadError(f"{file} does not contain a dictionary of tensors")
     return found
 
 

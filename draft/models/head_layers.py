@@ -208,14 +208,14 @@ class Vocabulary(nn.Module):
         """The embedding, ``[vocab, hidden]``. Raises ValueError if none was lent."""
         table = self._table if self.embed_tokens is None else self.embed_tokens.weight
         if table is None:
-            raise ValueError("the head has no embedding: it must borrow the target's")
+            raise ValueError("the head has no embedding and must use the target's")
         return table
 
     def project(self, hidden: Tensor) -> Tensor:
         """``[.., hidden]`` to logits ``[.., draft_vocab]``. Raises ValueError if none was lent."""
         output = self._output if self.lm_head is None else self.lm_head
         if output is None:
-            raise ValueError("the head has no output layer: it must borrow the target's")
+            raise ValueError("the head has no output layer and must use the target's")
         logits: Tensor = output(hidden)
         return logits
 

@@ -27,7 +27,9 @@ class OracleSource:
 
     def __init__(self, accuracy: float, vocab_size: int, *, max_tokens: int = 1_000_000) -> None:
         if not 0 <= accuracy <= 1:
-            raise InvalidRequest(f"draft: oracle accuracy {accuracy} is not in 0..1", param="draft")
+            raise InvalidRequest(
+                f"draft: the accuracy of oracle must be from 0 to 1, not {accuracy}", param="draft"
+            )
         self.name = f"oracle:{accuracy}"
         self.priors = Priors.constant(accuracy)
         self._accuracy = accuracy

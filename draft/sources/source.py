@@ -134,7 +134,7 @@ class GuardedSource:
         self._breaker.record_failure()
         logger.exception("draft source %s failed", self.name)
         if is_last or self._breaker.is_open:
-            logger.error("draft source %s is dropped", self.name)
+            logger.error("draft source %s failed repeatedly and is no longer used", self.name)
             self._inner = None
 
 

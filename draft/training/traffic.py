@@ -111,7 +111,7 @@ class TrafficRecorder:
             self._queue.put(None)
             self._thread.join()
             logger.info(
-                "traffic: %d answers recorded, %d left out", self.num_recorded, self.num_left_out
+                "traffic: %d answers recorded, %d skipped", self.num_recorded, self.num_left_out
             )
 
     def _write_all(self) -> None:

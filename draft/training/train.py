@@ -104,7 +104,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m foretoken.draft.training.train", description=__doc__
     )
     parser.add_argument("steps", nargs="+", choices=("tokenizer", *STAGES, "measure", "all"))
-    parser.add_argument("--folder", type=Path, default=HERE, help="where target/ and draft/ go")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder for target/ and draft/")
     for name, minutes in MINUTES.items():
         parser.add_argument(f"--{name}-minutes", type=float, default=minutes)
     parser.add_argument("--threads", type=int, default=1)

@@ -223,7 +223,7 @@ def test_without_matplotlib_it_says_what_to_install_before_it_measures(monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(phases, "_measure", lambda args: pytest.fail("it measured"))
     assert phases.main([]) == 1
-    assert "pip install foretoken[bench]" in capsys.readouterr().err
+    assert "pip install 'foretoken[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

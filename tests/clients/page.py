@@ -115,7 +115,7 @@ def main() -> int:
         if client.missing():
             print(f"{client.title}: {client.missing()}", file=sys.stderr)
             return 1
-    with running(command=SERVER) as server:
+    with running(started_by=SERVER) as server:
         outcomes = [run_client(client, server.url) for client in CLIENTS]
     PAGE.write_text(page(outcomes))
     for outcome in outcomes:

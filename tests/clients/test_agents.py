@@ -37,7 +37,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[Server]:
     command = [sys.executable, str(TESTS / "support" / "agents_server.py"), str(log)]
-    with running(command=[*command, "--port", "0", "--api-key", KEY]) as server:
+    with running(started_by=[*command, "--port", "0", "--api-key", KEY]) as server:
         yield server
 
 

@@ -14,7 +14,7 @@ from support.server_process import running
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running(command=SERVER) as server:
+    with running(started_by=SERVER) as server:
         yield server.url
 
 

@@ -128,7 +128,7 @@ def test_another_file_in_its_place_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setattr(model_files, "smollm2_file", lambda: file)
-    with pytest.raises(ModelLoadError, match="not the file that smollm2 means"):
+    with pytest.raises(ModelLoadError, match="damaged or of another version"):
         model_files.find_model("smollm2")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from foretoken.api.build.model_files import SMOLLM2, smollm2_file
+from support.forked import code as run_code
+from support.forked import command as foretoken
+from support.forked import run_forked
 from support.server_process import Server, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +52,7 @@ def test_make_serve_serves() -> None:
     assert "make serve" in README
     if BIN.parent != ROOT / ".venv":
         pytest.skip("the suite does not run from the environment that make maintains")
-    with running(command=["env", "-C", str(ROOT), *command]) as server:
+    with running(started_by=["env", "-C", str(ROOT), *command]) as server:
         assert server.url
 
 
@@ -68,7 +72,11 @@ def test_the_pip_way_installs_what_make_installs() -> None:
     "command", [line for block in SHELL for line in block.splitlines() if "foretoken run" in line]
 )
 def test_the_terminal_command_completes(command: str) -> None:
-    assert len(run(["bash", "-c", command])) > 0
+    name, *args = shlex.split(command)
+    assert name == "foretoken"
+    done = run_forked(foretoken, *args, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_the_curl_command_streams(server: Server) -> None:
@@ -83,7 +91,11 @@ def test_the_curl_command_streams(server: Server) -> None:
 @pytest.mark.parametrize("index", range(len(PYTHON)))
 def test_the_python_examples_run(index: int, server: Server) -> None:
     code = PYTHON[index].replace("http://127.0.0.1:8000", server.url)
-    printed = run([sys.executable, "-W", "error", "-c", code])
+    done = run_forked(
+        run_code, f"import warnings; warnings.simplefilter('error')\n{code}", cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
     assert printed
     assert ("Paris" in printed) == ("capital of France" in code)
 

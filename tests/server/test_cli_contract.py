@@ -20,6 +20,7 @@ import torch
 import foretoken
 from foretoken import LLM, SamplingParams
 from foretoken.api.cli.commands import main
+from support.forked import command, run_forked, started
 from support.plain_http import get, opened, payloads, post
 from support.server_process import Server, running
 
@@ -37,15 +38,12 @@ SERVE_FLAGS = """--draft --speculation --verify --exact --device --dtype --quant
 def call(
     *args: str, stdin: str = "", variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COMMAND, *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **(variables or {})},
-    )
+    return run_forked(command, *args, stdin=stdin, env={**os.environ, **(variables or {})})
+
+
+def call_anew(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command as pip installs it, in a new process."""
+    return subprocess.run([COMMAND, *args], capture_output=True, text=True, timeout=120)
 
 
 def call_here(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:
@@ -77,7 +75,7 @@ def server() -> Iterator[Server]:
 
 
 def test_version_is_that_of_the_package() -> None:
-    done = call("--version")
+    done = call_anew("--version")
     assert (done.returncode, done.stdout) == (0, f"foretoken {foretoken.__version__}\n")
 
 
@@ -124,7 +122,7 @@ def test_a_bad_flag_exits_2_with_one_line(
 
 
 def test_the_process_of_a_bad_flag_exits_2_with_one_line() -> None:
-    done = call("serve", "--nope")
+    done = call_anew("serve", "--nope")
     assert done.returncode == 2, done.stderr
     assert_one_line(done)
 
@@ -209,8 +207,8 @@ def test_chat_answers_every_line_of_a_pipe_and_remembers(llm: LLM) -> None:
 
 
 def test_the_key_of_the_environment_and_the_served_name_count() -> None:
-    serve = [COMMAND, "serve", "builtin", "--port", "0", "--served-model-name", "mine", *SMALL]
-    with running(command=["env", "FORETOKEN_API_KEY=sesame", *serve]) as server:
+    variables = {"FORETOKEN_API_KEY": "sesame"}
+    with running(["--served-model-name", "mine", *SMALL], variables=variables) as server:
         assert get(server.url, "/v1/models").status == 401
         listed = get(server.url, "/v1/models", {"Authorization": "Bearer sesame"}).json
         assert [model["id"] for model in listed["data"]] == ["mine"]
@@ -219,25 +217,14 @@ def test_the_key_of_the_environment_and_the_served_name_count() -> None:
 
 def test_serve_listens_on_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "foretoken.sock"
-    process = subprocess.Popen(
-        [COMMAND, "serve", "builtin", "--uds", str(path), *SMALL],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    with process:
-        assert process.stdout is not None
-        try:
-            assert any(str(path) in line for line in process.stdout), "it never said where"
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(str(path))
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                assert client.recv(12) == b"HTTP/1.1 200"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    with started(command, "serve", "builtin", "--uds", str(path), *SMALL) as process:
+        assert any(str(path) in line for line in process.stderr), "it never said where"
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert client.recv(12) == b"HTTP/1.1 200"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_sigterm_lets_a_running_stream_finish_and_exits_0(server: Server) -> None:

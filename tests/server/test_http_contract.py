@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,10 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "seed": 4}),
     (TEXT, {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "seed": 4}),
 ]
+SPECULATION = {
+    "proposed_tokens", "accepted_tokens", "verify_steps", "tree_steps", "accepted_by_source",
+    "proposed_by_source", "steps_by_accepted",
+}  # fmt: skip
 both = pytest.mark.parametrize(("path", "body"), BODIES, ids=["chat", "text"])
 METRICS = """
 num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
@@ -68,9 +73,11 @@ def test_an_answer_has_the_shape_of_openai(url: str, path: str, body: dict[str, 
     assert answer.headers["content-type"] == "application/json"
     out, usage = answer.json, answer.json["usage"]
     assert out["object"] == ("chat.completion" if path == CHAT else "text_completion")
-    assert (out["model"], type(out["created"]), type(out["id"])) == (MODEL, int, str)
+    assert (out["model"], out["created"] > 1e9) == (MODEL, True)
+    assert out["id"].startswith("chatcmpl-" if path == CHAT else "cmpl-")
+    assert out["system_fingerprint"]
     (choice,) = out["choices"]
-    assert choice["index"] == 0
+    assert (choice["index"], choice["logprobs"]) == (0, None)
     assert choice["finish_reason"] in ("stop", "length")
     if path == CHAT:
         assert choice["message"]["role"] == "assistant"
@@ -78,8 +85,7 @@ def test_an_answer_has_the_shape_of_openai(url: str, path: str, body: dict[str, 
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert isinstance(usage["prompt_tokens_details"]["cached_tokens"], int)
     spec = usage["speculation"]
-    names = {"proposed_tokens", "accepted_tokens", "verify_steps", "accepted_by_source"}
-    assert set(spec) >= names
+    assert set(spec) == SPECULATION
     assert sum(spec["accepted_by_source"].values()) == spec["accepted_tokens"]
     assert sum(spec["proposed_by_source"].values()) == spec["proposed_tokens"]
     assert sum(spec["steps_by_accepted"].values()) == spec["verify_steps"]
@@ -101,7 +107,7 @@ def test_a_stream_says_what_the_whole_says_under_one_id(
     assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
     reasons = [choice["finish_reason"] for choice in choices]
     assert reasons == [None] * (len(reasons) - 1) + [expected["finish_reason"]]
-    assert all(event["choices"] and not event.get("usage") for event in events)
+    assert all(event["choices"] and "usage" not in event for event in events)
     assert not any("error" in event for event in events)
     if path == CHAT:
         assert {event["object"] for event in events} == {"chat.completion.chunk"}
@@ -245,8 +251,10 @@ def test_prompts_may_be_token_ids_and_lists_of_prompts(url: str) -> None:
 
 @pytest.mark.parametrize("text", ["def f(x):\n\treturn x", "naïve 漢字 🙂\r\n", " ", "<|im_end|>"])
 def test_tokenize_and_detokenize_are_inverse(url: str, text: str) -> None:
-    out = post(url, "/tokenize", {"model": MODEL, "prompt": text}).json
-    assert out["count"] == len(out["tokens"])
+    out = post(url, "/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True}).json
+    assert out["count"] == len(out["tokens"]) == len(out["token_strs"])
+    assert out["token_strs"][0][:1] in (text[0], "", "\ufffd")
+    assert out["max_model_len"] == 512
     assert post(url, "/detokenize", {"model": MODEL, "tokens": out["tokens"]}).json == {
         "prompt": text
     }
@@ -275,10 +283,12 @@ def test_a_second_prompt_is_cached_until_its_salt_is_flushed(url: str) -> None:
 def test_models_are_listed_and_found(url: str) -> None:
     listed = get(url, "/v1/models").json
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", [MODEL])
+    assert (listed["has_more"], listed["first_id"]) == (False, MODEL)
     one = get(url, f"/v1/models/{MODEL}").json
     assert one == listed["data"][0]
     assert (one["object"], one["type"], one["max_model_len"]) == ("model", "model", 512)
-    assert (one["exact"], one["model_path"]) == (True, "own")
+    assert (one["exact"], one["model_path"], one["lifecycle"]) == (True, "own", "active")
+    assert time.strptime(one["created_at"], "%Y-%m-%dT%H:%M:%SZ")
 
 
 def test_health_ready_version_and_metrics_answer(url: str) -> None:

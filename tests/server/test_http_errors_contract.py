@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -73,6 +74,79 @@ BAD_FORMS = [
         for field, value in [("regex", "a("), ("grammar", "x"), ("choice", []), ("choice", [1])]
     ),
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
+OTHER_TOOL = {"type": "function", "function": {"name": "g"}}
+PIECE = {"type": "text", "text": "x"}
+EXACT: list[tuple[str, dict[str, Any], str]] = [  # a body's fields, and the path that is named
+    *(
+        (path, fields, param)
+        for path in VALID
+        for fields, param in [
+            ({"n": 99}, "n"),
+            ({"stop": ["a"] * 17}, "stop"),
+            ({"stop": [""]}, "stop[0]"),
+            ({"logit_bias": {"7": 101}}, "logit_bias"),
+            ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+            ({"regex": "a("}, "regex"),
+            ({"grammar": "start: missing"}, "grammar"),
+            ({"guided_json": {}, "structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+            *(({f"guided_{form}": "x"}, f"guided_{form}") for form in ("json", "regex", "choice")),
+            ({"guided_grammar": "x"}, "guided_grammar"),
+            ({"prompt_logprobs": 1}, "prompt_logprobs"),
+            ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+            ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ]
+    ),
+    *(
+        (CHAT, fields, param)
+        for fields, param in [
+            ({"top_logprobs": 2}, "top_logprobs"),  # without logprobs
+            ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+            ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tools": [TOOL], "tool_choice": OTHER_TOOL}, "tool_choice"),
+            ({"response_format": {"type": "xml"}}, "response_format.type"),
+            ({"response_format": {"type": "json_schema"}}, "response_format"),
+            ({"prediction": {"content": "x"}}, "prediction.type"),
+            ({"prediction": {"type": "tokens", "content": "x"}}, "prediction.type"),
+            ({"prediction": {"type": "content"}}, "prediction.content"),
+            ({"prediction": {"type": "content", "content": 3}}, "prediction.content"),
+            (
+                {"prediction": {"type": "content", "content": [{"type": "text"}]}},
+                "prediction.content[0].text",
+            ),
+            (
+                {"prediction": {"type": "content", "content": [PIECE, {**PIECE, "type": "image"}]}},
+                "prediction.content[1].type",
+            ),
+            ({"prediction": {"type": "content", "content": "x" * 131_073}}, "prediction"),
+            ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+            ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+            ({"messages": [{"content": "x"}]}, "messages[0].role"),
+            (
+                {"messages": [*MESSAGES, {"role": "user", "content": [PIECE, IMAGE]}]},
+                "messages[1].content[1]",
+            ),
+            ({"functions": [{}]}, "functions"),
+            ({"function_call": "auto"}, "function_call"),
+            ({"chat_template": "x"}, "chat_template"),
+            ({"audio": {"voice": "x"}}, "audio"),
+        ]
+    ),
+    *(
+        (TEXT, fields, param)
+        for fields, param in [
+            ({"prompt": []}, "prompt"),
+            ({"prompt": ["a", 1]}, "prompt"),
+            ({"prompt": [[1], "a"]}, "prompt"),
+            ({"prompt": [1.5]}, "prompt[0]"),
+            ({"prompt": ["a"] * 65}, "prompt"),
+            ({"suffix": "x"}, "suffix"),
+            ({"best_of": 3}, "best_of"),
+            ({"logprobs": 21}, "logprobs"),
+        ]
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +168,19 @@ def test_a_bad_field_is_400_and_named(
         elif not str(answer.error["param"]).startswith(field):
             wrong[repr(value)] = answer.error
     assert wrong == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_path_of_a_bad_field_is_named_and_nothing_is_submitted(url: str, stream: bool) -> None:
+    before, wrong = metric(url, "prompt_tokens_total"), {}
+    for path, fields, param in EXACT:
+        answer = post(url, path, {**VALID[path], "stream": stream, **fields}, AUTH)
+        if (answer.status, answer.error["param"], answer.error["type"]) != (
+            400, param, "invalid_request_error",
+        ):  # fmt: skip
+            wrong[f"{path} {str(fields)[:80]}"] = (answer.status, answer.error)
+    assert wrong == {}
+    assert metric(url, "prompt_tokens_total") == before
 
 
 @pytest.mark.parametrize(("path", "field", "value"), BAD_FORMS)
@@ -128,6 +215,11 @@ def test_a_bad_stream_request_is_a_plain_error_before_the_stream(url: str) -> No
         b'{"a":' * 100_000,
         b'{"prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
         b'{"messages": [{"role": "user", "content": "\\ud800"}], "prompt": "\\ud800", "tokens": 1}',
+        b"\xff\xfe",
+        b'{"user": "\xff", "prompt": "x", "messages": [], "tokens": [-1]}',
+        b'{"prompt": "x", "temperature": 1e999, "messages": [], "tokens": [1e999]}',
+        b'{"prompt": 1, "messages": [], "tokens": 1, "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": 1, "messages": 1, "tools": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
     ],
     ids=lambda body: repr(body[:24]),
 )
@@ -135,10 +227,17 @@ def test_a_malformed_body_is_400(url: str, path: str, body: bytes) -> None:
     answer = post(url, path, body, AUTH)
     assert answer.status == 400, answer.content[:300]
     assert answer.error["type"] == "invalid_request_error"
+    assert set(answer.error) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": MESSAGES}, {"prompt": 5}])
+def test_tokenize_wants_a_prompt_or_messages(url: str, body: dict[str, Any]) -> None:
+    assert post(url, "/tokenize", body, AUTH).status == 400
 
 
 def test_bad_tokens_cannot_be_detokenized(url: str) -> None:
-    for tokens in ([10**9], [-1], ["a"], None, 3):
+    for tokens in ([10**9], [10**30], [-1], ["a"], None, 3):
         answer = post(url, "/detokenize", {"tokens": tokens}, AUTH)
         assert (answer.status, answer.error["param"][:6]) == (400, "tokens")
 
@@ -152,6 +251,8 @@ def test_a_prompt_beyond_the_context_says_so_in_the_words_that_clients_know(url:
             assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
             assert "This model's maximum context length is 51" in answer.error["message"]
             assert "prompt is too long: " in answer.error["message"]
+    answer = post(url, TEXT, {**VALID[TEXT], "prompt": [5] * 600}, AUTH)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_an_answer_that_its_deadline_cuts_says_so(url: str) -> None:
@@ -204,15 +305,17 @@ def test_an_unknown_model_or_route_is_404_in_json(url: str) -> None:
         assert (answer.status, answer.error["code"]) == (404, "model_not_found")
         assert answer.error["param"] == "model"
     assert get(url, "/v1/models/nobody/knows", AUTH).error["code"] == "model_not_found"
-    for path in ("/v1", "/v1/embeddings", "/nope", "/v1/completions/x", "/%ff"):
+    for path in ("/v1", "/v1/embeddings", "/nope", "/v1/completions/x", "/%ff", f"{CHAT}/"):
         answer = post(url, path, {}, AUTH)
-        assert (answer.status, bool(answer.error)) == (404, True)
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert get(url, "/health/", AUTH).status == 404
 
 
 def test_a_wrong_method_is_405_and_allow_says_the_right_one(url: str) -> None:
     for path in (CHAT, TEXT, "/tokenize", "/detokenize", "/cache/flush"):
         answer = get(url, path, AUTH)
-        assert (answer.status, answer.headers["allow"], bool(answer.error)) == (405, "POST", True)
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+        assert answer.error["type"] == "invalid_request_error"
     for path in ("/", "/v1/models", "/version", "/health"):
         assert post(url, path, {}, AUTH).status == 405
 

@@ -112,7 +112,7 @@ class FakeEngine:
         if self.refusal is not None:
             raise self.refusal
         if request.request_id in self._live:
-            raise InvalidRequest("request_id is in use", param="request_id")
+            raise InvalidRequest(f"request_id {request.request_id} is in use", param="request_id")
         if not request.tokens:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
         if request.prompt_len >= MAX_MODEL_LEN:

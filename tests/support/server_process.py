@@ -8,9 +8,10 @@ import re
 import selectors
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+from support.forked import Forked, command
 
 START_SECONDS = 120.0
 
@@ -18,7 +19,7 @@ START_SECONDS = 120.0
 class Server:
     """A running ``foretoken serve``."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: Forked | subprocess.Popen[bytes], url: str) -> None:
         self.process = process
         self.url = url  # without /v1
 
@@ -30,38 +31,44 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    args: Sequence[str] = (), *, model: str = "builtin", command: Sequence[str] | None = None
+    args: Sequence[str] = (),
+    *,
+    model: str = "builtin",
+    variables: Mapping[str, str] | None = None,
+    started_by: Sequence[str] | None = None,
 ) -> Iterator[Server]:
-    """Start a server, wait until it says that it is ready, end it in any case."""
-    serve = [sys.executable, "-m", "foretoken.api.cli.commands", "serve", model, "--port", "0"]
-    command = command or [*serve, *args]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
+    """Start a server, wait until it says that it is ready, end it in any case.
+
+    It is forked (`support.forked`), or a new process of the command ``started_by``.
+    """
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
+    reading, writing = os.pipe()
+    process: Forked | subprocess.Popen[bytes]
+    with open(os.devnull) as nothing:
+        streams = {"stdin": nothing, "stdout": writing, "stderr": writing}
+        if started_by is None:
+            words = ("serve", model, "--port", "0", *args)
+            process = Forked(command, *words, env=env, **streams)  # type: ignore[arg-type]
+        else:
+            process = subprocess.Popen(started_by, start_new_session=True, env=env, **streams)  # type: ignore[call-overload]
+    os.close(writing)
     try:
-        yield Server(process, _ready_url(process))
+        yield Server(process, _ready_url(reading))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        os.close(reading)
 
 
-def _ready_url(process: subprocess.Popen[str]) -> str:
+def _ready_url(reading: int) -> str:
     """The address in the line that a server prints once it takes requests."""
-    assert process.stdout is not None
     deadline, printed = time.monotonic() + START_SECONDS, ""
     with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(reading, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline - time.monotonic())):
             # Not readline: of two lines that come together it would keep the second from select.
-            piece = os.read(process.stdout.fileno(), 2**16).decode(errors="replace")
+            piece = os.read(reading, 2**16).decode(errors="replace")
             printed += piece
             if found := re.search(r"http://127\.0\.0\.1:\d+(?=\s)", printed):
                 return found[0]

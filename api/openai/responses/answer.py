@@ -1,4 +1,4 @@
-"""Writes the answer to one body, whole or piece by piece."""
+"""Encodes the answer to one request, whole or as events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .output import Output
 
 
 class ResponseWriter:
-    """One response from its beginning to its end."""
+    """One response, from its creation to its end."""
 
     def __init__(self, service: Service, head: ResponseHead) -> None:
         self._service = service
@@ -29,7 +29,7 @@ class ResponseWriter:
         self._stop_reason: int | str | None = None
 
     def begun(self) -> Body:
-        """The response before anything is there."""
+        """The response without output."""
         return self._head.response("in_progress", [])
 
     def add(self, turn: Turn, delta: TurnDelta) -> list[Body]:
@@ -54,7 +54,7 @@ class ResponseWriter:
         return self.finished(turn)
 
     def finished(self, turn: Turn) -> Body:
-        """The response at its end."""
+        """The complete response."""
         return self._head.response(
             "completed" if self._is_whole else "incomplete",
             self._output.items,
@@ -65,11 +65,11 @@ class ResponseWriter:
         )
 
     def prewarmed(self, usage: Usage) -> Body:
-        """The response to a prompt that was only to be cached."""
+        """The response to a prompt that was only cached."""
         return self._head.response("completed", [], usage=usage, cache=self._cache_told())
 
     def failed(self, turn: Turn, error: Body) -> Body:
-        """The response when nothing more can come."""
+        """The failed response."""
         self._output.end(is_whole=False)
         return self._head.response(
             "failed",
@@ -80,7 +80,7 @@ class ResponseWriter:
         )
 
     def _cache_told(self) -> CacheTold:
-        """Why the prompt missed the cache, where that was asked for."""
+        """The reasons for a cache miss, if requested."""
         head, llm = self._head, self._service.llm
         diagnostics, explanation = None, None
         if head.compare_with is not None:
@@ -93,7 +93,7 @@ class ResponseWriter:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the model ended it, and neither a limit nor its deadline."""
+        """Whether the model ended the answer, not a limit or the deadline."""
         return self._reason in {"stop", "tool_calls"}
 
     def _spell(self, logprobs: Sequence[TokenLogprob]) -> list[Body]:

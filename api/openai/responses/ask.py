@@ -1,4 +1,4 @@
-"""What a body of /v1/responses asks for, told as the conversation that it is."""
+"""Convert a body of /v1/responses to a chat request."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_token
 
 
 def make_ask(body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]) -> Ask:
-    """Everything but what is stored: ``items`` follow those of the ``history``."""
+    """Make the chat request: ``items`` follow those of the ``history``."""
     return read_ask(_to_chat(body, _messages(body, history, items)))
 
 
 def rename(error: InvalidRequest, body: ResponsesRequest) -> None:
-    """Let an error name the field as this body calls it."""
+    """The name of a field in the bodies of this API."""
     error.param = _name(error.param, body)
 
 
@@ -48,17 +48,17 @@ def _name(param: str | None, body: ResponsesRequest) -> str | None:
 
 
 def served_tools(body: ResponsesRequest) -> list[FlatTool]:
-    """The functions among the tools: agents send hosted ones along, wherever they call."""
+    """The functions among the tools; hosted tools are ignored, since agents always send them."""
     return [tool for tool in body.tools or () if tool.type == "function" and tool.name]
 
 
 def refuse_unsupported(body: ResponsesRequest) -> None:
-    """Raise `InvalidRequest` for what this API has and foretoken has not."""
+    """Raise `InvalidRequest` for fields of this API that foretoken does not support."""
     for name in REFUSED:
         if getattr(body, name) not in HARMLESS:
             raise InvalidRequest(f"{name} is not supported", param=name)
     if body.n not in (None, 1):
-        raise InvalidRequest("n must be 1: a response is one answer", param="n")
+        raise InvalidRequest("n must be 1: a response has one answer", param="n")
 
 
 def _messages(
@@ -73,7 +73,7 @@ def _messages(
 
 
 def _to_chat(body: ResponsesRequest, messages: list[Message]) -> ChatRequest:
-    """The body in the shape of chat completions, which knows what everything means."""
+    """The body as one of chat completions, whose code interprets the fields."""
     shared = {name: getattr(body, name) for name in Sampling.__struct_fields__}
     wanted = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     guess = body.prediction
@@ -111,7 +111,7 @@ def _choice(body: ResponsesRequest) -> ChoiceMode | NamedChoice | None:
     if choice.type == "allowed_tools":
         return NamedChoice(type=choice.type, allowed_tools=_allowed(choice))
     if choice.type != "function" or choice.name is None:
-        message = f"tool_choice: tools of type {choice.type} are not served"
+        message = f"tool_choice: type {choice.type} is not supported without a name; use function"
         raise InvalidRequest(message, param="tool_choice")
     return NamedChoice(function=FunctionName(choice.name))
 

@@ -23,7 +23,7 @@ PLAIN_TEXT: Body = {"type": "text"}
 
 
 class CacheTold(NamedTuple):
-    """What is told of the cache: ``prompt_cache_diagnostics`` and ``usage.cache_explanation``."""
+    """Reports on the cache: ``prompt_cache_diagnostics`` and ``usage.cache_explanation``."""
 
     diagnostics: Body | None = None
     explanation: Body | None = None
@@ -33,7 +33,7 @@ NOTHING_TOLD = CacheTold()
 
 
 class ResponseHead:
-    """What stays the same from the first event to the last: who asks, for what, and how."""
+    """The fields that are the same in all events of a response."""
 
     def __init__(self, body: ResponsesRequest, params: SamplingParams, model: str) -> None:
         self.id = f"resp_{uuid4().hex}"
@@ -62,7 +62,7 @@ class ResponseHead:
         error: Body | None = None,
         cache: CacheTold = NOTHING_TOLD,
     ) -> Body:
-        """The response as it stands."""
+        """The response object with its present output."""
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response: Body = {
             **self._fields,
@@ -83,7 +83,7 @@ class ResponseHead:
 
 
 def _wishes(body: ResponsesRequest) -> Body:
-    """What is told back as it was asked for."""
+    """Fields of the request that the response repeats."""
     choice = body.tool_choice
     return {
         "instructions": body.instructions,
@@ -102,7 +102,7 @@ def _wishes(body: ResponsesRequest) -> Body:
 
 
 def _settings(body: ResponsesRequest, params: SamplingParams) -> Body:
-    """What is in force, which may be less than was asked for."""
+    """Settings in force, which may differ from the requested ones."""
     format = body.text.format if body.text else None
     return {
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -117,7 +117,7 @@ def _settings(body: ResponsesRequest, params: SamplingParams) -> Body:
 
 
 def _usage(spent: UsageBody, num_reasoning_tokens: int, told: Body | None) -> ResponseUsage:
-    """``usage`` in the words of this API, with all that the other one tells."""
+    """``usage`` of this API, with the extra fields of chat completions."""
     inputs, outputs = spent.prompt_tokens_details, spent.completion_tokens_details
     return ResponseUsage(
         input_tokens=spent.prompt_tokens,

@@ -25,16 +25,16 @@ class Numbered:
         self._next = 0
 
     def encode(self, events: Iterable[Body]) -> bytes:
-        """All of them for one write."""
+        """All events as bytes for one write."""
         return b"".join([self._one(event) for event in events])
 
     def begin(self, response: Body) -> bytes:
-        """How every stream begins."""
+        """The events that begin every stream."""
         kinds = ("response.created", "response.in_progress")
         return self.encode({"type": kind, "response": response} for kind in kinds)
 
     def end(self, response: Body) -> bytes:
-        """How every stream ends."""
+        """The event that ends every stream."""
         return self.encode([{"type": f"response.{response['status']}", "response": response}])
 
     def _one(self, event: Body) -> bytes:
@@ -60,7 +60,7 @@ class WarmedResponse(Reply):
 
 
 class ResponseReply(Reply):
-    """One answer. ``keep`` is given the response once it is whole, before its last event."""
+    """One answer. ``keep`` is called with the complete response before its last event."""
 
     def __init__(self, writer: ResponseWriter, turn: Turn, keep: Callable[[Body], None]) -> None:
         self._writer, self._turn, self._keep = writer, turn, keep
@@ -72,7 +72,7 @@ class ResponseReply(Reply):
         return response
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """As events; what a step adds is sent at once.
+        """As events; each step is sent at once.
 
         The stream begins before the prompt is read. An error after that is a response that
         failed: an event of its own would leave clients without an end.

@@ -1,4 +1,4 @@
-"""Input items as messages of a conversation, and as the items that are kept."""
+"""Convert input items to messages of a conversation and to stored items."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _resolved(item: Item, path: str, lookup: Lookup) -> Item:
         return msgspec.structs.replace(item, type=kind)
     found = None if item.id is None else lookup(item.id)
     if found is None:
-        message = f"{path}: there is no item with id {item.id!r}; only stored ones can be named"
+        message = f"{path}: no stored response has an item with id {item.id!r}"
         raise InvalidRequest(message, param=path)
     return found
 
 
 def kept_items(items: Sequence[Item]) -> list[Item]:
-    """The items in the form in which they are listed: with an id, a status, and parts."""
+    """The items as they are listed: with an id, a status, and parts."""
     return [_kept(item) for item in items]
 
 
@@ -58,10 +58,10 @@ def _kept(item: Item) -> Item:
 
 
 def to_messages(items: Sequence[Item], *, first_path: int = 0) -> list[Message]:
-    """The messages that the items amount to; raises `InvalidRequest` with the path of a bad one.
+    """The messages of the items; raises `InvalidRequest` with the path of a bad item.
 
-    What a model wrote at one go is one message again: its thought, its words, and its calls. So
-    the conversation is rendered as the model saw it, and its beginning is found in the cache.
+    Reasoning, text and calls of one answer become one message again. So the conversation is
+    rendered as the model saw it, and its prefix is found in the cache.
     ``first_path``: index of the first item of the body; those before it are from earlier turns.
     """
     thread = _Thread()
@@ -71,7 +71,7 @@ def to_messages(items: Sequence[Item], *, first_path: int = 0) -> list[Message]:
 
 
 class _Thread:
-    """Messages as they grow."""
+    """Collects items into messages."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []

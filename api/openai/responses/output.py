@@ -14,7 +14,7 @@ Spell = Callable[[Sequence[TokenLogprob]], list[Body]]
 
 
 class Output:
-    """Puts an answer together; at most one item is open at a time, and it is the last."""
+    """Builds the output items; at most one item is open at a time, the last."""
 
     def __init__(self, spell: Spell) -> None:
         self.pieces: list[Piece] = []
@@ -25,11 +25,11 @@ class Output:
 
     @property
     def items(self) -> list[Body]:
-        """All items as they are now."""
+        """All output items."""
         return [piece.body() for piece in self.pieces]
 
     def add(self, delta: TurnDelta) -> list[Body]:
-        """The events of a step: more of an open call, then thought, then words, then new calls."""
+        """The events of a step: the open call, then reasoning, then text, then new calls."""
         events: list[Body] = []
         if delta.logprobs:
             self._unplaced += self._spell(delta.logprobs)
@@ -49,7 +49,7 @@ class Output:
         return events
 
     def end(self, *, is_whole: bool) -> list[Body]:
-        """The events of the end. A whole answer without words or calls is one of no words."""
+        """The events of the end. An answer without text and calls gets an empty message."""
         events: list[Body] = []
         if is_whole and all(isinstance(piece, ReasoningPiece) for piece in self.pieces):
             events += self._say("")
@@ -76,7 +76,7 @@ class Output:
         return events
 
     def _continue(self, call: Call) -> list[Body]:
-        """More of the call that is open, and its end."""
+        """Continue the open call, and end it."""
         self._unplaced.clear()
         piece = self._open
         if not isinstance(piece, CallPiece):
@@ -85,14 +85,14 @@ class Output:
         return events + (self._close("completed") if call.is_done else [])
 
     def _begin(self, piece: Piece) -> list[Body]:
-        """Close what is open and open the next."""
+        """Close the open item and open the next."""
         events = self._leave(is_whole=True)
         self.pieces.append(piece)
         self._open = piece
         return events + piece.opening()
 
     def _leave(self, *, is_whole: bool) -> list[Body]:
-        """Close what is open because something else comes; a whole call is closed already."""
+        """Close the open item; a complete call is closed already."""
         is_cut = isinstance(self._open, CallPiece)
         return self._close("completed" if is_whole and not is_cut else "incomplete")
 

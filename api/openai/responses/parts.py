@@ -1,4 +1,4 @@
-"""The items of an answer as they grow, each with the events that tell of it."""
+"""Output items while they grow, and their events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...types.results import Body
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """One item of the output. The events of a piece lie between its `opening` and `closing`."""
+    """One output item. Its events come between `opening` and `closing`."""
 
     index: int  # in the output
     id: str
@@ -24,11 +24,11 @@ class Piece:
         raise NotImplementedError
 
     def opening(self) -> list[Body]:
-        """The events that announce it."""
+        """The events that open the item."""
         return [self._item_event("response.output_item.added")]
 
     def closing(self, status: str) -> list[Body]:
-        """The events that end it."""
+        """The events that close the item."""
         self.status = status
         return [self._item_event("response.output_item.done")]
 
@@ -46,11 +46,11 @@ class TextPiece(Piece):
     kind: ClassVar[str]  # of its events
 
     def part(self, text: str) -> Body:
-        """The part, were this its text."""
+        """The content part with this text."""
         raise NotImplementedError
 
     def opening(self) -> list[Body]:
-        """The item is empty at first, then it has an empty part."""
+        """An empty item, then an empty part."""
         added = "response.content_part.added"
         return [
             self._item_event("response.output_item.added"),
@@ -63,7 +63,7 @@ class TextPiece(Piece):
         return self._event(f"{self.kind}.delta", content_index=0, delta=text)
 
     def closing(self, status: str) -> list[Body]:
-        """The text is told once more as a whole, then its part, then the item."""
+        """The complete text, then its part, then the item."""
         self.status = status
         return [
             self._event(f"{self.kind}.done", content_index=0, text=self.text),
@@ -77,13 +77,13 @@ class TextPiece(Piece):
 
 @dataclass(slots=True, kw_only=True)
 class ReasoningPiece(TextPiece):
-    """What the model thinks: its own text and no summary of it."""
+    """A reasoning item: the text itself, without a summary."""
 
     kind: ClassVar[str] = "response.reasoning_text"
     id: str = field(default_factory=lambda: f"rs_{uuid4().hex}")
 
     def part(self, text: str) -> Body:
-        """A part of thinking."""
+        """The part of a reasoning item."""
         return {"type": "reasoning_text", "text": text}
 
     def body(self) -> Body:
@@ -99,14 +99,14 @@ class ReasoningPiece(TextPiece):
 
 @dataclass(slots=True, kw_only=True)
 class MessagePiece(TextPiece):
-    """What the model says."""
+    """A message item."""
 
     kind: ClassVar[str] = "response.output_text"
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
     logprobs: list[Body] = field(default_factory=list)
 
     def part(self, text: str) -> Body:
-        """A part of words."""
+        """The part of a message item."""
         logprobs = list(self.logprobs)  # as they are now: an event is encoded later
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
@@ -116,7 +116,7 @@ class MessagePiece(TextPiece):
         return {**self.add(text), "logprobs": logprobs}
 
     def closing(self, status: str) -> list[Body]:
-        """As of any text, and with the logprobs of all of it."""
+        """As of any text, with the log-probabilities of all tokens."""
         done, *rest = super(MessagePiece, self).closing(status)
         return [{**done, "logprobs": self.logprobs}, *rest]
 
@@ -133,7 +133,7 @@ class MessagePiece(TextPiece):
 
 @dataclass(slots=True, kw_only=True)
 class CallPiece(Piece):
-    """A call of a function; its text are the arguments."""
+    """A function call item; its text is the arguments."""
 
     call: Call  # the first delta of it
     id: str = field(default_factory=lambda: f"fc_{uuid4().hex}")
@@ -144,7 +144,7 @@ class CallPiece(Piece):
         return self._event("response.function_call_arguments.delta", delta=text)
 
     def closing(self, status: str) -> list[Body]:
-        """The arguments are told once more as a whole, then the item."""
+        """The complete arguments, then the item."""
         self.status = status
         kind = "response.function_call_arguments.done"
         return [

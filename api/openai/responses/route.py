@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what there is to do with those that were kept."""
+"""POST /v1/responses, and the routes of stored responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ decode = decoder(ResponsesRequest)
 
 
 class Responding(Dialect[ResponsesRequest]):
-    """What answers and counts have in common."""
+    """What the two routes share: decoding, checks and names of fields."""
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
         super().__init__(service)
@@ -43,16 +43,16 @@ class Responding(Dialect[ResponsesRequest]):
         return decode(data)
 
     def check(self, body: ResponsesRequest) -> None:
-        """Refuse what this API has and foretoken has not."""
+        """Check the model, and refuse fields that foretoken does not support."""
         super().check(body)
         refuse_unsupported(body)
 
     def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
-        """As bodies of this API call the fields."""
+        """The name of a field in the bodies of this API."""
         rename(error, body)
 
     async def read_ask(self, body: ResponsesRequest) -> tuple[Ask, list[Item]]:
-        """What is asked in the light of what was kept, and the items that are new."""
+        """The chat request with the stored history, and the new items."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
         if body.previous_response_id is not None:
@@ -97,13 +97,13 @@ class ResponsesRoute(Responding):
 
 
 class KeptResponses:
-    """What there is to do with responses that were kept."""
+    """GET and DELETE of stored responses."""
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
     async def retrieve(self, request: Request) -> Response:
-        """A response that was kept."""
+        """A stored response."""
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("stream is not supported here", param="stream")
         owner, response_id = _named(request)
@@ -120,7 +120,7 @@ class KeptResponses:
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
-        """What a kept response answers, page by page; the newest first unless asked otherwise."""
+        """The input items of a stored response, page by page; newest first by default."""
         owner, response_id = _named(request)
         items = self.store.inputs(owner, response_id)
         if items is None:
@@ -150,14 +150,14 @@ def _limit(request: Request) -> int:
     given = request.query_params.get("limit", str(PAGE))
     is_number = given.isascii() and given.isdigit() and len(given) <= len(str(MAX_PAGE))
     if not is_number or not 1 <= int(given) <= MAX_PAGE:
-        raise InvalidRequest(f"limit must be 1 to {MAX_PAGE}", param="limit")
+        raise InvalidRequest(f"limit must be from 1 to {MAX_PAGE}", param="limit")
     return int(given)
 
 
 def _page(items: list[Body], limit: int, after: str | None) -> Body:
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        raise InvalidRequest(f"there is no item {after}", param="after")
+        raise InvalidRequest(f"after: no item has the id {after}", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     return {

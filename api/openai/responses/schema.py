@@ -25,7 +25,7 @@ Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METAD
 
 
 class Part(Struct, kw_only=True, omit_defaults=True):
-    """A part of a message, of a tool's output, or of a thought; only text is served."""
+    """A part of a message, a tool output or reasoning; only text is supported."""
 
     type: PartType
     text: str | None = None
@@ -49,7 +49,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
 
 
 class FlatTool(Struct, kw_only=True):
-    """One of ``tools``; those that are no functions are passed over."""
+    """One of ``tools``; only functions are used, others are ignored."""
 
     type: str
     name: str | None = None
@@ -85,13 +85,13 @@ class TextFormat(Struct, kw_only=True, omit_defaults=True):
 
 
 class TextOptions(Struct, kw_only=True):
-    """``text``; its verbosity is passed over."""
+    """``text``; its verbosity is ignored."""
 
     format: TextFormat | None = None
 
 
 class Reasoning(Struct, kw_only=True):
-    """``reasoning``: how long the model may think, which its chat template knows how to ask."""
+    """``reasoning``: the reasoning effort, which the chat template may support."""
 
     effort: str | None = None
 

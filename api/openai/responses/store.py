@@ -1,4 +1,4 @@
-"""Responses that are kept to be continued, in memory, within bounds of size and time."""
+"""Stored responses: kept in memory for a bounded time and size, to be continued."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _decode_bodies = msgspec.json.Decoder(list[dict[str, object]]).decode
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One turn as JSON: its own input items alone, since those before it are kept themselves."""
+    """One turn as JSON: its own input items; earlier turns are stored separately."""
 
     previous_id: str | None
     response: bytes
@@ -38,7 +38,7 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes, with what leads to it."""
+        """Approximate size in bytes, including its path."""
         texts = len(self.response) + len(self.inputs) + len(self.outputs)
         return OVERHEAD + texts + sum(ITEM_BYTES + len(each) for each in self.item_ids)
 
@@ -46,8 +46,8 @@ class Kept:
 class ResponseStore:
     """The last responses by owner and id; the least recently used goes first, as `Shares` has it.
 
-    Using a response counts as using those before it, which are needed to continue it. One that is
-    alone is kept even if it exceeds ``max_bytes``. A response that was not used for
+    Using a response counts as using the responses before it, which are needed to continue it. A
+    single response is kept even if it exceeds ``max_bytes``. A response that was not used for
     ``max_seconds`` is dropped.
     """
 
@@ -67,11 +67,11 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """About what all of them take."""
+        """Approximate size of all responses in bytes."""
         return self._shares.num_bytes
 
     def __len__(self) -> int:
-        """How many are kept."""
+        """Number of stored responses."""
         return len(self._kept)
 
     def put(self, owner: Owner, response: Body, inputs: Sequence[Item]) -> None:

@@ -79,8 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m foretoken.bench.lab.gpu", description=__doc__)
     add = parser.add_argument
-    add("--only", nargs="+", choices=list(PARTS), metavar="STAGE", help=" ".join(PARTS))
-    add("--minutes", type=float, default=MINUTES, help="for all stages together")
+    add(
+        "--only", nargs="+", choices=list(PARTS), metavar="STAGE", help=f"stages: {' '.join(PARTS)}"
+    )
+    add("--minutes", type=float, default=MINUTES, help="minutes for all stages together")
     add("--rehearse", action="store_true", help="tiny shapes on this processor; nothing is kept")
     add("--out", type=Path, default=RESULTS, help="folder of the JSON, and of the page if given")
     add("--work", type=Path, help=argparse.SUPPRESS)

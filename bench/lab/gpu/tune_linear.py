@@ -171,10 +171,10 @@ def _line(name: str, num_rows: int, how: str, seconds: float, floor: float) -> d
 def main(argv: Sequence[str] | None = None) -> int:
     """Time the shapes that are named, or all; the exit code."""
     parser = argparse.ArgumentParser(prog="tune_linear", description=__doc__)
-    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; all if none")
+    parser.add_argument("shapes", nargs="*", help=f"shapes to time (all): {', '.join(SHAPES)}")
     parser.add_argument("--plan", action="store_true", help="print what would be timed, and stop")
-    parser.add_argument("--int8", action="store_true", help="weights as int8")
-    parser.add_argument("--json", type=Path, help="where to write the figures too")
+    parser.add_argument("--int8", action="store_true", help="time int8 weights")
+    parser.add_argument("--json", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
     names: list[str] = args.shapes or list(SHAPES)
     if unknown := [name for name in names if name not in SHAPES]:

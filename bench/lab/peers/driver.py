@@ -162,15 +162,23 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=["run", "setup"],
         default="run",
-        help="setup: make the environments and convert the checkpoints",
+        help="command; setup: make the environments and convert the checkpoints",
     )
-    parser.add_argument("engines", nargs="*", default=list(NAMES), help=", ".join(NAMES))
+    parser.add_argument(
+        "engines", nargs="*", default=list(NAMES), help=f"engines: {', '.join(NAMES)}"
+    )
     names = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW", help=", ".join(names))
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, metavar="ROW", help=f"rows: {', '.join(names)}"
+    )
     every = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", nargs="+", type=int, default=[every], metavar="N")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each engine in a row")
-    parser.add_argument("--shape", choices=list(SHAPES), help="one shape, an eighth of the prompts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="number of turns of each engine in a row"
+    )
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), help="single shape to measure, on an eighth of the prompts"
+    )
     parser.add_argument("--timeout", type=float, default=400, help="seconds of a call or a load")
     parser.add_argument(
         "--budget", type=float, default=20, help="seconds after which an engine ends a row early"

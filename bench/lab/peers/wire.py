@@ -105,7 +105,7 @@ def serve(
 ) -> None:
     """The whole life of a worker. ``packages``: those whose versions a reader wants to know."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", type=Path, required=True, help="a Job as JSON")
+    parser.add_argument("--job", type=Path, required=True, help="file of a Job as JSON")
     job = read_job(parser.parse_args(argv).job.read_text(encoding="utf-8"))
     out = _own_stdout()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.threads])

@@ -151,7 +151,7 @@ class _Probe:
     ) -> Tensor:
         name = self._names[module]
         if name in self.sites:
-            raise ModelLoadError(f"{name} attends twice in a pass, which pages cannot keep apart")
+            raise ModelLoadError(f"{name} attends twice in a pass: KV pages have room for one")
         window, max_len = self._reach(name, call.mask)
         sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
         self.sites[name] = AttentionSite(

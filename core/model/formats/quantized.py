@@ -385,7 +385,7 @@ class _CompressedTensors:
         parts = _roles(stem, entries, ("weight", "weight_scale", "weight_zero_point"), 2)
         name = parts["weight"]
         if entries[name].dtype not in ("I8", *_FLOAT8):
-            raise ValueError(f"{name} has dtype {entries[name].dtype} beside a scale")
+            raise ValueError(f"{name} has dtype {entries[name].dtype} in addition to a scale")
         rows, columns = _matrix(entries, name)
         block = _block_of(entries[parts["weight_scale"]].shape, (rows, columns), self._block, name)
 

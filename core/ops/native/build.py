@@ -89,7 +89,9 @@ def tiles_permitted() -> bool:
     permitted: bool = system_call(*map(ctypes.c_long, arguments)) == 0
     if not permitted and _NEEDED["amx"] <= cpu_flags():
         error = os.strerror(ctypes.get_errno())
-        logger.warning("Linux does not permit the use of AMX (%s); AVX-512 computes", error)
+        logger.warning(
+            "Linux does not permit the use of AMX (%s): the AVX-512 kernels are used", error
+        )
     return permitted
 
 
@@ -137,7 +139,9 @@ def _find_compiler() -> list[str]:
         found = shutil.which(command[0])
         if found:
             return [found, *command[1:]]
-    raise NativeBuildError(f"no C compiler (tried {' '.join(requested) or ', '.join(_COMPILERS)})")
+    raise NativeBuildError(
+        f"no C compiler was found (tried {' '.join(requested) or ', '.join(_COMPILERS)})"
+    )
 
 
 def _compile(command: list[str], target: Path) -> None:

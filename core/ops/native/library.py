@@ -84,7 +84,7 @@ def native_library(variant: Variant | None = None) -> NativeLibrary | None:
             return _load(candidate)
         except (NativeBuildError, OSError) as error:  # an old compiler may know less than the CPU
             reason = str(error)
-            logger.info("the kernels' variant %s cannot be built: %s", candidate, reason)
+            logger.info("the native kernels for %s cannot be built: %s", candidate, reason)
     _say_why(reason)
     return None
 
@@ -96,4 +96,4 @@ def _load(variant: Variant) -> NativeLibrary:
 
 @cache
 def _say_why(reason: str) -> None:
-    logger.warning("native kernels are not available, torch computes instead: %s", reason)
+    logger.warning("native kernels are not available, PyTorch is used instead: %s", reason)

@@ -232,7 +232,7 @@ def keep_rows_exact(
         return False
     environ[ONEDNN_SETTING] = WITHOUT_AMX
     logger.info(
-        "torch's linear layers do without AMX (%s=%s), so that a row has the same bits in every"
+        "oneDNN is limited to AVX-512 (%s=%s), so that a row has the same bits in every"
         " batch; --exact off allows it",
         ONEDNN_SETTING,
         WITHOUT_AMX,

@@ -92,7 +92,7 @@ def read_data(paths: Sequence[Path], encoder: TextEncoder, *, text_len: int) -> 
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"data: {path} is not UTF-8", param="data") from error
     if not found:
-        raise InvalidRequest("data holds no conversation and no text", param="data")
+        raise InvalidRequest("data contains no conversation and no text", param="data")
     return found
 
 
@@ -114,7 +114,9 @@ def _read_file(path: Path, encoder: TextEncoder, text_len: int) -> Iterator[Conv
     if _is_traffic(path):
         for record in read_records(path):
             if record.tokenizer not in ("", encoder.fingerprint):
-                message = f"data: {path} was recorded with another tokenizer than the target's"
+                message = (
+                    f"data: {path} was recorded with a tokenizer that differs from the target's"
+                )
                 raise InvalidRequest(message, param="data")
             yield Conversation.of(record, "traffic")
         return
@@ -147,7 +149,7 @@ def _read_line(
         with suppress(PromptTooLong):  # the target could not answer it either
             yield from _chat(parsed.messages, encoder)
     else:
-        raise InvalidRequest(f"data: {where}: neither messages nor text", param="data")
+        raise InvalidRequest(f"data: {where}: messages or text is missing", param="data")
 
 
 def _pieces(tokens: Sequence[int], length: int) -> Iterator[Conversation]:

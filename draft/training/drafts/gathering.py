@@ -46,7 +46,7 @@ def gather(
     """
     vocab_size = target.config.vocab_size
     if any(max(conversation.tokens, default=0) >= vocab_size for conversation in found):
-        message = f"data holds token ids of another model: the target has {vocab_size} tokens"
+        message = f"data contains token ids beyond the target's vocabulary of {vocab_size} tokens"
         raise InvalidRequest(message, param="data")
     asked = [_prompt(each) for each in found if _needs_answer(each, options.regenerate)]
     kept = [each for each in found if not _needs_answer(each, options.regenerate)]
@@ -54,7 +54,7 @@ def gather(
         kept += _generate(asked, target, folder, options)
     kept = [each for each in kept if len(each) > max(each.prompt_len, 1)]
     if not kept:
-        message = "data holds prompts alone, and regenerate is off"
+        message = "data contains prompts without answers: set regenerate to auto or on"
         raise InvalidRequest(message, param="regenerate")
     return kept
 

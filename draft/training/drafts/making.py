@@ -145,11 +145,11 @@ def _new_head(target: Target, shape: Shape) -> BlockHead | EagleHead:
 def _saved_head(head: BlockHead | EagleHead, path: Path, target: Target) -> BlockHead | EagleHead:
     """A head from a folder, which brings its own shape and vocabulary."""
     if not path.is_dir():
-        raise InvalidRequest(f"init: {path} is no folder", param="init")
+        raise InvalidRequest(f"init: {path} is not a folder", param="init")
     folder = open_head(path, target.config)
     found = folder.load()
     if isinstance(found, MedusaHead) or type(found) is not type(head):
-        raise InvalidRequest(f"init: {path} holds a head of kind {folder.kind}", param="init")
+        raise InvalidRequest(f"init: {path} contains a head of kind {folder.kind}", param="init")
     return found
 
 
@@ -307,10 +307,14 @@ def _lm_tensors(
 
 def _saved_model(model: Any, path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
     if not (path / "config.json").is_file():
-        raise InvalidRequest(f"init: {path} is no folder of a model", param="init")
+        raise InvalidRequest(
+            f"init: {path} is not the folder of a model: config.json is missing", param="init"
+        )
     found = type(model).from_pretrained(path, dtype=torch.float32)
     if found.config.vocab_size != model.config.vocab_size:
-        raise InvalidRequest(f"init: {path} has another vocabulary", param="init")
+        ours, theirs = model.config.vocab_size, found.config.vocab_size
+        message = f"init: {path} must have the target's vocabulary of {ours} tokens, not {theirs}"
+        raise InvalidRequest(message, param="init")
     return found
 
 

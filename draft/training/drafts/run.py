@@ -100,7 +100,7 @@ class Trainer:
         max_len = min(MAX_LEN, target.config.max_model_len)
         train, held = split(conversation.cut(max_len) for conversation in found)
         if not train:
-            raise InvalidRequest("data holds no answer to learn from", param="data")
+            raise InvalidRequest("data contains no answer to train on", param="data")
         self.num_train, self.num_held = len(train), len(held)
         torch.manual_seed(options.seed)
         draft_ids = self._draft_ids(train)
@@ -235,7 +235,7 @@ class Trainer:
 
     def _load_state(self) -> None:
         if not self._state.exists():
-            raise InvalidRequest(f"resume: {self._folder} holds no checkpoint", param="resume")
+            raise InvalidRequest(f"resume: {self._folder} contains no checkpoint", param="resume")
         state = torch.load(self._state, weights_only=True)
         wanted = asdict(self._options) | {"resume": False}
         budget = {"minutes", "tokens"}
@@ -245,7 +245,9 @@ class Trainer:
                 message = f"resume: the run in {self._folder} had {name} {was}, not {wanted[name]}"
                 raise InvalidRequest(message, param=name)
         if not _same(state["draft_ids"], self._taught_ids()):
-            message = "resume: the data has changed: other token ids are the most frequent"
+            message = (
+                "resume: the data has changed: its most frequent token ids are others than before"
+            )
             raise InvalidRequest(message, param="data")
         self.student.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):

@@ -83,10 +83,10 @@ def test_a_list_may_hold_auto() -> None:
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        ("auto,none", "'none' must stand alone"),
-        ("radix,,suffix", "empty name"),
-        ("radix,radix", "names 'radix' twice"),
-        ("a/b,c/d", "names two models: a/b, c/d"),
+        ("auto,none", "'none' cannot be combined"),
+        ("radix,,suffix", "empty"),
+        ("radix,radix", "lists 'radix' twice"),
+        ("a/b,c/d", "one model, not 2: a/b, c/d"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused(draft: str, message: str) -> None:

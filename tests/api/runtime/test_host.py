@@ -49,7 +49,7 @@ def test_a_second_event_loop_is_refused(run, built):
 @pytest.mark.parametrize("name", ["self", "messages", "conversations", "conversation", "tokenize"])
 def test_template_options_cannot_take_the_names_of_our_own(run, name):
     async def body(llm):
-        with pytest.raises(InvalidRequest, match=f"must not hold {name}") as info:
+        with pytest.raises(InvalidRequest, match=f"must not contain {name}") as info:
             await llm.render(TALK, {name: []})
         assert info.value.param == "chat_template_kwargs"
         assert await llm.render(TALK, {"mood": "good"}) == await llm.render(TALK)

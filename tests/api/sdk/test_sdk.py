@@ -31,26 +31,6 @@ def test_a_text_prompt_is_answered_with_text_and_tokens(llm, say, tokenizer):
     assert out.prompt_logprobs is None
 
 
-def test_token_ids_are_a_prompt_too(llm):
-    out = llm.generate([5, 6, 7], FOUR)
-    assert out.token_ids == [5, 6, 7, 5]
-    assert out.finish_reason == "length"
-
-
-def test_a_list_of_prompts_gives_a_list_of_completions_in_order(llm):
-    params = [SamplingParams(max_tokens=n, seed=0) for n in (9, 1, 5)]
-    outs = llm.generate([[5, 6], [7], "hello"], params)
-    assert [len(out.token_ids) for out in outs] == [9, 1, 5]
-    assert outs[0].token_ids[:2] == [5, 6]
-    assert llm.generate([], FOUR) == []
-
-
-def test_max_tokens_none_goes_up_to_the_context(llm):
-    out = llm.generate([5] * 10, SamplingParams(seed=0))
-    assert len(out.token_ids) == 246
-    assert out.finish_reason == "length"
-
-
 def test_a_stop_string_over_several_tokens_ends_the_answer_before_it(llm, say, engine):
     say("hello there. Stop here. And more")
     engine.tokens_per_step = 3
@@ -221,7 +201,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(llm, monkeypat
 
 
 def test_parameters_and_ids_must_match_the_prompts(llm):
-    with pytest.raises(InvalidRequest, match="one or 2"):
+    with pytest.raises(InvalidRequest, match="a list of 2"):
         llm.generate([[5], [6]], [FOUR])
     with pytest.raises(InvalidRequest, match="request_id"):
         llm.generate([[5], [6]], FOUR, request_id="a")

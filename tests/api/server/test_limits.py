@@ -130,7 +130,7 @@ def test_what_is_beyond_a_limit_is_a_400_that_names_field_limit_and_value(serve,
         body = {**CHAT, "messages": TALK[:1], "stop_sequences": ["a", "b"]}
         answer = http.post("/v1/messages", json=body)
         assert answer.status_code == 400
-        assert "stop_sequences: 2 is beyond" in answer.json()["error"]["message"]
+        assert "stop_sequences: 2 exceeds" in answer.json()["error"]["message"]
         assert not engine.requests
         within = {**CHAT, "n": 2, "stop": ["abc"], "logit_bias": {"1": 1}, "tools": []}
         assert http.post("/v1/chat/completions", json=within).status_code == 200

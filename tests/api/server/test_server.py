@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from foretoken import AsyncLLM, ModelLoadError
 from foretoken.api.server.process import Listen, run
+from support.forked import Talking, script
 
 SECONDS = 30
 SCRIPT = Path(__file__).parents[2] / "support" / "serve_fake.py"
@@ -26,10 +25,7 @@ class Process:
     def __init__(self, built, drain=20.0, port=0, uds=()):
         eos = next(iter(built.eos_token_ids))
         args = [built.path, eos, built.vocab_size, port, drain, *uds]
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, args)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.process = Talking(script, str(SCRIPT), *map(str, args))
         self.line = self.process.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)", self.line)
         self.url = found and found[0]
@@ -77,10 +73,7 @@ def start(built):
 
     yield launch
     for each in processes:
-        each.process.kill()
-        each.process.wait()
-        for pipe in (each.process.stdin, each.process.stdout, each.process.stderr):
-            pipe.close()
+        each.process.close()
 
 
 def test_an_idle_server_says_where_it_listens_and_leaves_on_sigterm_with_0(start):

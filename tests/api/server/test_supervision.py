@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import httpx
 import pytest
 
 from support.fake_model import answer
+from support.forked import Talking, script
 
 SECONDS = 30
 SCRIPT = Path(__file__).parents[2] / "support" / "serve_engine.py"
@@ -27,10 +26,7 @@ class Process:
     def __init__(self, folder: Path, dump_dir: Path, **options) -> None:
         self.dump_dir = dump_dir
         settings = json.dumps({"dump_dir": str(dump_dir), **options})
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), settings],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.process = Talking(script, str(SCRIPT), str(folder), settings)
         self.said = {word: threading.Semaphore(0) for word in ("obeyed", "submitted", "entered")}
         threading.Thread(target=self._listen, daemon=True).start()
         line = self.process.stderr.readline()
@@ -98,10 +94,7 @@ def start(byte_level_folder, tmp_path):
 
     yield launch
     for each in started:
-        each.process.kill()
-        each.process.wait()
-        for pipe in (each.process.stdin, each.process.stdout, each.process.stderr):
-            pipe.close()
+        each.process.close()
 
 
 @pytest.fixture
@@ -136,7 +129,7 @@ def test_an_event_loop_that_stands_still_ends_the_process_with_70_and_a_dump(sta
     server.process.stdin.flush()
     assert server.end() == 70
     (dump,) = server.dumps()
-    assert dump["reason"] == "the event loop stands still"
+    assert dump["reason"] == "the event loop did not run for --step-timeout seconds"
     assert dump["audit"]["ok"]
     assert "most recent call first" in server.process.stderr.read()
 

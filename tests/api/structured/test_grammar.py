@@ -368,7 +368,7 @@ def test_one_of_is_served_where_its_branches_exclude_each_other(bench: Bench) ->
     matcher = bench.matcher(json_schema={"oneOf": [{"const": "a"}, {"const": 7}]})
     assert {bench.write(matcher.fork(), seed) for seed in range(20)} == {'"a"', "7"}
     overlapping = [{"type": "object", "properties": {name: {}}} for name in ("a", "b")]
-    with pytest.raises(InvalidRequest, match="exclude each other; anyOf always is"):
+    with pytest.raises(InvalidRequest, match="exclude each other; use anyOf"):
         bench.matcher(json_schema={"oneOf": overlapping})
 
 
@@ -454,7 +454,7 @@ def test_without_a_form_nothing_is_compiled(bench: Bench) -> None:
 def test_the_loop_runs_on_and_the_deadline_names_the_field(bench, held, monkeypatch) -> None:
     async def body(grammars: Grammars) -> None:
         monkeypatch.setattr(grammar_module, "SECONDS", 0.01)
-        with pytest.raises(InvalidRequest, match="took too long to compile") as caught:
+        with pytest.raises(InvalidRequest, match="to compile: simplify it") as caught:
             await grammars.compile(SamplingParams(regex="a"))
         assert caught.value.param == "regex"
         monkeypatch.setattr(grammar_module, "SECONDS", 20)
@@ -523,7 +523,7 @@ def test_a_slow_grammar_fails_its_own_caller_and_no_other(bench, held, monkeypat
         slow = asyncio.create_task(grammars.compile(SamplingParams(regex="a")))
         await until(lambda: held.begun)
         other = asyncio.create_task(grammars.compile(SamplingParams(regex="b")))
-        with pytest.raises(InvalidRequest, match="took too long"):
+        with pytest.raises(InvalidRequest, match="to compile"):
             await slow
         monkeypatch.setattr(grammar_module, "SECONDS", 20)
         assert not other.done()

@@ -77,7 +77,7 @@ def test_an_answer_has_one_form_at_most() -> None:
     forms = {"json_schema": {}, "regex": "a", "grammar": "start: X", "choice": iter(["a", "b"])}
     for name, value in forms.items():
         SamplingParams(**{name: value})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"^choice cannot go with regex$") as caught:
+    with pytest.raises(InvalidRequest, match=r"^choice cannot be combined with regex$") as caught:
         SamplingParams(regex="a", choice=["a"])
     assert caught.value.param == "choice"
 

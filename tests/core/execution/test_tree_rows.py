@@ -78,7 +78,7 @@ def test_a_tail_must_have_a_slot_for_every_row_and_leave_a_position_to_the_pages
 
     build(3, [20, 21, 22])
     for start, tail in ((3, [20]), (1, [20, 21, 22])):
-        with pytest.raises(ValueError, match="a tail has a slot for every row"):
+        with pytest.raises(ValueError, match="a tail must have a slot for every row"):
             build(start, tail)
 
 

@@ -26,6 +26,7 @@ from support.checkpoints import (
 )
 from support.greedy_streams import generate, greedy, random_ids
 from support.known_models import KNOWN
+from support.quick_interpreter import quicken
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -148,6 +149,7 @@ def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
 def test_triton_kernels_compute_what_torch_computes(kind: str, tmp_path: Path) -> None:
     """Under the interpreter: one prompt in two chunks, of several windows."""
     pytest.importorskip("triton")
+    quicken()
     shorter = {"sliding_window": 8} if "sliding_window" in KINDS[kind][1] else {}
     folder = make_checkpoint(tmp_path, kind, **shorter)
     ids, found = random_ids(19), []

@@ -219,7 +219,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "damaged config": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "a JSON object"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), f"neither {WEIGHTS} nor {INDEX}"),
     "pickles only": (
         lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),

@@ -151,11 +151,11 @@ def test_a_token_whose_hidden_state_is_nan_is_written_as_nan(setting) -> None:
 
 
 def test_fp8_is_refused_where_the_native_kernels_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="the native backend has int8") as caught:
+    with pytest.raises(InvalidRequest, match="the native backend supports int8") as caught:
         EngineConfig(kv_cache_dtype="fp8", backend="native")
     assert caught.value.param == "kv_cache_dtype"
     folder = make_checkpoint(tmp_path, "qwen3")
-    with pytest.raises(ModelLoadError, match=r"native cannot be had here: .* fp8$"):
+    with pytest.raises(ModelLoadError, match=r"native is not available: .* fp8$"):
         load_decoder(folder, backend="native", kv_dtype="fp8")
 
 

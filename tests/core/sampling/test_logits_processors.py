@@ -269,7 +269,7 @@ def test_token_ids_outside_the_vocabulary_name_their_field(
     values = torch.zeros(2, 4)
     errors = apply_processors(values, [good, bad])
     assert errors[0] is None
-    assert str(errors[1]).startswith(f"{field} has token id")
+    assert str(errors[1]).startswith(f"{field} must have token ids")
     assert values.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
     assert out_of_vocabulary(bad.sampling, 4) == errors[1]
     assert out_of_vocabulary(good.sampling, 4) is None

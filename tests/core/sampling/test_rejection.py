@@ -153,9 +153,9 @@ def many(num_samples: int, **form: Any) -> list[SamplingMetadata]:
     ("num_samples", "form"),
     [
         (10_000, {}),
-        (10_000, {"temperature": 0.6}),
-        (10_000, {"temperature": 1.4, "top_k": 4}),
-        (10_000, {"temperature": 0.8, "top_p": 0.8}),
+        (4_000, {"temperature": 0.6}),
+        (4_000, {"temperature": 1.4, "top_k": 4}),
+        (4_000, {"temperature": 0.8, "top_p": 0.8}),
         (4_000, {"frequency_penalty": 1.5}),
     ],
     ids=str,
@@ -163,6 +163,7 @@ def many(num_samples: int, **form: Any) -> list[SamplingMetadata]:
 def test_three_tokens_have_exactly_the_targets_joint_distribution(
     num_samples: int, form: dict[str, Any], drafter: Drafter
 ) -> None:
+    """Mistakes of the method are noticed without a form; a form's own ones are coarse."""
     assert deviation(decode(many(num_samples, **form), drafter), **form) < 4
 
 
@@ -405,6 +406,6 @@ def test_a_sampled_draft_equals_itself_alone() -> None:
 def test_rejection_goes_with_a_fixed_depth_alone() -> None:
     for depth in (0, 3, "off"):
         assert EngineConfig(verify="rejection", speculation=depth).verify == "rejection"  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"biases the output.*--speculation K") as caught:
+    with pytest.raises(InvalidRequest, match=r"--speculation K.*biases the output") as caught:
         EngineConfig(verify="rejection")
     assert caught.value.param == "verify"

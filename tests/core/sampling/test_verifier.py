@@ -477,7 +477,7 @@ def test_token_ids_outside_the_vocabulary_fail_their_own_request_only() -> None:
     rows = [greedy_row((1,), logit_bias={5: 1.0}), greedy_row((1,), logit_bias={4: 9.0})]
     failed, served = verify(one_hot(1, 2, 1, 2), rows)
     assert failed.token_ids == ()
-    assert failed.error == "logit_bias has token id 5, but the vocabulary has 5 tokens"
+    assert failed.error == "logit_bias must have token ids from 0 to 4, not 5"
     assert served == Verified((4,), ())
 
 

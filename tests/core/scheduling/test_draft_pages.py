@@ -172,7 +172,7 @@ def test_a_speculator_that_always_fails_is_not_asked_for_ever(
     driver.add(make_request("a", [1, 2, 3], max_tokens=60))
     driver.run()
     assert driver.ended == {"a": "length"}
-    assert "drafting is off" in caplog.text
+    assert "drafting is turned off" in caplog.text
     assert len(caplog.records) <= MAX_FAILURES + 1
 
 

@@ -411,7 +411,7 @@ def test_requests_on_their_way_to_the_queue_count() -> None:
     driver.step()
     scheduler = driver.scheduler
     scheduler.check(make_request("tenth", [1], tenant="flood"), pending=PendingArrivals(9, 9))
-    with pytest.raises(QueueFull, match="10 requests of yours"):
+    with pytest.raises(QueueFull, match="10 of its requests"):
         scheduler.check(make_request("more", [1], tenant="flood"), pending=PendingArrivals(10, 10))
     scheduler.check(make_request("other", [1], tenant="other"), pending=PendingArrivals(10, 0))
     with pytest.raises(QueueFull, match="20 requests are waiting"):

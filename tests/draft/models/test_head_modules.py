@@ -232,7 +232,7 @@ def test_a_reduced_head_takes_its_rows_of_what_it_borrows() -> None:
 
 def test_a_head_that_was_lent_nothing_says_so() -> None:
     head = BlockHead(block_config())
-    with pytest.raises(ValueError, match="must borrow the target's"):
+    with pytest.raises(ValueError, match="must use the target's"):
         head.embed(torch.tensor([1]))
-    with pytest.raises(ValueError, match="must borrow the target's"):
+    with pytest.raises(ValueError, match="must use the target's"):
         head.project(torch.zeros(1, TARGET.hidden_size))

@@ -99,7 +99,7 @@ def test_traffic_of_another_tokenizer_is_refused(tmp_path):
         record = Record(v=VERSION, tokens=[5, 6, 7], prompt_len=2, tokenizer=tokenizer)
         (tmp_path / f"{name}.jsonl").write_bytes(write_line(record))
     assert len(read(tmp_path / "same.jsonl")) == 1
-    with pytest.raises(InvalidRequest, match="another tokenizer"):
+    with pytest.raises(InvalidRequest, match="a tokenizer that differs"):
         read(tmp_path / "other.jsonl")
 
 
@@ -115,7 +115,7 @@ def test_a_chat_that_the_target_cannot_hold_is_left_out(tmp_path):
     [
         ('{"messages": 3}', "messages"),
         ("nonsense", "malformed"),
-        ('{"other": 1}', "neither messages nor text"),
+        ('{"other": 1}', "messages or text is missing"),
         ('{"v": 2, "tokens": [1], "prompt_len": 0}', "version 2"),
         ('{"v": 1, "tokens": [1], "prompt_len": 2}', "prompt_len"),
         ('{"v": 1, "tokens": [-1], "prompt_len": 0}', "token id"),
@@ -222,7 +222,7 @@ def test_which_answers_are_given_anew(target, tmp_path):
     assert gathered("off") == []
     assert [conversation.tokens[:2] for conversation in gathered("auto")] == [[5, 6]]
     assert len(gathered("on")) == 3
-    with pytest.raises(InvalidRequest, match="prompts alone"):
+    with pytest.raises(InvalidRequest, match="prompts without answers"):
         gather([Conversation([1, 2], 2)], target, tmp_path, GatherOptions(regenerate="off"))
 
 

@@ -194,7 +194,7 @@ def test_a_head_of_another_kind_is_no_beginning(train, tmp_path):
     train("block").run()
     with pytest.raises(InvalidRequest, match="kind block"):
         train("eagle3", name="more", init=str(tmp_path / "out"))
-    with pytest.raises(InvalidRequest, match="no folder"):
+    with pytest.raises(InvalidRequest, match="not a folder"):
         train("eagle3", name="more", init=str(tmp_path / "gone"))
 
 

@@ -95,9 +95,9 @@ MUTATIONS = (
     ),
     Mutation(
         "sampling-negative-ids-pass",
-        "out_of_vocabulary",
-        "if ids and not 0 <= min(ids) <= max(ids) < vocab_size:",
-        "if ids and not max(ids) < vocab_size:",
+        "beyond_vocabulary",
+        "if not ids or (min(ids) >= 0 and max(ids) < vocab_size):",
+        "if not ids or max(ids) < vocab_size:",
         ("test_token_ids_outside_the_vocabulary_name_their_field",),
         "token ids are checked, negative ones too",
     ),

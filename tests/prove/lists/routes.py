@@ -18,7 +18,7 @@ MUTATIONS = (
         "Writer.end",
         "        if self._include_usage:\n            yield self._event([], self.usage(usage))",
         "        yield self._event([], self.usage(usage))",
-        ("test_without_include_usage_there_is_no_usage_chunk",),
+        ("test_usage_is_streamed_once_at_the_end_and_only_when_asked",),
         "usage is streamed only when asked for",
     ),
     Mutation(
@@ -93,7 +93,7 @@ MUTATIONS = (
         "REFUSED",
         '"prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",',
         '"truncate_prompt_tokens", "include_stop_str_in_output",',
-        ("test_what_would_be_ignored_although_it_asks_for_something_is_refused",),
+        ("test_the_path_of_a_bad_field_is_named_and_nothing_is_submitted",),
         "a field that cannot be honoured is refused",
     ),
     Mutation(
@@ -101,7 +101,7 @@ MUTATIONS = (
         "decoder",
         "            data.decode()  # msgspec",
         "            bytes(data)  # msgspec",
-        ("test_a_malformed_body_is_a_400_with_openais_error",),
+        ("test_a_malformed_body_is_400",),
         "bad UTF-8 is a 400",
     ),
     Mutation(
@@ -109,7 +109,7 @@ MUTATIONS = (
         "to_api_error",
         "return ApiError(400, str(error), param=error.param)",
         "return ApiError(400, str(error))",
-        ("test_a_bad_field_is_a_400_that_names_it",),
+        ("test_the_path_of_a_bad_field_is_named_and_nothing_is_submitted",),
         "a 400 names its field",
     ),
     Mutation(
@@ -157,7 +157,7 @@ MUTATIONS = (
         "usage_body",
         "total_tokens=usage.prompt_tokens + usage.completion_tokens,",
         "total_tokens=usage.completion_tokens,",
-        ("test_a_chat_answer_has_openais_shape",),
+        ("test_an_answer_has_the_shape_of_openai",),
         "usage adds up",
     ),
     Mutation(

@@ -120,8 +120,8 @@ MUTATIONS = (
     Mutation(
         "admission-takes-negative-ids",
         "check_token_ids",
-        "if ids and not 0 <= min(ids) <= max(ids) < vocab_size:",
-        "if ids and not max(ids) < vocab_size:",
+        "if message := beyond_vocabulary(param, ids, vocab_size):",
+        "if (message := beyond_vocabulary(param, ids, vocab_size)) and min(ids) >= 0:",
         ("test_token_ids_that_the_model_does_not_have_are_refused",),
         "a token id of -1 silently wraps",
     ),

@@ -184,8 +184,8 @@ MUTATIONS = (
     Mutation(
         "source-that-fails-stays",
         "GuardedSource._failed",
-        'is dropped", self.name)\n            self._inner = None',
-        'is dropped", self.name)',
+        'is no longer used", self.name)\n            self._inner = None',
+        'is no longer used", self.name)',
         ("test_speculator.py",),
         "a source that cannot forget is dropped",
     ),

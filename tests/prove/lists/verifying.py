@@ -168,7 +168,7 @@ MUTATIONS = (
     Mutation(
         "graph-gives-up-with-its-head",
         "TritonStep._capture",
-        'logger.warning("no graph of %d rows that chooses, too", bucket, exc_info=True)',
+        'logger.warning("no CUDA graph of %d rows with sampling", bucket, exc_info=True)',
         "raise",
         ("test_a_graph_that_fails_with_a_head_is_captured_without_one_and_so_are_others",),
         "memory that is lacking for logits costs no graph",

@@ -178,8 +178,8 @@ class TritonStep:
             self._has_said = True
             batch = plan.batch
             logger.warning(
-                "no graph has room for %d rows, %d pages, %d positions: kernels are launched one by"
-                " one", batch.num_rows, len(batch.pages), plan.last_stop,
+                "no CUDA graph fits %d rows, %d pages, %d positions: kernels are launched one "
+                "by one", batch.num_rows, len(batch.pages), plan.last_stop,
             )  # fmt: skip
 
     def _captured(self, geometry: Geometry, shape: _Shape) -> _Captured | None:
@@ -193,7 +193,10 @@ class TritonStep:
             shared = shared or _PoolGraphs(geometry)
             captured = self._capture(self._make_graph, geometry, shared, shape)
         except Exception:
-            logger.exception("no graph of %d rows: it and others to come run without", shape[0])
+            logger.exception(
+                "a CUDA graph of %d rows could not be captured: no further graphs are used",
+                shape[0],
+            )
             self._make_graph = None
             return None
         self._graphs[geometry.pool] = shared
@@ -210,7 +213,7 @@ class TritonStep:
                 head = FusedLmHead(self._ops, self._weights, self._sampler)
                 return self._record(make_graph(), geometry, shared, shape, head)
             except Exception:
-                logger.warning("no graph of %d rows that chooses, too", bucket, exc_info=True)
+                logger.warning("no CUDA graph of %d rows with sampling", bucket, exc_info=True)
         return self._record(make_graph(), geometry, shared, shape, None)
 
     def _record(

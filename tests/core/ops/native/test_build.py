@@ -68,7 +68,7 @@ def test_without_a_compiler_one_log_line_says_so(monkeypatch, caplog):
         assert loading.native_library("scalar") is None
         assert loading.native_library("scalar") is None
     assert len(caplog.records) == 1
-    assert "no C compiler (tried no-such-compiler)" in caplog.text
+    assert "no C compiler was found (tried no-such-compiler)" in caplog.text
 
 
 @needs_compiler

@@ -6,17 +6,22 @@ there.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from support.quick_interpreter import quicken
+
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[torch.device]:
     """Where tensors are made that name no device; `torch.get_default_device` tells."""
     name = os.environ.get("FORETOKEN_TEST_DEVICE", "cpu")
+    if name == "cpu" and importlib.util.find_spec("triton") is not None:
+        quicken()
     if name != "cpu":
         torch.set_default_device(name)
     yield torch.device(name)

@@ -73,13 +73,15 @@ def test_memory_that_runs_out_while_loading_names_what_to_lower(monkeypatch) -> 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(building, "load_decoder", full)
-    with pytest.raises(ModelLoadError, match=r"out of memory when target was loaded: lower dtype"):
+    with pytest.raises(ModelLoadError, match="while loading target: use a smaller --dtype"):
         building.build(FOLDER, EngineConfig(device="cpu"))
     monkeypatch.undo()
     decoder = loader.load_decoder(FOLDER, dtype="float32")
     monkeypatch.setattr(type(decoder), "make_pool", full)
     config = EngineConfig(kv_tokens=64)
-    with pytest.raises(ModelLoadError, match="for 4 KV pages: lower kv_memory or kv_tokens"):
+    with pytest.raises(
+        ModelLoadError, match="allocating 4 KV pages: lower --kv-memory or --kv-tokens"
+    ):
         kv_pools.make_pools(decoder, [], config, config.sizes("cpu"))
 
 

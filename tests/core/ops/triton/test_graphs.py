@@ -189,7 +189,7 @@ def test_positions_beyond_the_table_that_a_graph_reads_are_computed_without_and_
     twins.check([segment(5, 1, [40])])
     assert twins.graphs.num_replayed == 2
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "no graph has room for 1 rows, 1 pages, 7 positions"
+        "no CUDA graph fits 1 rows, 1 pages, 7 positions"
     ]
 
 
@@ -263,7 +263,7 @@ def test_where_capturing_fails_kernels_are_launched_one_by_one_and_the_log_says_
     twins.check(row)
     assert twins.graphs.num_replayed == 2, "a graph from before is still used"
     assert [record.message for record in caplog.records] == [
-        "no graph of 2 rows: it and others to come run without"
+        "a CUDA graph of 2 rows could not be captured: no further graphs are used"
     ]
 
 
@@ -283,7 +283,9 @@ def test_a_graph_that_fails_with_a_head_is_captured_without_one_and_so_are_other
     has_head = {shape[:2]: captured.head is not None for shape, captured in shared.captured.items()}
     assert has_head == {(2, False): False, (1, False): True}
     assert (len(twins.graphs.made), twins.graphs.num_replayed) == (3, 3)
-    assert [record.message for record in caplog.records] == ["no graph of 2 rows that chooses, too"]
+    assert [record.message for record in caplog.records] == [
+        "no CUDA graph of 2 rows with sampling"
+    ]
 
 
 class NoWaiting(TorchFunctionMode):
