@@ -216,17 +216,16 @@ class EvictionIndex(Generic[Leaf]):
 
 
 class EvictionLog:
-    """Remembers the last evictions by where they began, ``max_evictions`` at most.
+    """Remembers the last evictions by where they began, `MAX_EVICTIONS` at most.
 
     A place is known by its page and the one before it, so that noting an eviction need not walk to
     the root; two equal pairs of pages at different depths are taken for one. Of one place the last
     eviction counts.
     """
 
-    def __init__(self, page_size: int, max_evictions: int = MAX_EVICTIONS) -> None:
+    def __init__(self, page_size: int) -> None:
         self.now = 0.0  # seconds
         self._page_size = page_size  # tokens
-        self._max_evictions = max_evictions
         self._evictions: OrderedDict[tuple[str | None, int], Eviction] = OrderedDict()
 
     def note(self, namespace: str | None, boundary_tokens: bytes, cause: Cause) -> None:
@@ -234,7 +233,7 @@ class EvictionLog:
         key = (namespace, hash(boundary_tokens))
         self._evictions[key] = Eviction(cause, self.now)
         self._evictions.move_to_end(key)
-        if len(self._evictions) > self._max_evictions:
+        if len(self._evictions) > MAX_EVICTIONS:
             self._evictions.popitem(last=False)
 
     def find(self, namespace: str | None, tokens: array[int], num_cached: int) -> Eviction | None:

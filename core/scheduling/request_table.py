@@ -26,10 +26,9 @@ MAX_PASSED = 16  # requests that a round passes over because their prefix is bei
 class SchedulerLimits:
     """Bounds of a step and of the queue, in tokens and requests.
 
-    ``depth_cap``: draft tokens that one request may have in a step, at most. ``max_slowdown``:
-    how many times longer a step may take because prompts are computed beside decoding requests.
-    ``aging_seconds``: waiting so long makes a request as urgent as one priority does.
-    ``max_priority``: the greatest distance of a request's priority from 0.
+    ``max_slowdown``: how many times longer a step may take because prompts are computed beside
+    decoding requests. ``aging_seconds``: waiting so long makes a request as urgent as one priority
+    does. ``max_priority``: the greatest distance of a request's priority from 0.
     """
 
     max_batch_tokens: int
@@ -37,7 +36,6 @@ class SchedulerLimits:
     max_queued: int
     max_model_len: int
     vocab_size: int
-    depth_cap: int = 64
     max_slowdown: float = math.inf
     aging_seconds: float = 10.0
     max_priority: float = math.inf

@@ -31,6 +31,7 @@ from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, Scheduler
 
 logger = logging.getLogger(__name__)
 Event = tuple[Request, Delta]
+MAX_DRAFT = 64  # draft tokens that one request may have in a step
 
 
 class Scheduler:
@@ -166,7 +167,7 @@ class Scheduler:
         """
         if not decodes or self.speculator.drafts_nothing(decodes):
             return None
-        limits = draft_limits(decodes, self.limits.depth_cap)
+        limits = draft_limits(decodes, MAX_DRAFT)
         if not any(limits):
             return None
         num_prompt_tokens = sum(each.num_pending for each in prefills) + self.waiting.num_tokens

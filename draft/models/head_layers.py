@@ -232,13 +232,13 @@ def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -
     return torch.stack(outs).sum(dim=0) if len(outs) > 1 else outs[0]
 
 
-def init_weights(module: nn.Module, std: float = 0.02) -> None:
+def init_weights(module: nn.Module) -> None:
     """Draw matrices from a normal distribution, with residual outputs scaled down by layers."""
     outputs = ("o_proj", "down_proj")
     num_outputs = sum(name.endswith(outputs) for name, _ in module.named_modules())
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear | nn.Embedding):
             scale = 1.0 / math.sqrt(max(1, num_outputs)) if name.endswith(outputs) else 1.0
-            nn.init.normal_(each.weight, std=std * scale)
+            nn.init.normal_(each.weight, std=0.02 * scale)
         if isinstance(each, nn.Linear) and each.bias is not None:
             nn.init.zeros_(each.bias)

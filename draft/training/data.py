@@ -32,6 +32,7 @@ SKIPPED_FOLDERS = frozenset(
 )
 HELD_OUT_PERCENT = 5
 CHAT_BYTES_PER_CODE_BYTE = 0.17
+PIECE = 2400  # characters, on average, of a text that is cut at random places
 MAX_ANSWER_CHARS = 1600
 
 GREETINGS = (
@@ -235,15 +236,15 @@ def conversations(modules: list[Module], limit_bytes: int, seed: int) -> list[st
     return texts
 
 
-def cut_anywhere(text: str, rng: random.Random, every: int = 2400) -> list[str]:
-    """`text` in pieces of about `every` characters, half of them ended by a space.
+def cut_anywhere(text: str, rng: random.Random) -> list[str]:
+    """`text` in pieces of about `PIECE` characters, half of them ended by a space.
 
     Encoded piece by piece, they teach what follows a prompt that ends inside a word or after a
     space, where the tokenizer by itself would never end a token.
     """
     pieces, start = [], 0
     while start < len(text):
-        end = start + rng.randint(1, 2 * every)
+        end = start + rng.randint(1, 2 * PIECE)
         space = text.find(" ", end, end + 200)
         end = space + 1 if space >= 0 and rng.random() < 0.5 else end
         pieces.append(text[start:end])
@@ -251,9 +252,9 @@ def cut_anywhere(text: str, rng: random.Random, every: int = 2400) -> list[str]:
     return pieces
 
 
-def load_corpus(root: Path | None = None, *, seed: int = 0) -> Corpus:
-    """The whole corpus of this interpreter's standard library (or of the folder `root`)."""
-    modules = read_modules(root or Path(sysconfig.get_paths()["stdlib"]))
+def load_corpus(*, seed: int = 0) -> Corpus:
+    """The whole corpus of this interpreter's standard library."""
+    modules = read_modules(Path(sysconfig.get_paths()["stdlib"]))
     train = [module for module in modules if not is_held_out(module.name)]
     held = [module for module in modules if is_held_out(module.name)]
     code, held_code = [module.text for module in train], [module.text for module in held]

@@ -28,6 +28,7 @@ from .tokenizer import load_tokenizer
 
 DEPTH = 4
 WINDOW = 1024
+NUM_WINDOWS = 60  # over which the overlap is averaged
 PROMPT_TOKENS = 256
 NEW_TOKENS = 128
 NUM_PROMPTS = 96
@@ -109,12 +110,10 @@ def acceptance(matched: torch.Tensor) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def mean_overlap(
-    target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, documents: list[Ids], windows: int = 60
-) -> float:
+def mean_overlap(target: Qwen3ForCausalLM, draft: Qwen3ForCausalLM, documents: list[Ids]) -> float:
     """Mean of sum min(p, q) over held-out text itself, at temperature 1."""
     total, count = 0.0, 0
-    for _, rows in zip(range(windows), in_order(documents, WINDOW), strict=False):
+    for _, rows in zip(range(NUM_WINDOWS), in_order(documents, WINDOW), strict=False):
         p, q = (
             m(input_ids=rows[:, :-1], use_cache=False).logits.softmax(-1) for m in (target, draft)
         )

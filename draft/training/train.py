@@ -15,12 +15,19 @@ from transformers import Qwen3ForCausalLM
 from transformers.utils import logging as hf_logging
 
 from . import models
-from .copying import copying_loss, with_repeats
 from .data import Corpus, load_corpus
-from .distill import Mix, cross_entropy, mixed_loss
 from .measure import measure, write_metrics
 from .packing import encode, encode_cut
-from .stages import STAGES, Stage, StageName
+from .recipe import (
+    STAGES,
+    Mix,
+    Stage,
+    StageName,
+    copying_loss,
+    cross_entropy,
+    mixed_loss,
+    with_repeats,
+)
 from .tokenizer import load_tokenizer, train_tokenizer
 from .trainer import Loss, Settings, Trainer
 

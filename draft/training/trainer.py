@@ -14,10 +14,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from . import models
-from .distill import cross_entropy
 from .measure import cpu_model
 from .packing import Ids, Packer, in_order
-from .stages import Stage
+from .recipe import Stage, cross_entropy
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from .teacher import Teacher, TeacherOutput
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 BEST = 4  # candidates of a position that a tree may hold
+FIT_STEPS = 300  # of the optimiser of odds
 NEAR_GREEDY = 0.3  # below it an answer counts as a greedy one
 # B, a, b of P(rank j) = e^(-B d_j) / (sum_l e^(-B d_l) + e^(a - b d_1)): where fitting begins
 FIRST_ODDS = {"greedy": (2.4, -1.0, 3.5), "sampled": (1.6, -0.9, 1.4)}
@@ -138,14 +139,14 @@ def _join(ranked: Sequence[RankedCandidates], depth: int) -> RankedCandidates:
     return RankedCandidates(*(torch.cat(part) for part in parts))
 
 
-def fit_odds(ranked: RankedCandidates, first: Odds, *, num_steps: int = 300) -> Odds:
+def fit_odds(ranked: RankedCandidates, first: Odds) -> Odds:
     """The three numbers that give the ranks of positions that were reached the best likelihood."""
     gaps, ranks = ranked.gaps[ranked.reached], ranked.ranks[ranked.reached].long()
     if not len(gaps):
         return first
     numbers = torch.tensor(first, requires_grad=True)
     optimizer = torch.optim.Adam([numbers], lr=0.03)
-    for _ in range(num_steps):
+    for _ in range(FIT_STEPS):
         scale, offset, slope = numbers
         none = (offset - slope * gaps[:, 1:2]).to(gaps.dtype)
         scores = torch.cat((-scale * gaps, none), dim=-1)

@@ -92,11 +92,9 @@ class Trainer:
         found: Sequence[Conversation],
         options: TrainOptions,
         folder: Path,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `InvalidRequest` where there is nothing to learn from or to resume."""
-        self._target, self._options, self._folder, self._clock = target, options, folder, clock
+        self._target, self._options, self._folder = target, options, folder
         max_len = min(MAX_LEN, target.config.max_model_len)
         train, held = split(conversation.cut(max_len) for conversation in found)
         if not train:
@@ -153,12 +151,12 @@ class Trainer:
     def run(self) -> Outcome:
         """Train until the budget is spent or Ctrl-C; the folder then holds the best draft."""
         with self._stopping_gently(), self._bar() as show:
-            saved = logged = self._clock()
+            saved = logged = time.monotonic()
             losses: list[float] = []
             while self.done < 1 and not self._stopped:
                 losses.append(self.step())
                 show(losses[-1])
-                now = self._clock()
+                now = time.monotonic()
                 if now - logged > LOG_SECONDS:
                     self._note(loss=sum(losses) / len(losses), rate=self._rate())
                     logged, losses = now, []
@@ -174,7 +172,7 @@ class Trainer:
 
     def step(self) -> float:
         """One batch; its loss."""
-        began = self._clock()
+        began = time.monotonic()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * self._rate()
@@ -190,7 +188,7 @@ class Trainer:
         progress = self.progress
         progress.step += 1
         progress.tokens += taught.num_tokens
-        progress.seconds += self._clock() - began
+        progress.seconds += time.monotonic() - began
         progress.epoch, progress.cursor = self._shuffler.epoch, self._shuffler.cursor
         return loss.item()
 

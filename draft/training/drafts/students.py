@@ -111,9 +111,9 @@ def _tokens_behind(token_ids: Tensor, anchors: Tensor, depth: int) -> Tensor:
 class EagleStudent:
     """An EAGLE-3 head, unrolled on its own features ("training-time test")."""
 
-    def __init__(self, head: EagleHead, num_passes: int = NUM_PASSES) -> None:
+    def __init__(self, head: EagleHead) -> None:
         self.module: nn.Module = head
-        self.taps, self.depth = head.config.taps, num_passes
+        self.taps, self.depth = head.config.taps, NUM_PASSES
         self._head = head
 
     def loss(self, taught: TeacherOutput, generator: torch.Generator) -> Tensor:  # noqa: ARG002
