@@ -102,7 +102,7 @@ def check_locks(nodes: Sequence[Node], locks: Set[LockHandle]) -> Steps:
     assert not live, "a live lock holds a node that left the tree"
 
 
-def check_leaves(nodes: Sequence[Node], index: EvictionIndex[Node], clock: int) -> Steps:
+def check_leaves(nodes: Sequence[Node], index: EvictionIndex, clock: int) -> Steps:
     """The index files the unlocked leaves, all of them, under unique ranks. O(n log n)."""
     num_leaves, unlocked, ticks = 0, set[Node](), set[int]()
     for node in nodes:

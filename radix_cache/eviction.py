@@ -12,21 +12,11 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Generic, Protocol, TypeVar
 
 from sortedcontainers import SortedDict
 
-from .node import Cause, Eviction
+from .node import Cause, Eviction, Node
 
-
-class Evictable(Protocol):
-    """The rank by which leaves are evicted, and the namespace of the leaf."""
-
-    namespace: str | None
-    last_used: int  # tick of the tree's clock; no two leaves of a tree share one
-
-
-Leaf = TypeVar("Leaf", bound=Evictable)
 NO_NAMESPACES: Set[str | None] = frozenset()
 MAX_EVICTIONS = 8192
 SLACK = 64  # ranks of a namespace that may be out of date, beside as many as are not
@@ -119,16 +109,16 @@ class _Ranks:
         return self.heap[0] if self.heap else None
 
 
-class EvictionIndex(Generic[Leaf]):
-    """Leaves sorted by rank."""
+class EvictionIndex:
+    """Unlocked leaves sorted by rank."""
 
     def __init__(self) -> None:
         # Ranks are unique because ``last_used`` is; none is ever of two namespaces.
-        self._leaves: SortedDict[int, Leaf] = SortedDict()
+        self._leaves: SortedDict[int, Node] = SortedDict()
         # by namespace, from the first `first_of` on
         self._ranks: dict[str | None, _Ranks] | None = None
 
-    def add(self, leaf: Leaf) -> None:
+    def add(self, leaf: Node) -> None:
         """File a leaf under its present rank. O(log n)."""
         self._leaves[leaf.last_used] = leaf
         if self._ranks is not None:
@@ -136,13 +126,13 @@ class EvictionIndex(Generic[Leaf]):
                 self._ranks[leaf.namespace] = _Ranks([])
             self._ranks[leaf.namespace].add(leaf.last_used, self._leaves)
 
-    def remove(self, leaf: Leaf) -> None:
+    def remove(self, leaf: Node) -> None:
         """Take a filed leaf out; KeyError when it is not filed. O(log n)."""
         del self._leaves[leaf.last_used]
 
     def take(
         self, missing: int, owned: NamespaceQuota, num_evicted: int
-    ) -> tuple[Leaf | None, int, bool]:
+    ) -> tuple[Node | None, int, bool]:
         """Take out the leaf to evict next; return it, its pages to evict, and if by its quota.
 
         At most ``missing`` pages. ``num_evicted``: pages evicted so far, by which a namespace is
@@ -155,11 +145,11 @@ class EvictionIndex(Generic[Leaf]):
                 return self._taken(leaf), min(missing, owned.excess(leaf.namespace)), True
         return (self._leaves.popitem(0)[1] if self._leaves else None), missing, False
 
-    def _taken(self, leaf: Leaf) -> Leaf:
+    def _taken(self, leaf: Node) -> Node:
         self.remove(leaf)
         return leaf
 
-    def _idle_leaf(self, owned: NamespaceQuota, num_evicted: int) -> Leaf | None:
+    def _idle_leaf(self, owned: NamespaceQuota, num_evicted: int) -> Node | None:
         """A leaf of the namespace that has been idle for longest. O(log n) on average."""
         while most_idle := owned.most_idle(num_evicted):
             if (leaf := self.first_of(most_idle)) is not None:
@@ -167,15 +157,14 @@ class EvictionIndex(Generic[Leaf]):
             owned.use(most_idle[0], num_evicted)  # all it has is held: then it is in use
         return None
 
-    def first_of(self, namespaces: Iterable[str | None]) -> Leaf | None:
+    def first_of(self, namespaces: Iterable[str | None]) -> Node | None:
         """The leaf of these namespaces that goes next, or None. O(log n) each; O(n) at first."""
         if self._ranks is None:
             self._ranks = self._sorted_out()
         known = (self._ranks[name] for name in namespaces if name in self._ranks)
         ranks = (each.lowest(self._leaves) for each in known)
         lowest = min((rank for rank in ranks if rank is not None), default=None)
-        leaf: Leaf | None = None if lowest is None else self._leaves[lowest]
-        return leaf
+        return None if lowest is None else self._leaves[lowest]
 
     def forget(self, namespace: str | None) -> None:
         """Forget a namespace that has no leaf any more. O(1)."""
@@ -191,7 +180,7 @@ class EvictionIndex(Generic[Leaf]):
     def __len__(self) -> int:
         return len(self._leaves)
 
-    def __iter__(self) -> Iterator[Leaf]:
+    def __iter__(self) -> Iterator[Node]:
         """Leaves in the order of their ranks. O(n)."""
         return iter(self._leaves.values())
 

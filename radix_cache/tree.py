@@ -43,7 +43,7 @@ class RadixTree:
         self._page_bytes = page_size * ITEM_SIZE
         self._on_eviction = on_eviction
         self._roots: dict[str | None, Node] = {}  # those with a child or a lock
-        self._index: EvictionIndex[Node] = EvictionIndex()  # unlocked leaves, no roots
+        self._index = EvictionIndex()  # unlocked leaves, no roots
         self._locks: set[LockHandle] = set()  # live locks
         self._clock = 0  # one tick per lock, growth and unlock
         self.epoch = 0  # one tick per node cut or dropped: older matches are void

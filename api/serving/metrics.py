@@ -48,7 +48,7 @@ class ServerMetrics(Collector):
             "http_request_duration_seconds",
             "Seconds from the request's header to the answer's last byte",
             SECONDS,
-            ["route"],
+            "route",
         )
         for collector in (self, self._seconds, self.lag):
             self.registry.register(collector)
@@ -69,7 +69,7 @@ class ServerMetrics(Collector):
         self._num_open -= 1
         self._num_streams -= request.streams
         self._requests[request.route, request.method, str(request.status)] += 1
-        self._seconds.of(request.route).observe(seconds)
+        self._seconds.of[request.route].observe(seconds)
         reason = self._reason(request)
         if reason is not None:
             self._refusals[reason] += 1

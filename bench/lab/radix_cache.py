@@ -114,7 +114,7 @@ def touch_batch(tree: RadixTree, size: int) -> list[Callable[[], object]]:
 
 def refile_batch(tree: RadixTree, size: int) -> list[Callable[[], object]]:
     """The index's share of a touch alone: one removal and one addition."""
-    index: EvictionIndex[Node] = EvictionIndex()
+    index = EvictionIndex()
     leaves = [Node(None, last_used=tick) for tick in range(tree.num_nodes - 1)]
     for leaf in leaves:
         index.add(leaf)

@@ -118,7 +118,7 @@ class EngineMetrics:
                 "step_part_seconds",
                 "Seconds of each part of an engine iteration",
                 SECONDS,
-                ["part"],
+                "part",
             )
         )
         for part in PARTS:
@@ -165,7 +165,7 @@ class EngineMetrics:
         self._observe_batch(plan)
         self.spec_stats.observe_requests(output.requests)
         for part, part_seconds in output.times.items():
-            self._parts.of(part).observe(part_seconds)
+            self._parts.of[part].observe(part_seconds)
         for observer in self.observers:
             observer.observe_step(plan, output, began=began, ended=ended)
 
@@ -182,11 +182,11 @@ class EngineMetrics:
 
     def part_seconds(self) -> dict[str, float]:
         """Seconds that each part of a round took since the start."""
-        return {part: self._parts.of(part).sum for part in PARTS}
+        return {part: self._parts.of[part].sum for part in PARTS}
 
     def observe_round(self, output: StepOutput, seconds: float) -> None:
         """The whole round of that step: what the model thread did not take is the host's."""
-        self._parts.of("host").observe(max(0.0, seconds - sum(output.times.values())))
+        self._parts.of["host"].observe(max(0.0, seconds - sum(output.times.values())))
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """Tokens that were served, and the end."""

@@ -7,6 +7,7 @@ event loop, which is the only writer: here they are additions to a list.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -80,24 +81,15 @@ class Histogram(Buckets, Collector):
 
 
 class Histograms(Collector):
-    """A histogram for each combination of values of some labels."""
+    """A histogram for each value of one label, of which there must be few."""
 
-    def __init__(
-        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]
-    ) -> None:
-        self._name, self._text, self._bounds, self._labels = PREFIX + name, text, bounds, labels
-        self._by_values: dict[tuple[str, ...], Buckets] = {}
-
-    def of(self, *values: str) -> Buckets:
-        """The one with these values; there must be few."""
-        found = self._by_values.get(values)
-        if found is None:
-            found = self._by_values[values] = Buckets(self._bounds)
-        return found
+    def __init__(self, name: str, text: str, bounds: Sequence[float], label: str) -> None:
+        self._name, self._text, self._label = PREFIX + name, text, label
+        self.of: defaultdict[str, Buckets] = defaultdict(lambda: Buckets(bounds))
 
     def collect(self) -> Iterator[Metric]:
         """As they stand now."""
-        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, each in self._by_values.items():
-            family.add_metric(values, *each.read())
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
+        for value, each in self.of.items():
+            family.add_metric([value], *each.read())
         yield family

@@ -33,7 +33,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
 
 
 def test_the_index_gives_leaves_in_order_and_forgets_those_removed() -> None:
-    index: EvictionIndex[Node] = EvictionIndex()
+    index = EvictionIndex()
     nodes = [Node(None, last_used=tick) for tick in (3, 1, 2)]
     for node in nodes:
         index.add(node)
@@ -46,7 +46,7 @@ def test_the_index_gives_leaves_in_order_and_forgets_those_removed() -> None:
 
 
 def test_the_index_notices_a_rank_that_changed_behind_its_back() -> None:
-    index: EvictionIndex[Node] = EvictionIndex()
+    index = EvictionIndex()
     node = Node(None, last_used=1)
     index.add(node)
     node.last_used = 2

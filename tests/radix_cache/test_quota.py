@@ -244,7 +244,7 @@ def test_a_namespace_not_known_to_be_beyond_its_quota_is_noticed() -> None:
 
 
 def test_the_first_of_a_namespace_is_found_however_often_leaves_were_refiled() -> None:
-    index: EvictionIndex[Node] = EvictionIndex()
+    index = EvictionIndex()
     leaves = [Node(name, last_used=tick) for tick, name in enumerate("abab")]
     for leaf in leaves:
         index.add(leaf)
