@@ -7,7 +7,7 @@ What the answer may consist of reaches the core as a `Constraint`: it knows toke
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
@@ -138,14 +138,6 @@ def check_number(param: str, value: object, low: float, high: float) -> None:
     # NaN fails every comparison, so it is refused here as well.
     if not low <= value <= high:  # type: ignore[operator]
         raise _outside(param, value, low, high)
-
-
-def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
-    """What is wrong with token ids that a vocabulary does not have; None if it has them all."""
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return None
-    wrong = min(ids) if min(ids) < 0 else max(ids)
-    return f"{param} must have token ids from 0 to {vocab_size - 1}, not {shown(wrong)}"
 
 
 def _outside(param: str, value: object, low: float, high: float) -> InvalidRequest:

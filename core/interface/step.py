@@ -18,6 +18,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from ..errors import shown
 from .sampling_params import Constraint, TokenSamplingParams
 
 Made = TypeVar("Made")
@@ -85,6 +86,14 @@ class SamplingMetadata:
         if key not in self._cache:
             self._cache[key] = make(self, *args)
         return cast("Made", self._cache[key])
+
+
+def beyond_vocabulary(param: str, ids: Collection[int], vocab_size: int) -> str | None:
+    """What is wrong with token ids that a vocabulary does not have; None if it has them all."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return None
+    wrong = min(ids) if min(ids) < 0 else max(ids)
+    return f"{param} must have token ids from 0 to {vocab_size - 1}, not {shown(wrong)}"
 
 
 class Draft(msgspec.Struct, frozen=True, gc=False):

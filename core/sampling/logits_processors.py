@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..interface.sampling_params import ConstraintFailed, beyond_vocabulary
-from ..interface.step import Refusal, SamplingMetadata
+from ..interface.sampling_params import ConstraintFailed
+from ..interface.step import Refusal, SamplingMetadata, beyond_vocabulary
 from .top_k_top_p import TopKTopP, nonzero
 
 _NEVER = -math.inf

@@ -122,7 +122,7 @@ class EngineMetrics:
             )
         )
         for part in PARTS:
-            self._parts.of(part)  # there from the start: a rate needs a zero to begin with
+            self._parts.of[part]  # there from the start: a rate needs a zero to begin with
         self._ahead = self._count("steps_ahead", "Steps planned while the step before them ran")
         self._tokens = self._add(_Steps(self.spec_stats))
         self._batch = self._add(Histogram("step_num_requests", "Requests in each step", COUNTS))

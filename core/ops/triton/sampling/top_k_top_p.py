@@ -273,19 +273,10 @@ def cut_kernel(
         if left_out > 0:
             bound = key_of(tl.log(share) - 1e-5)
     count = list_row(
-        list_ptr,
-        bound,
-        ranks_ptr,
-        logits_ptr,
-        logits_stride,
-        values_ptr,
-        control_ptr,
-        top,
-        temperature,
-        VOCAB,
-        TILE,
-        NUM_TILES,
-    )
+        list_ptr, bound, ranks_ptr,
+        logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+        VOCAB, TILE, NUM_TILES,
+    )  # fmt: skip
     low = -bound.to(tl.float32, bitcast=True)
     if bound == NO_KEY:
         low = scaled_of(value_of(worst_tile(ranks_ptr, NUM_TILES, TILES)), top, temperature)
@@ -308,18 +299,9 @@ def cut_kernel(
     last_id = VOCAB
     if ties < VOCAB:  # of those with the last key, the lowest ids stay
         last_id = last_tie(
-            last,
-            ties,
-            ranks_ptr,
-            logits_ptr,
-            logits_stride,
-            values_ptr,
-            control_ptr,
-            top,
-            temperature,
-            VOCAB,
-            TILE,
-            NUM_TILES,
-        )
+            last, ties, ranks_ptr,
+            logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+            VOCAB, TILE, NUM_TILES,
+        )  # fmt: skip
     tl.store(kept_ptr + place * 2, last)
     tl.store(kept_ptr + place * 2 + 1, last_id)
