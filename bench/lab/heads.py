@@ -3,8 +3,8 @@
     python -m foretoken.bench.lab.heads [--model smollm2] [--threads 2] [--out FILE]
 
 Weights of the heads are random: only times are measured, in turns with the target's plain step of
-the same number of requests. A pass of a block head is a whole block, drafted as a chain at
-temperature 1, the choice of its tokens included.
+the same number of requests. A pass of a block head is a whole block, of Medusa heads a token of
+each, drafted as a chain at temperature 1, the choice of its tokens included.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ...core.ops.kv_pool import KVPool
 from ...draft.models.block import BlockConfig, BlockHead
 from ...draft.models.eagle import EagleConfig, EagleHead
 from ...draft.models.head_drafters import JoinedHead, join_target
+from ...draft.models.medusa import MedusaConfig, MedusaHead
 from ..report import Row, command, machine, table, write_json
 
 PAGE_SIZE, NUM_PAGES = 16, 256
@@ -43,12 +44,15 @@ def shapes(vocab_size: int) -> list[tuple[str, dict[str, Any]]]:
         ("block", {"num_layers": 1, "block_size": 4, "draft_vocab_size": 8192}),
         ("eagle3", {"num_layers": 1, "block_size": 1, "draft_vocab_size": vocab_size}),
         ("eagle3", {"num_layers": 1, "block_size": 1, "draft_vocab_size": 8192}),
+        ("medusa", {"num_layers": 1, "block_size": 3, "draft_vocab_size": vocab_size}),
     ]
 
 
 def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
     """A head of random weights, as wide as its target."""
     config = target.config
+    if kind == "medusa":
+        return _make_medusa(target, shape["num_layers"], shape["block_size"])
     same: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "target_hidden_size": config.hidden_size,
@@ -68,6 +72,23 @@ def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
         head = BlockHead(BlockConfig(**same, **own, markov_vocab_size=size))
     else:
         head = EagleHead(EagleConfig(**same))
+    join_target(head, target, target.weights.embedding.clone)
+    return JoinedHead(head, target)
+
+
+def _make_medusa(target: Decoder, num_blocks: int, num_heads: int) -> JoinedHead:
+    config = target.config
+    head = MedusaHead(
+        MedusaConfig(
+            vocab_size=config.vocab_size,
+            draft_vocab_size=config.vocab_size,
+            target_hidden_size=config.hidden_size,
+            hidden_size=config.hidden_size,
+            taps=(config.num_layers,),
+            num_heads=num_heads,
+            num_blocks=num_blocks,
+        )
+    )
     join_target(head, target, target.weights.embedding.clone)
     return JoinedHead(head, target)
 
@@ -130,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += measure(target, kind, shape)
     print(table(rows))
     about = {"command": command(), "machine": machine(), "model": args.model, "dtype": args.dtype}
+    about |= {"backend": type(target.ops).__name__}
     write_json(args.out, {**about, "threads": args.threads, "passes": rows})
 
 

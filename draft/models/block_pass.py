@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -118,35 +120,58 @@ class BlockPass:
         self, page_size: int, first_spare_page: int, places: Sequence[BlockPlace]
     ) -> RaggedBatch:
         size, count = self._size, len(places)
-        num_rows = size * count
+        same = _frame(size, count, first_spare_page * page_size)
         anchors = np.array([each.anchor for each in places], dtype=np.int64)
         left_out = np.array([each.first_page * page_size for each in places], dtype=np.int64)
-        behind = np.arange(size, dtype=np.int64)
-        slots = np.arange(num_rows, dtype=np.int64) + first_spare_page * page_size
+        in_pages = anchors - left_out
+        page_counts = -(-in_pages // page_size)
         token_ids = np.full((count, size), self._mask, dtype=np.int64)
         token_ids[:, 0] = [each.scheduled.tokens[-1] for each in places]
-        page_counts = -(-(anchors - left_out) // page_size)
-        pages = [
-            np.tile(
-                np.asarray(each.scheduled.page_ids[each.first_page :][:num_pages], np.int64), size
-            )
-            for each, num_pages in zip(places, page_counts.tolist(), strict=True)
-        ]
+        pages = list[IntArray]()
+        for each, num_pages in zip(places, page_counts.tolist(), strict=True):
+            page_ids = each.scheduled.page_ids[each.first_page : each.first_page + num_pages]
+            pages += [np.frombuffer(page_ids, np.int64)] * size
         return RaggedBatch(
             token_ids=torch.from_numpy(token_ids.ravel()),
-            positions=torch.from_numpy((anchors[:, None] + behind).ravel()),
-            slots=torch.from_numpy(slots),
-            logit_rows=torch.empty(0, dtype=torch.int64),
+            positions=torch.from_numpy((anchors[:, None] + same.behind).ravel()),
+            slots=same.slots,
+            logit_rows=same.logit_rows,
             num_logits=0,
             page_size=page_size,
-            starts=np.repeat(anchors - left_out + size - 1, size),
-            lens=np.ones(num_rows, dtype=np.int64),
-            first_rows=np.arange(num_rows, dtype=np.int64),
+            starts=np.repeat(in_pages + (size - 1), size),
+            lens=same.lens,
+            first_rows=same.first_rows,
             page_counts=np.repeat(page_counts, size),
             pages=np.concatenate(pages),
-            tail_lens=np.full(num_rows, size, dtype=np.int64),
-            tails=np.repeat(slots.reshape(count, size), size, axis=0).ravel(),
+            tail_lens=same.tail_lens,
+            tails=same.tails,
         )
+
+
+class _Frame(NamedTuple):
+    """What the batches of so many blocks have in common; read only."""
+
+    behind: IntArray  # [size] rows behind the anchor
+    slots: Tensor
+    logit_rows: Tensor
+    lens: IntArray
+    first_rows: IntArray
+    tail_lens: IntArray
+    tails: IntArray
+
+
+@lru_cache(maxsize=4 * BLOCKS_A_PASS)
+def _frame(size: int, count: int, first_slot: int) -> _Frame:
+    slots = np.arange(size * count, dtype=np.int64) + first_slot
+    return _Frame(
+        behind=np.arange(size, dtype=np.int64),
+        slots=torch.from_numpy(slots),
+        logit_rows=torch.empty(0, dtype=torch.int64),
+        lens=np.ones(size * count, dtype=np.int64),
+        first_rows=np.arange(size * count, dtype=np.int64),
+        tail_lens=np.full(size * count, size, dtype=np.int64),
+        tails=np.repeat(slots.reshape(count, size), size, axis=0).ravel(),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,13 @@ class DraftStart(NamedTuple):
     feature: Tensor | None  # [hidden] of the position before the last token; or None
 
 
+def features_of(starts: Sequence[DraftStart]) -> Tensor:
+    """``[b, hidden]``."""
+    known = [start.feature for start in starts if start.feature is not None]
+    assert len(known) == len(starts)
+    return torch.stack(known)
+
+
 class Anchors(NamedTuple):
     """The last tokens of the requests that draft, and the head KV that they see."""
 

@@ -6,18 +6,21 @@ import pytest
 import torch
 
 from foretoken.core.ops.native import native_library
+from support.draft_trees import TreeDepth
 from support.equality_harness import House, shuffled
 from support.tiny_pair import write_pair
 
 
-@pytest.fixture(scope="module", params=["float32-torch", "bfloat16-native"])
+@pytest.fixture(
+    scope="module", params=["float32-torch-auto", "bfloat16-native-auto", "bfloat16-native-int8"]
+)
 def house(request, tmp_path_factory) -> House:
     torch.set_num_threads(1)
-    dtype, backend = request.param.split("-")
+    dtype, backend, kv_dtype = request.param.split("-")
     if backend == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
     pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
-    return House.load(pair, dtype, backend)
+    return House.load(pair, dtype, backend, kv_dtype)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,17 @@ def test_a_hit_with_a_head_changes_no_token(house: House, drafter, page_size) ->
     assert house.scheduler.cache.num_hits > 0
     for index in order:
         assert served[str(index)] == house.solo[str(index)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "page_size"),
+    [("lm", 1), ("lm", 16), ("block", 1), ("eagle", 16), ("reduced", 4), ("medusa", 16)],
+)
+def test_trees_of_a_model_or_a_head_change_no_token(house: House, drafter, page_size) -> None:
+    """Every parameter; void slots of the target's pool hold NaN, and branches win."""
+    served = house.run(
+        shuffled(8)[::2], drafter, speculator=TreeDepth(8), page_size=page_size,
+        max_batch_tokens=160, num_pages=600 if page_size > 1 else 2000, poison=True,
+    )  # fmt: skip
+    house.check(served)
+    assert sum(request.usage.tree_steps for request in house.requests) > 20

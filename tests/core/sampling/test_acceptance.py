@@ -16,7 +16,7 @@ import torch
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.core.sampling.logits_processors import SampleRow
-from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
+from foretoken.core.sampling.verifier import VerifyRequest, best, sample, verify
 
 VOCAB, NUM_ROWS, PROMPT = 10, 10_000, array("q", [3])
 GENERATOR = torch.Generator().manual_seed(2)
@@ -72,6 +72,48 @@ def test_acceptance_is_that_of_the_formula(
     assert 0.02 < rate < 0.999
     share = accepted_share(draft, temperature_scale=temperature_scale, temperature=temperature)
     assert abs(share - rate) < 4 * math.sqrt(rate * (1 - rate) / NUM_ROWS)
+
+
+NUM_BEST = 4
+
+
+def rank_shares(draft: torch.Tensor, asked: Sequence[SamplingMetadata]) -> list[float]:
+    """How often the target's token is each of the draft's best ones, raced for ``asked``."""
+    rows = [SampleRow(PROMPT, sampling) for sampling in asked]
+    races = best(draft.expand(NUM_ROWS, -1), rows, NUM_BEST)
+    return [
+        sum(accepted([race.token_ids[rank] for race in races], samplings(1.0))) / NUM_ROWS
+        for rank in range(NUM_BEST)
+    ]
+
+
+def simulated_shares(target: torch.Tensor, draft: torch.Tensor, num: int) -> list[float]:
+    """The same of two races for exponential clocks of their own, faster by the probabilities."""
+    generator = torch.Generator().manual_seed(11)
+    clocks = -torch.rand(num, VOCAB, generator=generator, dtype=torch.float64).log()
+    winners = (clocks / target.double().softmax(0)).argmin(-1)
+    ranked = (clocks / draft.double().softmax(0)).argsort(-1)[:, :NUM_BEST]
+    shares: list[float] = (ranked == winners[:, None]).double().mean(0).tolist()
+    return shares
+
+
+@pytest.mark.parametrize("pair", ["alike", "blurred", "foreign"])
+def test_acceptance_by_rank_is_that_of_two_races_for_the_same_clocks(pair: str) -> None:
+    num = 20 * NUM_ROWS
+    expected = simulated_shares(TARGET, PAIRS[pair], num)
+    p, q = TARGET.double().softmax(0), PAIRS[pair].double().softmax(0)
+    assert abs(expected[0] - formula(p, q)) < 4 * math.sqrt(0.25 / num)
+    for share, rate in zip(rank_shares(PAIRS[pair], samplings(1.0)), expected, strict=True):
+        spread = rate * (1 - rate) * (1 / NUM_ROWS + 1 / num)
+        assert abs(share - rate) < 4 * math.sqrt(spread)
+
+
+def test_the_bands_of_ranks_notice_the_noise_of_the_next_position() -> None:
+    """Negative control: a race for another place."""
+    asked = samplings(1.0)
+    shares = rank_shares(PAIRS["alike"], [*asked[1:], asked[0]])
+    expected = simulated_shares(TARGET, PAIRS["alike"], NUM_ROWS)
+    assert abs(shares[0] - expected[0]) > 20 * math.sqrt(0.25 / NUM_ROWS)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -28,7 +28,7 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models import head_drafters
+from foretoken.draft.models import block_drafter
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.block_pass import BlockPass
 from foretoken.draft.models.head_drafters import JoinedHead
@@ -259,7 +259,7 @@ def test_a_proposer_begins_with_the_odds_that_training_fitted(native) -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) -> None:
     """On the CPU a block is computed by the target's kernels, some requests at a time."""
-    monkeypatch.setattr(head_drafters, "BLOCKS_A_PASS", blocks)
+    monkeypatch.setattr(block_drafter, "BLOCKS_A_PASS", blocks)
     head = make_head("block", native)
     assert head.block_pass is not None  # type: ignore[union-attr]
     unit = Unit(native, make_proposer(head, native), speculator=TreeDepth(8))
@@ -318,6 +318,53 @@ def test_drafts_are_the_reference_after_preemption(target, kind) -> None:
     unit.driver.run()
     assert unit.scheduler.num_preemptions > 0
     assert unit.compared.num_right >= 0.98 * unit.compared.num_compared > 0
+
+
+class CompareKv:
+    """Compares the head KV that drafts read with what the plain head makes of the text at once."""
+
+    def __init__(self, proposer: HeadProposer, target: Decoder) -> None:
+        self._proposer, self._target = proposer, target
+        self._start, self.num_positions = proposer._start, 0
+
+    @torch.inference_mode()
+    def start(self, row: ScheduledRequest) -> object:
+        start, pool = self._start(row), self._proposer.pool
+        if start is None:
+            return None
+        last = len(row.tokens) - 1
+        head = plain(self._proposer.head)  # type: ignore[attr-defined]
+        taps = taps_of(self._target, row.tokens[:last], head.config.taps)
+        positions = torch.arange(start.first, last)
+        if isinstance(head, BlockHead):
+            expected = head.context(taps[start.first :], positions)
+        else:
+            before = head.features(taps)[start.first - 1 : last - 1]  # type: ignore[union-attr]
+            ids = torch.tensor(row.tokens[start.first : last])
+            expected = [head.context(before, ids, positions)]  # type: ignore[union-attr, arg-type, list-item]
+        pages = torch.tensor(row.page_ids)[positions // PAGE_SIZE]
+        for layer, pair in enumerate(expected):
+            for kind, values in enumerate(pair):
+                found = pool.data[:, layer, kind][pages, :, positions % PAGE_SIZE]
+                torch.testing.assert_close(found, values, atol=1e-4, rtol=1e-4)
+        self.num_positions += len(positions)
+        return start
+
+
+@pytest.mark.parametrize("kind", ["block", "reduced", "eagle"])
+def test_head_kv_is_that_of_a_cold_text_behind_chunks_hits_and_preemption(target, kind) -> None:
+    proposer = make_proposer(make_head(kind, target), target)
+    compared = CompareKv(proposer, target)
+    proposer._start = compared.start  # type: ignore[method-assign, assignment]
+    unit = Unit(target, proposer, num_pages=44, speculator=TreeDepth(6))
+    shared = prompt_of(41)  # more than a chunk
+    for turn in range(2):
+        for i in range(4):
+            unit.add(f"{turn} {i}", [*shared, *prompt_of(3 + i, i)], 24, 1.0)
+        unit.driver.run()
+    assert unit.scheduler.cache.num_hits > 0
+    assert unit.scheduler.num_preemptions > 0
+    assert compared.num_positions > 1000
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])
