@@ -356,7 +356,7 @@ def test_head_kv_is_that_of_a_cold_text_behind_chunks_hits_and_preemption(target
     proposer = make_proposer(make_head(kind, target), target)
     compared = CompareKv(proposer, target)
     proposer._start = compared.start  # type: ignore[method-assign, assignment]
-    unit = Unit(target, proposer, num_pages=44, speculator=TreeDepth(6))
+    unit = Unit(target, proposer, num_pages=34, speculator=TreeDepth(6))
     shared = prompt_of(41)  # more than a chunk
     for turn in range(2):
         for i in range(4):
