@@ -20,6 +20,7 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
 from foretoken.draft.models.block import BlockHead
+from foretoken.draft.models.block_drafter import _Pairs
 from foretoken.draft.models.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.eagle_pass import ColumnPlace
@@ -188,6 +189,27 @@ def test_the_blocks_of_a_pass_are_those_of_the_plain_head(
             head.logits(hidden, before), alone.logits(expected, before), strict=True
         ):
             check(ours, theirs)
+
+
+@torch.inference_mode()
+def test_pairs_are_the_markov_heads_and_unknown_tokens_have_none(target: Decoder) -> None:
+    """Of a head of fewer ids; what is looked up in NumPy is what the plain head computes."""
+    shape = {"draft_vocab_size": 90, "markov_vocab_size": 90}
+    head = BlockHead(block_config(target.config, **shape))
+    head.set_draft_ids(torch.arange(90) * 2 + 3)
+    join(drawn(head), target)
+    alone, pairs = plain(head), _Pairs.of(head)
+    assert pairs is not None
+    assert isinstance(alone, BlockHead)
+    assert alone.markov_head is not None
+    before, rows = [3, 4, 181, 200, 0], [0, 2, 2, 1, 0]
+    unary = torch.randn(3, 90)
+    ids = alone.markov_ids(torch.tensor(before))
+    hidden = torch.zeros(len(rows), target.config.hidden_size)
+    bias, _ = alone.markov_head(ids, hidden, alone.first_state(hidden))
+    assert [bool(each.any()) for each in bias] == [True, False, True, False, False]
+    for ours, theirs in zip(pairs.added(unary, rows, before), unary[rows] + bias, strict=True):
+        check(ours, theirs)
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ MUTATIONS = (
         "_Pairs.added",
         "found[ids < 0] = 0",
         "found[ids < 0] *= 1",
-        ("test_drafts_are_the_reference_over_chunks_hits_and_rejections[torch-reduced]",),
+        ("test_pairs_are_the_markov_heads_and_unknown_tokens_have_none",),
         "a token that a head does not know says nothing of the next one",
     ),
     Mutation(
@@ -50,7 +50,7 @@ MUTATIONS = (
         "store_best",
         "words = tl.where(words == best, NO_WINNER, words)",
         "words = tl.where(words < best, words, words)",
-        ("test_the_best_of_a_greedy_row_are_its_greatest_logits",),
+        ("test_triton_sampler.py::test_the_best_of_a_greedy_row_are_its_greatest_logits",),
         "the best few of a place differ",
     ),
 )
