@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Pin
+from ..runtime.prompt_history import common_len
 from .schema import (
     AnyBlock,
     CacheControl,
@@ -81,18 +82,6 @@ def pins_at(ttls: Sequence[float], heads: Sequence[array[int]], ids: array[int])
         if num_tokens:
             places[num_tokens] = max(ttl, places.get(num_tokens, 0.0))
     return Breakpoints(tuple(Pin(*each) for each in sorted(places.items())))
-
-
-def common_len(one: array[int], other: array[int]) -> int:
-    """Length of the longest common prefix. O(n), by slices."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class Place(NamedTuple):

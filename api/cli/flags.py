@@ -132,14 +132,23 @@ def _url(text: str) -> str:
     return text
 
 
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:  # also false for nan
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1")
-    return share
+def number_up_to(most: float, what: str) -> Callable[[str], float]:
+    """How argparse reads a number from 0 to ``most``; ``what`` names it in the error."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number <= most:  # also false for nan
+            raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
+        return number
+
+    return read
+
+
+_share = number_up_to(1.0, "a share from 0 to 1")
+_seconds = number_up_to(1e6, "a number of seconds")
 
 
 class Parser(argparse.ArgumentParser):
@@ -450,16 +459,6 @@ def _port(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"'{text}' is not a port from 0 to {MAX_PORT}")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 1e6:  # also false for nan
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds")
-    return seconds
 
 
 def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:

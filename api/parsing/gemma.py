@@ -16,7 +16,7 @@ from ..structured.grammar_text import lark_text
 from .calls import CallState, marked_calls
 from .grammars import Lark, listed, not_strict, properties_of, required_of
 from .output_parser import CallArguments, Cut, Malformed, Reading, Source
-from .tagged import kinds, listed_values
+from .tagged import is_json, kinds, listed_values
 
 if TYPE_CHECKING:
     from ..types.results import Tool
@@ -86,7 +86,7 @@ def _object(source: Source, marks: GemmaMarks, depth: int) -> Reading[None]:
         yield CallArguments(": ")
         yield from source.white()
         yield from _value(source, marks, depth + 1)
-        yield from _comma(source, "}")
+        yield from source.separator("}")
         between = ", "
     yield CallArguments("}")
 
@@ -126,17 +126,9 @@ def _list(source: Source, marks: GemmaMarks, depth: int) -> Reading[None]:
     while not (yield from source.literal("]")):
         yield CallArguments(between)
         yield from _value(source, marks, depth + 1)
-        yield from _comma(source, "]")
+        yield from source.separator("]")
         between = ", "
     yield CallArguments("]")
-
-
-def _comma(source: Source, closing: str) -> Reading[None]:
-    yield from source.white()
-    if (yield from source.literal(",")):
-        yield from source.white()
-    elif not (yield from source.ahead(closing)):
-        raise Malformed if (yield from source.peek()) else Cut
 
 
 def _text(source: Source, marks: GemmaMarks) -> Reading[None]:
@@ -156,15 +148,7 @@ def _text(source: Source, marks: GemmaMarks) -> Reading[None]:
 def _scalar(word: str) -> str:
     """A number or a constant; a word without marks is a text."""
     word = _CONSTANTS.get(word, word)
-    try:
-        json.loads(word, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return json.dumps(word, ensure_ascii=False)
-    return word
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
+    return word if is_json(word) else json.dumps(word, ensure_ascii=False)
 
 
 # -- grammars -------------------------------------------------------------------------------------

@@ -187,6 +187,14 @@ class Source:
                 raise Malformed
             self.take_all()
 
+    def separator(self, closing: str) -> Reading[None]:
+        """Take the comma between two members; a comma before ``closing`` is optional."""
+        yield from self.white()
+        if (yield from self.literal(",")):
+            yield from self.white()
+        elif not (yield from self.ahead(closing)):
+            raise Malformed if (yield from self.peek()) else Cut
+
     def until(self, mark: str, wrap: Callable[[str], Event]) -> Reading[bool]:
         """Give the text before a mark, which stays; False if the text ends without one."""
         while True:

@@ -150,7 +150,7 @@ def _list(source: Source, closing: str, depth: int) -> Reading[None]:
     while not (yield from source.literal(closing)):
         yield CallArguments(before)
         yield from _value(source, depth + 1)
-        yield from _comma(source, closing)
+        yield from source.separator(closing)
         before = ", "
     yield CallArguments("]" if before == ", " else "[]")
 
@@ -167,18 +167,9 @@ def _dict(source: Source, depth: int) -> Reading[None]:
         yield CallArguments(": ")
         yield from source.white()
         yield from _value(source, depth + 1)
-        yield from _comma(source, "}")
+        yield from source.separator("}")
         before = ", "
     yield CallArguments("}" if before == ", " else "{}")
-
-
-def _comma(source: Source, closing: str) -> Reading[None]:
-    """Between two members there must be one, behind the last there may be."""
-    yield from source.white()
-    if (yield from source.literal(",")):
-        yield from source.white()
-    elif not (yield from source.ahead(closing)):
-        raise Malformed if (yield from source.peek()) else Cut
 
 
 def _string(source: Source) -> Reading[None]:

@@ -225,11 +225,16 @@ def _as_json(word: str, text: str, types: frozenset[str]) -> str:
     word = _PYTHON.get(word, word)
     if "string" in types and word != "null":
         return json.dumps(text, ensure_ascii=False)
+    return word if is_json(word) else json.dumps(text, ensure_ascii=False)
+
+
+def is_json(word: str) -> bool:
+    """Whether a text is a JSON value; NaN and Infinity are none."""
     try:
         json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return word
+        return False
+    return True
 
 
 def _refuse(constant: str) -> None:

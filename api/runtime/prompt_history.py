@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ TOKEN_BYTES = 4
 MAX_ALIKE = 32  # prompts whose texts are compared, the latest
 OVERHEAD = 2048  # bytes, about, of a remembered prompt with its usage, beside tokens and texts
 Kind = Literal["tools", "system", "messages", "format", "prompt"]
+Sliced = TypeVar("Sliced", str, "array[int]")
 _json = msgspec.json.Encoder(order="deterministic")
 
 
@@ -148,8 +149,8 @@ def _shared(first: str, second: str) -> int:
     return front + common_len(first[::-1][:bound], second[::-1][:bound])
 
 
-def common_len(first: str, second: str) -> int:
-    """Leading characters that two texts share, by bisection. O(len)."""
+def common_len(first: Sliced, second: Sliced) -> int:
+    """Number of leading characters or token ids that both share, by bisection. O(len)."""
     same, bound = 0, min(len(first), len(second))
     while same < bound:
         middle = (same + bound + 1) // 2

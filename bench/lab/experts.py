@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import transformers
 
 from ...core.model import Decoder, load_decoder
 from ...core.ops.batch import Segment
+from .model_paths import best_times
 
 SHAPE: dict[str, Any] = {  # a quarter of the widths of Qwen3 30B-A3B, and its choice
     "vocab_size": 32000,
@@ -60,7 +60,7 @@ def main() -> None:
             }
             for name, make in WORK.items():
                 calls = {impl: make(decoder) for impl, decoder in decoders.items()}
-                _print(f"{quantize}, {name}", _best(calls, parsed.rounds))
+                _print(f"{quantize}, {name}", best_times(calls, parsed.rounds))
 
 
 def _load(folder: Path, impl: Any, quantize: Any, threads: int) -> Decoder:  # noqa: ANN401
@@ -100,16 +100,6 @@ WORK: dict[str, Callable[[Decoder], Callable[[], object]]] = {
     "decode 8": lambda decoder: _decode(decoder, 8),
     f"prompt {PROMPT}": _prefill,
 }
-
-
-def _best(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            best[name] = min(best[name], 1000 * (time.perf_counter() - started))
-    return best
 
 
 def _print(title: str, best: dict[str, float]) -> None:

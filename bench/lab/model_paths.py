@@ -57,7 +57,7 @@ def main() -> None:
                     decoder.ops.set_threads(parsed.threads)
                     steps[f"{impl}, {quantize}"] = _step(decoder, batch)
             steps["transformers alone"] = _alone(config, batch)
-            _print(batch, _best(steps, parsed.rounds))
+            _print(batch, best_times(steps, parsed.rounds))
 
 
 def _step(decoder: Decoder, batch: int) -> Callable[[], object]:
@@ -88,7 +88,8 @@ def _alone(config: transformers.PreTrainedConfig, batch: int) -> Callable[[], ob
     return step
 
 
-def _best(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def best_times(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The shortest time of each call over some rounds, one after the other, in milliseconds."""
     best = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
         for name, step in steps.items():

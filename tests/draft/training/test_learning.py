@@ -104,7 +104,7 @@ def test_the_first_slot_counts_most():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_raises_the_acceptance_of_the_first_position(train, conversations, kind):
-    trainer = train(kind, tokens=1600, init=None)
+    trainer = train(kind, tokens=1200, init=None, layers=1)
     examiner = Evaluator(trainer._teacher, conversations, seed=0)
     before, _ = examiner.acceptance(trainer.student, 1.0, 8)
     trainer.run()
