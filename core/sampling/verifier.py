@@ -113,7 +113,7 @@ class SampledToken(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The best tokens of a place in the race that the verifier will hold, and their scores.
+    """The tokens of a place nearest to being drawn, with their Gumbel scores.
 
     A score is the processed logit over the temperature plus the place's noise, or at temperature 0
     the processed logit; up to a constant of the place, so that differences alone mean something.

@@ -44,9 +44,9 @@ from .tree_growth import (
     TreeGrowth,
     choose,
     default_odds,
+    drawn_alone,
     frontiers,
     sample_rows,
-    unraced,
 )
 
 SOURCE = "lm"
@@ -260,7 +260,7 @@ class LmProposer:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)
-            for (tree, _), best in zip(each.places, unraced(each.found.choices()), strict=True):
+            for (tree, _), best in zip(each.places, drawn_alone(each.found.choices()), strict=True):
                 if len(tree.nodes) == level:  # else a token before could not be drawn
                     tree.open(range(level - 1, level) if level else ())
                     tree.expand(level - 1, best)  # ROOT, then each token behind the one before
@@ -293,7 +293,7 @@ class LmProposer:
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
         draws = None
-        if self._draws_on_device and not any(tree.is_raced for tree, _ in places):
+        if self._draws_on_device and not any(tree.wants_best for tree, _ in places):
             draws = SamplingPlan(rows, [1] * len(rows), self.temperature_scale)
         return self._decoder.forward(batch, self._pool, Wanted(draws)), rows
 
@@ -304,8 +304,8 @@ class LmProposer:
         sampler, scale = self._sampler, self.temperature_scale
         if output.tokens is not None or not places:
             return _Opened(places, output.tokens or ())
-        is_raced = any(tree.is_raced for tree, _ in places)
-        if isinstance(sampler, DeviceSampler) and not (is_raced or self._independent):
+        wants_best = any(tree.wants_best for tree, _ in places)
+        if isinstance(sampler, DeviceSampler) and not (wants_best or self._independent):
             begun = sampler.begin(output.logits, rows, temperature_scale=scale)
             return _Opened(places, begun)
         independent = self._independent
@@ -323,6 +323,8 @@ class _Opened(NamedTuple):
 
     def read(self) -> None:
         """Give the tokens to the trees; waits for the device if they are there still."""
-        found = self.found if isinstance(self.found, Sequence) else unraced(self.found.choices())
+        found = (
+            self.found if isinstance(self.found, Sequence) else drawn_alone(self.found.choices())
+        )
         for (tree, node), best in zip(self.places, found, strict=True):
             tree.expand(node, best)

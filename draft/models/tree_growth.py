@@ -1,8 +1,8 @@
-"""A draft tree as a model grows it: best nodes first, by odds that the gaps of the race tell.
+"""TreeGrowth: a draft tree as a model grows it, best nodes first, by the gaps of Gumbel scores.
 
-A drafter knows the noise with which the target will choose, so it knows how close its own race was:
-of its best tokens, with scores s_0 >= s_1 >= ... and gaps d_j = s_0 - s_j, the target takes rank j
-with the chance
+A drafter knows the noise with which the target will choose, so it knows how close its own choice
+was. Of its best tokens, with scores s_0 >= s_1 >= ... and gaps d_j = s_0 - s_j, the target takes
+rank j with the chance
 
     e^(-B d_j) / (sum_l e^(-B d_l) + e^(a - b d_1)),
 
@@ -99,7 +99,7 @@ class _Place(NamedTuple):
     """What a pass found behind a node."""
 
     ranked: list[int]  # nodes, the best first
-    scores: tuple[float, ...]  # of these; none where they were not raced
+    scores: tuple[float, ...]  # of these; none where a token was drawn alone
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +154,7 @@ class TreeGrowth:
         return bool(len(self.scheduled.spare_page_ids))
 
     @property
-    def is_raced(self) -> bool:
+    def wants_best(self) -> bool:
         """Whether the best few tokens of a place are wanted, with their scores."""
         return bool(self.scheduled.row_price or self.is_tree)
 
@@ -392,8 +392,8 @@ def choose(
     By the target's own sampler, or ``independent``, as rejection sampling wants it. ``columns``:
     the tokens of the logits' columns, unless they are the vocabulary.
     """
-    is_raced = not independent and any(tree.is_raced for tree, _ in places)
-    if is_raced:
+    wants_best = not independent and any(tree.wants_best for tree, _ in places)
+    if wants_best:
         return sampler.best(
             logits, rows, NUM_BEST, temperature_scale=temperature_scale, columns=columns
         )
@@ -405,10 +405,10 @@ def choose(
         choices, drawn_from = draw(logits, rows)
         for (tree, _), probs in zip(places, drawn_from, strict=True):
             tree.drawn_from.append(probs)
-        return unraced(choices)
-    return unraced(sampler.sample(logits, rows, temperature_scale=temperature_scale))
+        return drawn_alone(choices)
+    return drawn_alone(sampler.sample(logits, rows, temperature_scale=temperature_scale))
 
 
-def unraced(choices: Sequence[SampledToken]) -> list[Best]:
-    """Tokens that were drawn alone, without a race."""
+def drawn_alone(choices: Sequence[SampledToken]) -> list[Best]:
+    """Tokens that were drawn alone, without others to compare them with."""
     return [Best((each.token_id,) if each.error is None else (), ()) for each in choices]

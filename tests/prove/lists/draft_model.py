@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lm-draws-behind-a-token-that-failed",
-        "unraced",
+        "drawn_alone",
         "if each.error is None else ()",
         "if each else ()",
         ("test_a_draft_ends_before_the_token_that_cannot_be_drawn",),
