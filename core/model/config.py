@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..ops.base import SILU, Activation, Routing
+from ..ops.base import SILU, Activation, HeadLayout, Routing
 from .fold import NO_FOLD, Fold
 from .rope import RopeSpec
 
@@ -27,8 +27,9 @@ LLAMA_MLP = MlpNames()
 class ExpertNames(NamedTuple):
     """Tensors of a mixture of experts, as they are named behind a layer's prefix.
 
-    ``expert`` is the prefix of one, by its number. ``is_stacked``: all experts are in one tensor of
-    each kind, transposed, with biases, a row of the gate before each of the factor (gpt-oss).
+    ``expert`` is the prefix of one, by its number. ``stacked``: all experts are in one tensor of
+    each kind: "gpt-oss" transposed, with biases, a row of the gate before each of the factor;
+    "rows" the rows of the gate, then those of the factor. ``factors``: of what each says.
     """
 
     router: str = "mlp.gate"
@@ -37,12 +38,24 @@ class ExpertNames(NamedTuple):
     choice_bias: str | None = None
     shared: str = "mlp.shared_experts."
     shared_gate: str | None = None
-    is_stacked: bool = False
+    stacked: Literal["none", "gpt-oss", "rows"] = "none"
+    factors: str | None = None
+
+
+class BesideNames(NamedTuple):
+    """Norms of experts that are beside an MLP, as the tensors name them; ``router_norm`` has no
+    ending, and is multiplied by hidden_size ** -0.5.
+    """
+
+    norm: str = "pre_feedforward_layernorm_2"
+    router_norm: str = "router.scale"
+    out_norm: str = "post_feedforward_layernorm_2"
+    mlp_out_norm: str = "post_feedforward_layernorm_1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts in the place of an MLP; widths are those of the experts' MLPs."""
+    """A mixture of experts in the place of an MLP, or beside it; widths are the experts'."""
 
     count: int
     width: int
@@ -51,15 +64,32 @@ class ExpertsSpec:
     activation: Activation = SILU
     router_bias: bool = False
     shared_width: int = 0  # of the MLP that all rows have besides; 0: there is none
+    beside: BesideNames | None = None  # None: in the place of the MLP
+
+
+class HeadSpec(NamedTuple):
+    """The heads of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What one layer does otherwise than others."""
+    """What one layer does otherwise than others.
+
+    ``keys_as_values``: there is no matrix of values, which are keys before norm and RoPE.
+    ``kv_of``: the earlier layer whose keys and values this one reads in place of its own.
+    """
 
     window: int | None = None  # positions that a row sees, itself included; None: all before it
     rope: RopeSpec | None = None  # None: that of the model
-    experts: ExpertsSpec | None = None  # in place of the MLP
+    experts: ExpertsSpec | None = None
+    width: int | None = None  # of the MLP; None: that of the model
+    kv_of: int | None = None
+    heads: HeadSpec | None = None  # None: those of the model
+    keys_as_values: bool = False
 
 
 class NormNames(NamedTuple):
@@ -97,6 +127,9 @@ class DecoderConfig:
     layer_norm: Literal["none", "plain", "bias"] = "none"  # in place of RMS norms
     is_parallel: bool = False  # the MLP reads what attention reads
     head_norm: HeadNormKind = "none"  # of queries and keys: each head, or all of a kind together
+    head_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norms_behind_rope: bool = False  # the heads
+    norms_values: bool = False  # each head's, without a weight
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -106,14 +139,26 @@ class DecoderConfig:
     attention_cap: float | None = None  # of the scores
     logit_cap: float | None = None
     has_sinks: bool = False  # in attention, a score of each head without a value
+    token_input_size: int = 0  # of what each layer is given of a token besides the stream; 0: none
+    layer_factor: str | None = None  # the tensor of what the stream behind a layer is multiplied by
     is_nested: bool = False  # the text model of a checkpoint that holds other models, too
     has_further_layers: bool = False  # checkpoints may hold layers that predict further tokens
     fold: Fold = NO_FOLD
 
+    def heads_of(self, layer: int) -> HeadSpec:
+        """The heads of a layer."""
+        return self.layers[layer].heads or HeadSpec(
+            self.num_heads, self.num_kv_heads, self.head_dim
+        )
+
     @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
+    def head_layouts(self) -> tuple[HeadLayout, ...]:
+        """How a row of each layer's packed QKV is cut into heads, [num_layers]."""
+        found = (self.heads_of(layer) for layer in range(self.num_layers))
+        eps = self.norm_eps if self.norms_values else None
+        return tuple(
+            HeadLayout(*heads, self.attention_scale or heads.head_dim**-0.5, eps) for heads in found
+        )
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ops.base import DecoderWeights, HeadLayout, LayersOutput, Ops
+from ..ops.base import DecoderWeights, ForwardPlan, LayersOutput, Ops
 from ..ops.batch import (
     NOTHING_MORE,
     DeviceTokens,
@@ -19,22 +19,13 @@ from ..ops.batch import (
     Wanted,
     build_batch,
 )
-from ..ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ..ops.kv_pool import KvDtype, KVPool, bytes_per_mixed_page, make_pool
 from ..ops.layers import run_layers
 from .config import DecoderConfig
-from .rope import RopeTable, layer_tables
+from .page_layout import PageLayout
+from .rope import RopeTable
 
 ModelPath: TypeAlias = Literal["own", "transformers"]
-
-
-def head_layout(config: DecoderConfig) -> HeadLayout:
-    """How a row of this model's packed QKV is cut into heads."""
-    return HeadLayout(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scale=config.attention_scale or config.head_dim**-0.5,
-    )
 
 
 class Decoder:
@@ -53,19 +44,19 @@ class Decoder:
         self.sampler = ops.sampler
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self.heads = head_layout(config)
+        self._layout = PageLayout.of(config)
         self.exact = getattr(ops, "exact", "spec") != "off"
         self._compiled = ops.compile_forward(weights)
-        specs = layer_tables(config.ropes).specs
-        self._ropes = tuple(RopeTable(spec, config.head_dim, self.device) for spec in specs)
+        self._ropes = tuple(
+            tuple(RopeTable(spec, part.heads.head_dim, self.device) for spec in part.ropes)
+            for part in self._layout.parts
+        )
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A KV pool of this decoder's shape and device; of its dtype unless another is given."""
-        return KVPool(
+        return make_pool(
             num_pages,
-            num_layers=self.config.num_layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
+            self._layout.shapes,
             page_size=page_size,
             dtype=self.dtype,
             device=self.device,
@@ -74,13 +65,8 @@ class Decoder:
 
     def bytes_per_page(self, *, page_size: int, kv_dtype: KvDtype = "auto") -> int:
         """Bytes of one page of `make_pool`'s."""
-        return bytes_per_page(
-            num_layers=self.config.num_layers,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            page_size=page_size,
-            dtype=self.dtype,
-            kv_dtype=kv_dtype,
+        return bytes_per_mixed_page(
+            self._layout.shapes, page_size=page_size, dtype=self.dtype, kv_dtype=kv_dtype
         )
 
     def batch(
@@ -106,10 +92,10 @@ class Decoder:
         ``taps``: the boundaries that these passes will want. On a GPU, captures the graphs, which
         takes seconds and memory beside the pool's.
         """
-        for rope in self._ropes:
+        for rope in (rope for ropes in self._ropes for rope in ropes):
             rope.table(max_len)
-        if self._compiled is not None:
-            self._compiled.warm_up(pool, self.heads, self._ropes, taps)
+        if self._compiled is not None and len(pool.parts) == 1:
+            self._compiled.warm_up(pool, self._layout.parts[0].heads, self._ropes[0], taps)
 
     @torch.inference_mode()
     def forward(
@@ -120,15 +106,20 @@ class Decoder:
         The output holds until the next pass. Raises ValueError for taps that there are not.
         """
         self._check(wanted.taps)
-        plan = self.ops.plan(batch, pool, self.heads, *self._ropes)
+        plans = self.plans(batch, pool)
         if wanted.on_kernels_started is not None:
             wanted.on_kernels_started()
         if self._compiled is None:
-            found = run_layers(self.ops, self.weights, batch.token_ids, plan, wanted.taps)
+            found = run_layers(self.ops, self.weights, batch.token_ids, plans, wanted.taps)
         else:
-            found = self._compiled(batch.token_ids, plan, wanted)
+            found = self._compiled(batch.token_ids, plans, wanted)
         logits = self._logits(batch, found) if found.logits is None else found.logits
         return ForwardOutput(found.hidden, logits, found.tokens, found.taps)
+
+    def plans(self, batch: RaggedBatch, pool: KVPool) -> tuple[ForwardPlan, ...]:
+        """What the backend prepares for a pass: for each of the pool's parts."""
+        parts = zip(pool.parts, self._layout.parts, self._ropes, strict=True)
+        return tuple(self.ops.plan(batch, part, of.heads, *ropes) for part, of, ropes in parts)
 
     def _check(self, taps: Taps) -> None:
         num_layers = self.config.num_layers

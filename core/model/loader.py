@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ from ..ops.base import (
     Activation,
     DecoderWeights,
     Exactness,
+    ExpertsBeside,
     ExpertWeights,
     HeadLayout,
     HeadNorm,
@@ -26,22 +27,31 @@ from ..ops.base import (
     Norm,
     Ops,
     PackedLinear,
+    TokenInputs,
+    TokenInputWeights,
 )
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .checkpoint import Checkpoint, check_tensors, open_checkpoint
-from .config import LLAMA_MLP, DecoderConfig, ExpertsSpec, MlpNames
-from .decoder import Decoder, head_layout
+from .config import LLAMA_MLP, BesideNames, DecoderConfig, ExpertsSpec, HeadSpec, MlpNames
+from .decoder import Decoder
 from .families import read_config
 from .fields import UnsupportedConfig
 from .fold import head_order, rounded, scaled
-from .rope import layer_tables, rotary_dim
+from .page_layout import PageLayout
+from .rope import RopeSpec, rotary_dim
 from .shapes import (
     EMBEDDING,
     FINAL_NORM,
     FUSED_GATE_UP,
     LM_HEAD,
+    TOKEN_GATE,
+    TOKEN_NORM,
+    TOKEN_OUT,
+    TOKEN_OUT_NORM,
+    TOKEN_PROJECTION,
+    TOKEN_TABLE,
     ignored,
     layer_prefix,
     tensor_shapes,
@@ -109,8 +119,8 @@ class _Options(NamedTuple):
     quantize: Quantize
     kv_dtype: KvDtype
 
-    def ops(self, dtype: torch.dtype, heads: HeadLayout | None) -> Ops:
-        """The backend."""
+    def ops(self, dtype: torch.dtype, heads: Sequence[HeadLayout]) -> Ops:
+        """The backend. ``heads``: of the parts of the pool."""
         return choose_ops(
             self.device,
             exact=self.exact,
@@ -131,10 +141,8 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     # Triton's samplers choose tokens on the device, which this path does not wait for.
     if options.device.type != "cpu":
         options = options._replace(backend="torch")
-    ops = options.ops(chosen, None)
-    plain = (
-        ops if options.quantize == "none" else options._replace(quantize="none").ops(chosen, None)
-    )
+    ops = options.ops(chosen, ())
+    plain = ops if options.quantize == "none" else options._replace(quantize="none").ops(chosen, ())
     decoder = load_text_model(
         source,
         ops,
@@ -160,7 +168,8 @@ def _own(path: str | Path, options: _Options) -> Decoder:
     config = read_config(path) if checkpoint is None else checkpoint.config
     stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
     chosen = _choose_dtype(dtype, stored, device)
-    ops = options.ops(chosen, head_layout(config))
+    layout = PageLayout.of(config)
+    ops = options.ops(chosen, [part.heads for part in layout.parts])
     read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
@@ -221,21 +230,23 @@ def _progress(layers: range) -> Iterable[int]:
     return bar
 
 
-def _head_order(config: DecoderConfig, device: torch.device) -> Tensor | None:
+def _head_order(
+    head_dim: int, rope: RopeSpec, *, interleaved: bool, device: torch.device
+) -> Tensor | None:
     """The items of a head in the kernels' order; None where it is the family's own."""
-    head_dim, turning = config.head_dim, rotary_dim(config.rope, config.head_dim)
-    if turning == head_dim and not config.fold.interleaved:
+    turning = rotary_dim(rope, head_dim)
+    if turning == head_dim and not interleaved:
         return None
-    return head_order(head_dim, turning, interleaved=config.fold.interleaved).to(device)
+    return head_order(head_dim, turning, interleaved=interleaved).to(device)
 
 
-def _qkv_order(config: DecoderConfig, head: Tensor | None) -> Tensor | None:
+def _qkv_order(heads: HeadSpec, head: Tensor | None) -> Tensor | None:
     """The rows of Q, K and V in the kernels' order, given that of a head's items."""
     if head is None:
         return None
-    num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    rows = torch.arange(num_rows, device=head.device).view(-1, config.head_dim)
-    turned = config.num_heads + config.num_kv_heads
+    num_rows = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    rows = torch.arange(num_rows, device=head.device).view(-1, heads.head_dim)
+    turned = heads.num_heads + heads.num_kv_heads
     return torch.cat((rows[:turned][:, head], rows[turned:])).flatten()
 
 
@@ -263,9 +274,7 @@ class _Assembly:
         self._config, self._read, self._ops = config, read, ops
         self._dtype, self._device = dtype, device
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
-        self._head_order = _head_order(config, device)
-        self._qkv_order = _qkv_order(config, self._head_order)
-        self._tables = layer_tables(config.ropes).by_layer
+        self._layout = PageLayout.of(config)
 
     def decoder(self) -> Decoder:
         """The whole model."""
@@ -287,15 +296,21 @@ class _Assembly:
             layers=tuple(self._layer(i) for i in _progress(range(config.num_layers))),
             final_norm=self._norm(FINAL_NORM),
             lm_head=self._ops.pack_linear(lm_head),
+            token_inputs=self._token_inputs() if config.token_input_size else None,
             logit_cap=config.logit_cap,
         )
         return Decoder(config, weights, self._ops)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
-        fold = config.fold
-        experts = config.layers[index].experts
-        qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "v"]
+        fold, spec, heads = config.fold, config.layers[index], config.heads_of(index)
+        experts = spec.experts
+        qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "k" if spec.keys_as_values else "v"]
+        if spec.kv_of is not None:
+            qkv, heads = ["q"], heads._replace(num_kv_heads=0)
+        order = _head_order(
+            heads.head_dim, config.rope, interleaved=fold.interleaved, device=self._device
+        )
         return LayerWeights(
             attention_norm=self._layer_norm(prefix, names.attention),
             attention_out_norm=self._layer_norm(prefix, names.attention_out),
@@ -304,18 +319,60 @@ class _Assembly:
             qkv=self._linear(
                 [f"{prefix}self_attn.{n}_proj" for n in qkv],
                 bias=config.qkv_bias,
-                order=self._qkv_order,
+                order=_qkv_order(heads, order),
             ),
-            head_norm=None if config.head_norm == "none" else self._head_norm(prefix),
+            head_norm=None if config.head_norm == "none" else self._head_norm(prefix, heads, order),
             o=self._linear(
                 [f"{prefix}self_attn.o_proj"], bias=config.o_bias, factor=fold.residual_scale
             ),
-            mlp=self._mlp(f"{prefix}mlp.") if experts is None else self._experts(prefix, experts),
-            window=config.layers[index].window,
+            mlp=self._mlp(f"{prefix}mlp.")
+            if experts is None or experts.beside is not None
+            else self._experts(prefix, experts),
+            window=spec.window,
             is_parallel=config.is_parallel,
-            tables=self._tables[index],
+            tables=self._layout.tables[index],
             cap=config.attention_cap,
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
+            place=self._layout.places[index],
+            factor=1.0
+            if config.layer_factor is None
+            else self._vector(prefix + config.layer_factor).item(),
+            beside=None
+            if experts is None or experts.beside is None
+            else self._beside(prefix, experts, experts.beside),
+            token_input=self._token_input(prefix) if config.token_input_size else None,
+        )
+
+    def _beside(self, prefix: str, spec: ExpertsSpec, names: BesideNames) -> ExpertsBeside:
+        config = self._config
+        router_norm = self._float(prefix + names.router_norm) * config.hidden_size**-0.5
+        return ExpertsBeside(
+            self._experts(prefix, spec),
+            norm=self._norm(f"{prefix}{names.norm}.weight"),
+            router_norm=Norm(router_norm, config.norm_eps),
+            out_norm=self._norm(f"{prefix}{names.out_norm}.weight"),
+            mlp_out_norm=self._norm(f"{prefix}{names.mlp_out_norm}.weight"),
+        )
+
+    def _token_input(self, prefix: str) -> TokenInputWeights:
+        return TokenInputWeights(
+            gate=self._linear([prefix + TOKEN_GATE], bias=False),
+            activation=self._config.activation,
+            out=self._linear([prefix + TOKEN_OUT], bias=False),
+            out_norm=self._norm(f"{prefix}{TOKEN_OUT_NORM}.weight"),
+        )
+
+    def _token_inputs(self) -> TokenInputs:
+        """``(norm(c * projected) * w + s * row) / sqrt(2)``: c is hidden ** -0.5 and goes into the
+        norm's eps, s is width ** 0.5 and divides w. So no matrix is rounded once more.
+        """
+        config = self._config
+        scale = config.token_input_size**0.5
+        return TokenInputs(
+            table=self._vector(TOKEN_TABLE),
+            projection=self._linear([TOKEN_PROJECTION], bias=False),
+            norm=Norm(self._float(TOKEN_NORM) / scale, config.norm_eps * config.hidden_size),
+            factor=scale * 0.5**0.5,
         )
 
     def _mlp(self, prefix: str) -> MlpWeights:
@@ -333,7 +390,7 @@ class _Assembly:
         names = spec.names
         experts = (
             self._stacked_experts(prefix, spec)
-            if names.is_stacked
+            if names.stacked != "none"
             else tuple(
                 self._gated(prefix + names.expert.format(number), names.mlp, spec.activation)
                 for number in range(spec.count)
@@ -351,6 +408,7 @@ class _Assembly:
             choice_bias=None
             if names.choice_bias is None
             else self._float(prefix + names.choice_bias),
+            factors=None if names.factors is None else self._float(prefix + names.factors),
             shared=shared,
             shared_gate=gate,
         )
@@ -364,11 +422,16 @@ class _Assembly:
         )
 
     def _stacked_experts(self, prefix: str, spec: ExpertsSpec) -> tuple[MlpWeights, ...]:
-        """Of gpt-oss: each matrix transposed, a row of the gate before each of the factor."""
-        at = prefix + spec.names.expert
+        """Of gpt-oss each matrix is transposed, a row of the gate before each of the factor."""
+        at, is_turned = prefix + spec.names.expert, spec.names.stacked == "gpt-oss"
         first, second = (
-            self._stack(at + name, spec.count) for name in ("gate_up_proj", "down_proj")
+            self._stack(at + name, spec.count, is_turned=is_turned)
+            for name in ("gate_up_proj", "down_proj")
         )
+        if not is_turned:
+            pack = self._ops.pack_linear
+            pairs = zip(first, second, strict=True)
+            return tuple(MlpWeights(pack(a), pack(b), spec.activation) for a, b in pairs)
         biases = [self._vector(at + name) for name in ("gate_up_proj_bias", "down_proj_bias")]
         apart = torch.arange(2 * spec.width, device=self._device).view(-1, 2).T.flatten()
         return tuple(
@@ -380,14 +443,17 @@ class _Assembly:
             for gate_up, down, bias, down_bias in zip(first, second, *biases, strict=True)
         )
 
-    def _stack(self, name: str, count: int) -> Iterator[Tensor | QuantizedWeight]:
+    def _stack(
+        self, name: str, count: int, *, is_turned: bool
+    ) -> Iterator[Tensor | QuantizedWeight]:
         """The matrices ``[out_features, in_features]`` of a stack, one by one."""
         found = self._read(name)
         if isinstance(found, QuantizedStack):
             for each in (found.one(index) for index in range(count)):
                 yield each if self._keeps(each) else self._cast(each)
         else:
-            yield from (each.T.contiguous() for each in self._cast(found))
+            plain = self._cast(found)
+            yield from ((each.T if is_turned else each).contiguous() for each in plain)
 
     def _plain(self, name: str, *, bias: bool) -> PackedLinear:
         """A matrix that is never quantised: of a router."""
@@ -443,19 +509,25 @@ class _Assembly:
         joined = stack(kept) if len(kept) == len(weights) else None
         return joined or torch.cat([self._cast(each) for each in weights])
 
-    def _head_norm(self, prefix: str) -> HeadNorm:
+    def _head_norm(self, prefix: str, heads: HeadSpec, order: Tensor | None) -> HeadNorm:
         config = self._config
-        counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
-        heads = [
+        counts = zip(config.head_norm_names, (heads.num_heads, heads.num_kv_heads), strict=True)
+        rows = [
             self._vector(f"{prefix}self_attn.{name}.weight")
-            .view(-1, config.head_dim)  # one for all heads, or of the whole row
+            .view(-1, heads.head_dim)  # one for all heads, or of the whole row
             .expand(count, -1)
-            for name, count in counts.items()
+            for name, count in counts
+            if count
         ]
-        weight = torch.cat(heads).float() + config.fold.norm_offset
-        if self._head_order is not None:
-            weight = weight[:, self._head_order]
-        return HeadNorm(weight.contiguous(), config.norm_eps, config.head_norm == "whole")
+        weight = torch.cat(rows).float() + config.fold.norm_offset
+        if order is not None:
+            weight = weight[:, order]
+        return HeadNorm(
+            weight.contiguous(),
+            config.norm_eps,
+            config.head_norm == "whole",
+            config.norms_behind_rope,
+        )
 
     def _keeps(self, weight: QuantizedWeight) -> bool:
         return weight.kind in self._kept

@@ -16,6 +16,7 @@ from .config import DecoderConfig
 from .families import read_config
 from .fields import Fields, UnsupportedConfig, read_json
 from .formats.quantized import read_scheme
+from .page_layout import PageLayout
 from .shapes import ignored, tensor_shapes
 
 Format: TypeAlias = Literal["safetensors", "GGUF", "no weights"]
@@ -67,8 +68,8 @@ def _own(path: Path) -> ModelReport:
             raise
         dtype = checkpoint.stored_dtype
     count = sum(math.prod(shape) for shape in shapes.values())
-    heads = KvShape(config.num_layers, config.num_kv_heads, config.head_dim)
-    return _report("own", config, count, [heads], file_format, size, dtype, _quantization(path))
+    kv = PageLayout.of(config).shapes
+    return _report("own", config, count, kv, file_format, size, dtype, _quantization(path))
 
 
 def _by_transformers(path: Path) -> ModelReport:

@@ -14,7 +14,7 @@ from ..errors import ModelLoadError
 from ..ops.base import Tables
 from .fields import Fields
 
-RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind: TypeAlias = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 
 _CHUNK = 4096  # positions; tables grow in equal pieces so that their bits do not depend on when
 
@@ -37,7 +37,9 @@ class RopeSpec:
     truncate: bool = True
     # by frequency: of longrope, and of a file that spells out llama3's scaling
     divisors: tuple[float, ...] = ()
-    partial: float = 1.0  # the share of a head's items that turn, the first ones; 0: none
+    # The share of a head's items that turn, the first ones; 0: none. Of a proportional one the
+    # first of each half turn, as fast as if all did.
+    partial: float = 1.0
     # Queries grow by 1 + beta * log(1 + floor(position / original_max_len)) (Llama 4); 0: not
     query_beta: float = 0.0
 
@@ -67,6 +69,9 @@ def parse_rope(
     theta = rope.above_zero("rope_theta", config.number("rope_theta", theta))
     if kind == "default":
         return RopeSpec(theta=theta, partial=share)
+    if kind == "proportional":
+        factor = rope.above_zero("factor", 1.0)
+        return RopeSpec(kind="proportional", theta=theta, partial=share, factor=factor)
     if kind == "longrope":
         return _parse_longrope(config, rope, theta, share, max_len)
     # Beside the scaling (Phi) it wins over inside it, as in transformers.
@@ -114,9 +119,16 @@ def _parse_longrope(
 
 
 def parse_ropes(
-    config: Fields, *, max_len: int, theta: float, local_theta: float | None = None
+    config: Fields,
+    *,
+    max_len: int,
+    theta: float,
+    local_theta: float | None = None,
+    partial: float | None = None,
 ) -> tuple[RopeSpec, RopeSpec]:
     """RoPE of the layers of full attention, and of those with a window, where they differ.
+
+    ``partial``: the share of a head that turns by default where a part of it may.
 
     transformers v5 has one object for each kind of layer. In v4 the scaling is that of full layers,
     and ``rope_local_base_freq``, by default ``local_theta``, the theta of the others; None: theta.
@@ -124,7 +136,9 @@ def parse_ropes(
     kinds = config.object("rope_parameters")
     if kinds.has("full_attention"):
         full, local = (
-            parse_rope(_of_kind(config, kinds, kind), max_len=max_len, theta=default)
+            parse_rope(
+                _of_kind(config, kinds, kind), max_len=max_len, theta=default, partial=partial
+            )
             for kind, default in (
                 ("full_attention", theta),
                 ("sliding_attention", local_theta or theta),
@@ -151,8 +165,8 @@ def _partial(config: Fields, rope: Fields, default: float) -> float:
 
 
 def rotary_dim(spec: RopeSpec, head_dim: int) -> int:
-    """Items of a head that turn, an even number."""
-    return int(head_dim * spec.partial)
+    """Items of a head that turn, an even number; of a proportional one all, some not moving."""
+    return head_dim if spec.kind == "proportional" else int(head_dim * spec.partial)
 
 
 def _refuse_partial(config: Fields, rope: Fields) -> None:
@@ -175,6 +189,9 @@ def _frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
         if len(spec.divisors) != len(plain):
             raise ModelLoadError(f"{len(spec.divisors)} RoPE factors for {len(plain)} frequencies")
         return plain / torch.tensor(spec.divisors, dtype=torch.float32)
+    if spec.kind == "proportional":  # Gemma 4
+        turning = int(spec.partial * head_dim // 2)
+        return torch.where(torch.arange(len(plain)) < turning, plain / spec.factor, 0.0)
     if spec.kind == "linear":  # arXiv 2306.15595
         return plain / spec.factor
     if spec.kind == "llama3":

@@ -12,6 +12,13 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 FUSED_GATE_UP = "gate_up_proj"
+TOKEN_TABLE = "model.embed_tokens_per_layer.weight"
+TOKEN_PROJECTION = "model.per_layer_model_projection"
+TOKEN_NORM = "model.per_layer_projection_norm.weight"
+# Of a layer.
+TOKEN_GATE, TOKEN_OUT = "per_layer_input_gate", "per_layer_projection"
+TOKEN_OUT_NORM = "post_per_layer_input_norm"
+_OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def layer_prefix(layer: int) -> str:
@@ -23,13 +30,21 @@ def ignored(config: DecoderConfig, names: Iterable[str]) -> tuple[str, ...]:
     """Tensors that a checkpoint may hold and nothing reads.
 
     Some tied checkpoints store the output matrix as well; the embedding stands for both. Layers
-    behind the last predict further tokens (MTP).
+    behind the last predict further tokens (MTP). Layers that read the keys of others may come with
+    matrices of keys.
     """
+    unread = tuple(
+        f"{layer_prefix(layer)}self_attn.{name}."
+        for layer, spec in enumerate(config.layers)
+        if spec.kv_of is not None
+        for name in _OF_KEYS
+    )
     return tuple(
         name
         for name in names
         if (name == LM_HEAD and config.tie_embeddings)
         or (config.has_further_layers and _layer_of(name) >= config.num_layers)
+        or name.startswith(unread)
     )
 
 
@@ -48,6 +63,11 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
     shapes |= _norm_biases(config, shapes)
     if not config.tie_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    if config.token_input_size:
+        width = config.num_layers * config.token_input_size
+        shapes[TOKEN_TABLE] = (config.vocab_size, width)
+        shapes[f"{TOKEN_PROJECTION}.weight"] = (width, config.hidden_size)
+        shapes[TOKEN_NORM] = (config.token_input_size,)
     for layer in range(config.num_layers):
         prefix = layer_prefix(layer)
         shapes |= {prefix + name: shape for name, shape in _layer_shapes(config, layer).items()}
@@ -55,9 +75,9 @@ def tensor_shapes(config: DecoderConfig) -> Shapes:
 
 
 def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
-    hidden = config.hidden_size
-    q_width = config.num_heads * config.head_dim
-    kv_width = config.num_kv_heads * config.head_dim
+    hidden, spec = config.hidden_size, config.layers[layer]
+    num_heads, num_kv_heads, head_dim = config.heads_of(layer)
+    q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
     norms = [f"{name}.weight" for name in config.norms if name is not None]
     shapes: Shapes = dict.fromkeys(norms, (hidden,))
     shapes |= _norm_biases(config, shapes)
@@ -66,18 +86,28 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Shapes:
         shapes["self_attn.qkv_proj.weight"] = (q_width + 2 * kv_width, hidden)
     else:
         shapes["self_attn.q_proj.weight"] = (q_width, hidden)
-        shapes["self_attn.k_proj.weight"] = shapes["self_attn.v_proj.weight"] = (kv_width, hidden)
+        if spec.kv_of is None:
+            shapes["self_attn.k_proj.weight"] = (kv_width, hidden)
+        if spec.kv_of is None and not spec.keys_as_values:
+            shapes["self_attn.v_proj.weight"] = (kv_width, hidden)
     if config.head_norm != "none":
         whole = config.head_norm == "whole"
-        shapes["self_attn.q_norm.weight"] = (q_width if whole else config.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (kv_width if whole else config.head_dim,)
+        q_norm, k_norm = (f"self_attn.{name}.weight" for name in config.head_norm_names)
+        shapes[q_norm] = (q_width if whole else head_dim,)
+        if spec.kv_of is None:
+            shapes[k_norm] = (kv_width if whole else head_dim,)
     if config.has_sinks:
-        shapes["self_attn.sinks"] = (config.num_heads,)
-    experts = config.layers[layer].experts
-    if experts is not None:
-        return shapes | _biases(config, shapes) | _expert_shapes(config, experts)
-    shapes |= _mlp_shapes(config)
-    return shapes | _biases(config, shapes)
+        shapes["self_attn.sinks"] = (num_heads,)
+    if config.layer_factor is not None:
+        shapes[config.layer_factor] = (1,)
+    if config.token_input_size:
+        shapes[f"{TOKEN_GATE}.weight"] = (config.token_input_size, hidden)
+        shapes[f"{TOKEN_OUT}.weight"] = (hidden, config.token_input_size)
+        shapes[f"{TOKEN_OUT_NORM}.weight"] = (hidden,)
+    experts = {} if spec.experts is None else _expert_shapes(config, spec.experts)
+    if spec.experts is None or spec.experts.beside is not None:
+        shapes |= _mlp_shapes(config, spec.width or config.intermediate_size)
+    return shapes | _biases(config, shapes) | experts
 
 
 def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
@@ -87,7 +117,13 @@ def _expert_shapes(config: DecoderConfig, spec: ExpertsSpec) -> Shapes:
         shapes[f"{names.router}.bias"] = (spec.count,)
     if names.choice_bias is not None:
         shapes[names.choice_bias] = (spec.count,)
-    if names.is_stacked:
+    if names.factors is not None:
+        shapes[names.factors] = (spec.count,)
+    if spec.beside is not None:
+        norms = (spec.beside.norm, spec.beside.out_norm, spec.beside.mlp_out_norm)
+        shapes |= {f"{name}.weight": (hidden,) for name in norms}
+        shapes[spec.beside.router_norm] = (hidden,)
+    if names.stacked != "none":
         return shapes | _stacked_shapes(hidden, spec)
     for number in range(spec.count):
         shapes |= _gated(names.expert.format(number), names.mlp, hidden, spec.width)
@@ -108,6 +144,11 @@ def _gated(prefix: str, names: MlpNames, hidden: int, width: int) -> Shapes:
 
 def _stacked_shapes(hidden: int, spec: ExpertsSpec) -> Shapes:
     prefix, count, width = spec.names.expert, spec.count, spec.width
+    if spec.names.stacked == "rows":
+        return {
+            f"{prefix}gate_up_proj": (count, 2 * width, hidden),
+            f"{prefix}down_proj": (count, hidden, width),
+        }
     return {
         f"{prefix}gate_up_proj": (count, hidden, 2 * width),
         f"{prefix}gate_up_proj_bias": (count, 2 * width),
@@ -123,8 +164,8 @@ def _norm_biases(config: DecoderConfig, norms: Shapes) -> Shapes:
     return {f"{name.removesuffix('weight')}bias": shape for name, shape in named.items()}
 
 
-def _mlp_shapes(config: DecoderConfig) -> Shapes:
-    hidden, width, names = config.hidden_size, config.intermediate_size, config.mlp_names
+def _mlp_shapes(config: DecoderConfig, width: int) -> Shapes:
+    hidden, names = config.hidden_size, config.mlp_names
     shapes: Shapes = {f"mlp.{names.down}.weight": (hidden, width)}
     if config.fold.fused_gate_up:
         return shapes | {f"mlp.{FUSED_GATE_UP}.weight": (2 * width, hidden)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -24,11 +25,11 @@ def choose_ops(
     exact: Exactness = "spec",
     backend: Backend = "torch",
     dtype: torch.dtype = torch.float32,
-    heads: HeadLayout | None = None,
+    heads: Sequence[HeadLayout] = (),
     quantize: Quantize = "none",
     kv_dtype: KvDtype = "auto",
 ) -> Ops:
-    """The backend for a device, a dtype, a shape of heads and what keys and values are kept as.
+    """The backend for a device, a dtype, shapes of heads and what keys and values are kept as.
 
     ``auto`` takes the kernels of the device, native or Triton's, where they can be had, else
     torch; a log line says why. Raises `ModelLoadError` when the device is not there, or kernels
@@ -65,7 +66,7 @@ def _triton_ops(
     device: torch.device,
     exact: Exactness,
     dtype: torch.dtype,
-    heads: HeadLayout | None,
+    heads: Sequence[HeadLayout],
     quantize: Quantize,
     kv_dtype: KvDtype,
 ) -> Ops | str:
@@ -87,7 +88,7 @@ def _triton_ops(
 def _native_ops(
     device: torch.device,
     dtype: torch.dtype,
-    heads: HeadLayout | None,
+    heads: Sequence[HeadLayout],
     quantize: Quantize,
     kv_dtype: KvDtype,
 ) -> Ops | str:

@@ -7,6 +7,7 @@ backend was made with ``exact="off"``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..sampling.sampler import PendingTokens, Sampler
 from .batch import RaggedBatch, Taps, Wanted
-from .kv_pool import KVPool
+from .kv_pool import KvPlace, KVPool
 from .quantize import QuantizedWeight, WeightKind
 
 Exactness: TypeAlias = Literal["spec", "batch", "off"]
@@ -44,14 +45,16 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorm:
-    """RMS norm of queries and keys before RoPE; ``weight`` is one row per head.
+    """RMS norm of queries and keys before RoPE, or behind it; ``weight`` is one row per head.
 
-    ``whole``: the mean is taken over all query heads of a row together, and over all key heads.
+    ``whole``: the mean is taken over all query heads of a row together, and over all key heads;
+    before RoPE alone.
     """
 
     weight: Tensor  # [num_heads + num_kv_heads, head_dim] float32
     eps: float
     whole: bool = False
+    is_behind: bool = False
 
 
 class Activation(NamedTuple):
@@ -89,6 +92,7 @@ class HeadLayout:
     num_kv_heads: int
     head_dim: int
     scale: float  # of the scores, usually head_dim ** -0.5
+    value_eps: float | None = None  # of an RMS norm of each value, without a weight; None: no norm
 
     @property
     def group_size(self) -> int:
@@ -127,8 +131,10 @@ class LayersOutput(NamedTuple):
 class CompiledForward(Protocol):
     """All layers of one decoder in one call, to the same bits as one operation after another."""
 
-    def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
-        """Compute token ids ``[T]``; writes KV to the pool."""
+    def __call__(
+        self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
+    ) -> LayersOutput:
+        """Compute token ids ``[T]``; writes KV to the pool. A plan for each of its parts."""
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Do what the first passes over a pool would else wait for; writes none of it.
@@ -185,6 +191,7 @@ class ExpertWeights:
     routing: Routing
     experts: tuple[MlpWeights, ...]  # all of one shape
     choice_bias: Tensor | None = None  # [num_experts] float32
+    factors: Tensor | None = None  # [num_experts] float32, of what each of them says
     shared: MlpWeights | None = None
     shared_gate: PackedLinear | None = None  # [1, hidden], not quantised
 
@@ -196,12 +203,54 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBeside:
+    """A mixture of experts beside an MLP; both read the stream, each by a norm of its own.
+
+    What the MLP says and what the experts say is added up, each behind its norm (Gemma 4).
+    """
+
+    experts: ExpertWeights
+    norm: Norm  # of what the experts read
+    router_norm: Norm  # of what the router reads
+    out_norm: Norm
+    mlp_out_norm: Norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInputWeights:
+    """How a layer adds its input of each token to the stream, behind its MLP (Gemma 4).
+
+    A gate that reads the stream is activated, times the input, and goes through ``out``.
+    """
+
+    gate: PackedLinear  # [width, hidden]
+    activation: Activation
+    out: PackedLinear  # [hidden, width]
+    out_norm: Norm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInputs:
+    """Makes the inputs of all layers of a token: ``[T, num_layers * width]``.
+
+    The norm of each layer's part of a projection of the embedding, plus a row of a second table,
+    times ``factor``.
+    """
+
+    table: Tensor  # [vocab, num_layers * width]
+    projection: PackedLinear  # [num_layers * width, hidden]
+    norm: Norm  # [width]
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One layer, with Q, K and V packed into one matrix, and its declared differences.
 
     Without a norm before attention or the MLP, these read the residual stream itself. The norms of
     what attention and the MLP add to the stream stand before the sum. ``is_parallel``: the MLP
-    reads what attention reads.
+    reads what attention reads. A layer that reads the keys and values of an earlier one has
+    queries alone in ``qkv``, and that layer's ``place``.
     """
 
     attention_norm: Norm | None
@@ -211,17 +260,23 @@ class LayerWeights:
     mlp_norm: Norm | None
     mlp: MlpWeights | ExpertWeights
     window: int | None  # positions that a row sees, itself included; None: all before it
+    place: KvPlace  # of its keys and values
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     is_parallel: bool = False
     tables: Tables = FIRST_TABLE
     cap: float | None = None  # of the scores
     sinks: Tensor | None = None  # [num_heads] float32: scores of a key without a value
+    factor: float = 1.0  # of the stream behind the layer
+    beside: ExpertsBeside | None = None
+    token_input: TokenInputWeights | None = None
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
         """Every packed matrix of the layer."""
-        return (self.qkv, self.o, *self.mlp.linears)
+        beside = () if self.beside is None else self.beside.experts.linears
+        added = () if self.token_input is None else (self.token_input.gate, self.token_input.out)
+        return (self.qkv, self.o, *self.mlp.linears, *beside, *added)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,6 +287,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
     lm_head: PackedLinear
+    token_inputs: TokenInputs | None = None
     logit_cap: float | None = None
 
 
@@ -277,8 +333,13 @@ class Ops(Protocol):
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of rows ``[T, hidden]``."""
 
-    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice.
+
+        The sum is rounded before it is multiplied.
+        """
 
     def plan(
         self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope
@@ -296,7 +357,8 @@ class Ops(Protocol):
         """Norm and rotate queries and keys, write keys and values to the pool.
 
         ``[T, (num_heads + 2 * num_kv_heads) * head_dim]`` to queries ``[T, num_heads * head_dim]``
-        as the backend's own `attention` takes them, scaled. May overwrite ``qkv``.
+        as the backend's own `attention` takes them, scaled. May overwrite ``qkv``. Of queries
+        alone, ``[T, num_heads * head_dim]``, nothing is written.
         """
 
     def attention(
@@ -320,10 +382,17 @@ class Ops(Protocol):
     def activate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
         """``[T, 2 * width] -> [T, width]`` where it is gated, else ``[T, width]`` to the same."""
 
-    def experts(self, x: Tensor, weights: ExpertWeights, plan: ForwardPlan | None = None) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        weights: ExpertWeights,
+        plan: ForwardPlan | None = None,
+        routed_by: Tensor | None = None,
+    ) -> Tensor:
         """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape.
 
         ``plan``: of the pass whose rows these are; those that it lacks may choose no expert.
+        ``routed_by``: what the router reads where that is not ``x``, [T, hidden].
         """
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ KvDtype: TypeAlias = Literal["auto", "int8", "fp8"]
 SCALED_DTYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TOPS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what the largest of a vector becomes
 _SCALE_BYTES = 4  # of a float32
+_LONGER = 1.05  # a block, at most, for pages that end with the layers
 
 
 class KVPool:
@@ -39,9 +41,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_dtype: KvDtype = "auto",
-        memory: Tensor | None = None,
     ) -> None:
-        """``memory``: as many items as the pool takes, of a pool that this one is a part of."""
         self.num_pages = num_pages
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -49,11 +49,10 @@ class KVPool:
         self.page_size = page_size
         self.dtype = dtype  # of what is written and read; kept so, too, unless scaled
         self.block = BlockLayout.of(page_size, head_dim, dtype, kv_dtype)
+        self.page_blocks = num_layers * 2 * num_kv_heads  # from a page to the next
         items = (page_size, head_dim) if kv_dtype == "auto" else (self.block.num_items,)
         shape = (num_pages, num_layers, 2, num_kv_heads, *items)
-        if memory is None:
-            memory = _fresh(math.prod(shape), self.block.dtype, device)
-        self.data: Tensor = memory.view(shape)
+        self.data: Tensor = _fresh(math.prod(shape), self.block.dtype, device).view(shape)
 
     @property
     def parts(self) -> tuple[KVPool, ...]:
@@ -74,7 +73,9 @@ class KVPool:
         if self.block.scales_at == 0:
             return blocks.view(shape), None
         vectors = blocks[:, : self.page_size * self.head_dim].view(shape)
-        return vectors, blocks[:, self.block.scales_at :].view(torch.float32)
+        scales_at = self.block.scales_at
+        scales = blocks[:, scales_at : scales_at + self.page_size * _SCALE_BYTES]
+        return vectors, scales.view(torch.float32)
 
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the content of some slots, over all layers, into as many others.
@@ -91,13 +92,8 @@ class KVPool:
 
     def _copy_slots(self, slots: Tensor) -> None:
         """``slots`` [2, n]: from, to."""
-        self._copy_layers(slots, self.num_layers)
-
-    def _copy_layers(self, slots: Tensor, num_layers: int) -> None:
-        """Copy slots over the first layers."""
-        blocks_per_layer = 2 * self.num_kv_heads
-        each = torch.arange(num_layers * blocks_per_layer, device=slots.device)
-        firsts = (slots // self.page_size).mul_(self.num_layers * blocks_per_layer)
+        each = torch.arange(self.num_layers * 2 * self.num_kv_heads, device=slots.device)
+        firsts = (slots // self.page_size).mul_(self.page_blocks)
         blocks, offsets = firsts.unsqueeze(-1) + each, (slots % self.page_size).unsqueeze(-1)
         vectors, scales = self.split(self.blocks)
         if vectors.itemsize == 1:  # of bytes: not every torch that computes on a GPU indexes float8
@@ -127,13 +123,31 @@ class KvShape(NamedTuple):
     head_dim: int
 
 
+class KvPlace(NamedTuple):
+    """Where a layer's keys and values are: in which of `KVPool.parts`, as which of its layers."""
+
+    part: int
+    layer: int
+
+
+class _PartPool(KVPool):
+    """The layers of one shape of a `MixedKVPool`, over the memory of all."""
+
+    def __init__(self, whole: KVPool, shape: KvShape, block: BlockLayout, memory: Tensor) -> None:
+        """``memory``: as much as the whole pool has, from where the shape's first layer lies."""
+        self.num_pages, self.page_size, self.dtype = whole.num_pages, whole.page_size, whole.dtype
+        self.num_layers, self.num_kv_heads, self.head_dim = shape
+        self.block = block
+        self.page_blocks = len(memory) // self.num_pages // block.num_items
+        self.data = memory.view(self.num_pages, self.page_blocks, block.num_items)
+
+
 class MixedKVPool(KVPool):
     """`KVPool` of layers of several shapes; a page is still one contiguous blob over all of them.
 
-    Each of ``parts`` is a uniform pool over the memory of all: its first layers are the ones of
-    its shape, the others lie where those of the other parts do and are not its own. So a kernel
-    that reads uniform pools reads a part. For this a page is a whole number of every part's
-    layers long: `page_items`.
+    Each of ``parts`` is a uniform pool over the memory of all: what lies behind its own layers in
+    a page is not its own. So a kernel that reads uniform pools reads a part. For this a page is a
+    whole number of every part's blocks long: `page_items`.
     """
 
     def __init__(
@@ -148,29 +162,16 @@ class MixedKVPool(KVPool):
     ) -> None:
         self.num_pages, self.page_size, self.dtype = num_pages, page_size, dtype
         self.num_layers = sum(shape.num_layers for shape in shapes)
-        blocks = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
-        units = [2 * s.num_kv_heads * b.num_items for s, b in zip(shapes, blocks, strict=True)]
-        items = page_items(shapes, units)
+        blocks = _blocks(shapes, page_size, dtype, kv_dtype)
+        items = page_items(shapes, blocks)
         size = num_pages * items
         # The last page of a part that begins later ends behind the last page of the first one.
         memory = _fresh(size + items, blocks[0].dtype, device)
         self.data = memory[:size].view(num_pages, items)
-        self._num_own_layers = [shape.num_layers for shape in shapes]
-        starts = [sum(s.num_layers * u for s, u in zip(shapes[:i], units, strict=False))
-                  for i in range(len(shapes))]  # fmt: skip
+        starts = accumulate(map(_layers_items, shapes, blocks), initial=0)
         self._parts = tuple(
-            KVPool(
-                num_pages,
-                num_layers=items // unit,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                page_size=page_size,
-                dtype=dtype,
-                device=device,
-                kv_dtype=kv_dtype,
-                memory=memory[start : start + size],
-            )
-            for shape, unit, start in zip(shapes, units, starts, strict=True)
+            _PartPool(self, shape, block, memory[start : start + size])
+            for shape, block, start in zip(shapes, blocks, starts, strict=False)
         )
 
     @property
@@ -179,24 +180,68 @@ class MixedKVPool(KVPool):
         return self._parts
 
     def _copy_slots(self, slots: Tensor) -> None:
-        for part, num_layers in zip(self._parts, self._num_own_layers, strict=True):
-            part._copy_layers(slots, num_layers)
+        for part in self._parts:
+            part._copy_slots(slots)
 
 
-def page_items(shapes: Sequence[KvShape], units: Sequence[int]) -> int:
-    """Items of a page; ``units``: those of one layer of each shape."""
-    used = sum(shape.num_layers * unit for shape, unit in zip(shapes, units, strict=True))
-    step = math.lcm(*units)
-    return -(-used // step) * step
+def make_pool(
+    num_pages: int,
+    shapes: Sequence[KvShape],
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kv_dtype: KvDtype = "auto",
+) -> KVPool:
+    """A pool of layers of these shapes: uniform where there is one."""
+    if len(shapes) > 1:
+        return MixedKVPool(
+            num_pages, shapes, page_size=page_size, dtype=dtype, device=device, kv_dtype=kv_dtype
+        )
+    (shape,) = shapes
+    return KVPool(
+        num_pages,
+        **shape._asdict(),
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+        kv_dtype=kv_dtype,
+    )
+
+
+def page_items(shapes: Sequence[KvShape], blocks: Sequence[BlockLayout]) -> int:
+    """Items of a page of layers of these shapes."""
+    step = math.lcm(*(block.num_items for block in blocks))
+    return -(-sum(map(_layers_items, shapes, blocks)) // step) * step
+
+
+def _layers_items(shape: KvShape, block: BlockLayout) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * block.num_items
+
+
+def _blocks(
+    shapes: Sequence[KvShape], page_size: int, dtype: torch.dtype, kv_dtype: KvDtype
+) -> list[BlockLayout]:
+    """The blocks of layers of these shapes.
+
+    Beside smaller ones a block may be longer than it needs to be: a whole number of the smallest
+    of them long, where that adds little, so that a page is not much longer than its layers.
+    """
+    found = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
+    least = min(block.num_items for block in found)
+    whole = [-(-block.num_items // least) * least for block in found]
+    return [
+        replace(block, num_items=items) if items < _LONGER * block.num_items else block
+        for block, items in zip(found, whole, strict=True)
+    ]
 
 
 def bytes_per_mixed_page(
     shapes: Sequence[KvShape], *, page_size: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
 ) -> int:
     """Bytes of a page of a `MixedKVPool`, and of a uniform one where there is one shape."""
-    blocks = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
-    units = [2 * s.num_kv_heads * b.num_items for s, b in zip(shapes, blocks, strict=True)]
-    return page_items(shapes, units) * blocks[0].dtype.itemsize
+    blocks = _blocks(shapes, page_size, dtype, kv_dtype)
+    return page_items(shapes, blocks) * blocks[0].dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

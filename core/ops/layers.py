@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .base import (
     DecoderWeights,
+    ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
     LayersOutput,
     LayerWeights,
     MlpWeights,
-    Norm,
     Ops,
     PackedLinear,
+    TokenInputs,
+    TokenInputWeights,
 )
 from .batch import Taps
 
@@ -23,16 +27,17 @@ def run_layers(
     ops: Ops,
     weights: DecoderWeights,
     token_ids: Tensor,
-    plan: ForwardPlan,
+    plans: Sequence[ForwardPlan],
     taps: Taps = (),
     *,
     tapped: Tensor | None = None,
 ) -> LayersOutput:
-    """Compute token ids ``[T]``; writes KV to the pool.
+    """Compute token ids ``[T]``; writes KV to the pool. ``plans``: of each of its parts.
 
     ``tapped`` [T, num_taps * hidden]: where the taps go; a new tensor if None.
     """
     residual = ops.embedding(token_ids, weights.embedding)
+    inputs = _token_inputs(ops, weights.token_inputs, token_ids, residual)
     if taps and tapped is None:
         tapped = residual.new_empty((len(residual), len(taps) * residual.shape[1]))
     _tap(tapped, taps, 0, residual)
@@ -40,7 +45,13 @@ def run_layers(
     x = residual if first is None else ops.norm(residual, first)
     following = (*(layer.attention_norm for layer in weights.layers[1:]), weights.final_norm)
     for index, next_norm in enumerate(following):
-        x, residual = _layer(ops, weights.layers[index], index, x, residual, next_norm, plan)
+        layer = weights.layers[index]
+        x, residual = _attend_and_think(ops, layer, x, residual, plans[layer.place.part])
+        if layer.token_input is not None:
+            assert inputs is not None
+            _, residual = ops.add_norm(x, residual, None)
+            x = _add_input(ops, layer.token_input, residual, inputs, index)
+        x, residual = ops.add_norm(x, residual, next_norm, layer.factor)
         _tap(tapped, taps, index + 1, residual)
     return LayersOutput(x, taps=tapped)
 
@@ -52,26 +63,52 @@ def _tap(tapped: Tensor | None, taps: Taps, boundary: int, residual: Tensor) -> 
         tapped[:, at * width : (at + 1) * width].copy_(residual)
 
 
-def _layer(
-    ops: Ops,
-    layer: LayerWeights,
-    index: int,
-    x: Tensor,
-    residual: Tensor,
-    next_norm: Norm | None,
-    plan: ForwardPlan,
+def _attend_and_think(
+    ops: Ops, layer: LayerWeights, x: Tensor, residual: Tensor, plan: ForwardPlan
 ) -> tuple[Tensor, Tensor]:
-    """Normed input and residual of a layer to those of the next."""
-    attended = _attend(ops, layer, index, x, plan)
+    """Normed input and residual of a layer to what its MLP adds to the stream, and the stream."""
+    attended = _attend(ops, layer, x, plan)
     if layer.is_parallel:
         _, residual = ops.add_norm(attended, residual, None)
     else:
         x, residual = ops.add_norm(attended, residual, layer.mlp_norm)
     mlp = layer.mlp
     x = ops.experts(x, mlp, plan) if isinstance(mlp, ExpertWeights) else run_mlp(ops, x, mlp)
-    if layer.mlp_out_norm is not None:
-        x = ops.norm(x, layer.mlp_out_norm)
-    return ops.add_norm(x, residual, next_norm)
+    if layer.beside is not None:
+        x = _add_experts(ops, layer.beside, x, residual, plan)
+    return (x if layer.mlp_out_norm is None else ops.norm(x, layer.mlp_out_norm)), residual
+
+
+def _add_experts(
+    ops: Ops, beside: ExpertsBeside, x: Tensor, residual: Tensor, plan: ForwardPlan
+) -> Tensor:
+    """What an MLP says, ``x``, and what the experts beside it say, added up."""
+    read, routed_by = ops.norm(residual, beside.norm), ops.norm(residual, beside.router_norm)
+    said = ops.norm(ops.experts(read, beside.experts, plan, routed_by), beside.out_norm)
+    return ops.add_norm(said, ops.norm(x, beside.mlp_out_norm), None)[0]
+
+
+def _token_inputs(
+    ops: Ops, weights: TokenInputs | None, token_ids: Tensor, embedded: Tensor
+) -> Tensor | None:
+    """The inputs of all layers, ``[T, num_layers * width]``, where layers have such."""
+    if weights is None:
+        return None
+    projected = ops.linear(embedded, weights.projection)
+    normed = ops.norm(projected.view(-1, len(weights.norm.weight)), weights.norm)
+    added = ops.embedding(token_ids, weights.table)
+    return ops.add_norm(normed.view(projected.shape), added, None, weights.factor)[0]
+
+
+def _add_input(
+    ops: Ops, weights: TokenInputWeights, residual: Tensor, inputs: Tensor, index: int
+) -> Tensor:
+    """What a layer adds to the stream of the inputs that tokens have for it."""
+    gate = ops.linear(residual, weights.gate)
+    width = gate.shape[1]
+    pair = torch.cat((gate, inputs[:, index * width : (index + 1) * width]), dim=1)
+    said = ops.linear(ops.activate(pair, weights.activation), weights.out)
+    return ops.norm(said, weights.out_norm)
 
 
 def run_mlp(ops: Ops, x: Tensor, mlp: MlpWeights) -> Tensor:
@@ -89,8 +126,9 @@ def linear_of_few(ops: Ops, x: Tensor, weight: PackedLinear) -> Tensor:
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def _attend(ops: Ops, layer: LayerWeights, index: int, x: Tensor, plan: ForwardPlan) -> Tensor:
+def _attend(ops: Ops, layer: LayerWeights, x: Tensor, plan: ForwardPlan) -> Tensor:
     """What attention adds to the stream."""
+    index = layer.place.layer
     q = ops.rope_write(ops.linear(x, layer.qkv), index, plan, layer.head_norm, layer.tables)
     attended = ops.attention(q, index, plan, layer.window, cap=layer.cap, sinks=layer.sinks)
     x = ops.linear(attended, layer.o)

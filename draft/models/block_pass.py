@@ -31,7 +31,7 @@ from ...core.ops.base import (
     PackedLinear,
 )
 from ...core.ops.batch import NOTHING_MORE, IntArray, RaggedBatch
-from ...core.ops.kv_pool import KVPool
+from ...core.ops.kv_pool import KvPlace, KVPool
 from .block import BlockHead, BlockLayer
 from .eagle import EagleHead
 from .head_layers import Mlp, Projections, RmsNorm
@@ -81,8 +81,8 @@ class BlockPass:
         )
         self._rope = RopeTable(config.rope, config.head_dim, target.device)
         layers = tuple(
-            _packed_layer(layer, ops, has_bias=config.attention_bias)
-            for layer in head.decoder_layers()
+            _packed_layer(layer, ops, KvPlace(0, index), has_bias=config.attention_bias)
+            for index, layer in enumerate(head.decoder_layers())
         )
         self._weights = DecoderWeights(
             embedding=head.table.detach(),
@@ -113,7 +113,7 @@ class BlockPass:
         batch = self._block_batch(pool.page_size, first_spare_page, places)
         self._rope.table(int(batch.positions.max()) + 1)  # beyond `stops` where pages are left out
         plan = self._ops.plan(batch, pool, self._heads, self._rope)
-        found = self._compiled(batch.token_ids, plan, NOTHING_MORE).hidden
+        found = self._compiled(batch.token_ids, (plan,), NOTHING_MORE).hidden
         return found.view(len(places), self._size, -1)
 
     def _block_batch(
@@ -209,7 +209,7 @@ class ContextRows:
         )
 
 
-def _packed_layer(layer: BlockLayer, ops: Ops, *, has_bias: bool) -> LayerWeights:
+def _packed_layer(layer: BlockLayer, ops: Ops, place: KvPlace, *, has_bias: bool) -> LayerWeights:
     attention = layer.self_attn
     return LayerWeights(
         attention_norm=plain_norm(layer.input_layernorm),
@@ -219,6 +219,7 @@ def _packed_layer(layer: BlockLayer, ops: Ops, *, has_bias: bool) -> LayerWeight
         mlp_norm=plain_norm(layer.post_attention_layernorm),
         mlp=pack_mlp(layer.mlp, ops),
         window=None,
+        place=place,
     )
 
 

@@ -297,6 +297,19 @@ def test_the_roofline_of_prefill_is_arithmetic_without_the_vocabulary():
     assert roofline(cold, shape, 10**9, limits) == pytest.approx(100 * 2 * inner / 1e12)
 
 
+def test_of_experts_those_count_that_rows_are_expected_to_choose():
+    """8 of 32 for one row; half of 32 for two rows that choose 16 each would be 24."""
+    sizes = {"num_experts": 32, "moe_intermediate_size": 1000, "num_hidden_layers": 10}
+    shape = shape_of(vocab_size=100, hidden_size=1000, num_experts_per_tok=16, **sizes)
+    experts, params = 3 * 32 * 10 * 10**6, 10**9
+    limits, two = Limits(read=1e9, matrix=1e12), replace(ROW, batch=2)
+    read = params - experts + experts * 24 / 32
+    assert roofline(two, shape, params, limits) == pytest.approx(2 * 1e9 / (2 * read))
+    prefill = replace(ROW, kind="prefill", batch=1, prompt_len=100)
+    inner = params - experts / 2 - 100 * 1000
+    assert roofline(prefill, shape, params, limits) == pytest.approx(1e12 / (2 * inner))
+
+
 def test_of_two_measurements_of_the_machine_the_better_counts():
     assert Limits(1.0, 5.0).or_better(Limits(2.0, 4.0)) == Limits(2.0, 5.0)
     assert Limits(1.0, 5.0).or_better(None) == Limits(1.0, 5.0)

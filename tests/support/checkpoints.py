@@ -60,6 +60,22 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
 }
 
+_GEMMA4_TYPES = ["full_attention", "sliding_attention", "full_attention"]
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "sliding_window": 50,
+    "layer_types": _GEMMA4_TYPES,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 3e4}
+        | {"partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    },
+    "pad_token_id": None,
+}
+
 _EXPERTS = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -121,6 +137,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", _GEMMA | {"sliding_window": 50, "layer_types": _TYPES}
                | {"final_logit_softcapping": 4.0, "rope_parameters": _ROPES}),
+    "gemma4": ("gemma4_text", _GEMMA4 | {"attention_k_eq_v": True}
+               | {"num_global_key_value_heads": 1, "final_logit_softcapping": 4.0}),
+    "gemma4_shared": ("gemma4_text", _GEMMA4 | {"tie_word_embeddings": True}
+                      | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+                      | {"num_hidden_layers": 5, "use_double_wide_mlp": True}
+                      | {"layer_types": [*_TYPES[:1], *_TYPES[:2], *_TYPES[:2]]}),
+    "gemma4_experts": ("gemma4_text", _GEMMA4 | {"enable_moe_block": True, "num_experts": 8}
+                       | {"top_k_experts": 3, "moe_intermediate_size": 36}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True, "pad_token_id": None}),
     "olmo2": ("olmo2", {"attention_bias": True, "pad_token_id": None, "intermediate_size": 140}),
     "olmo3": ("olmo3", {"sliding_window": 50, "layer_types": _TYPES, "pad_token_id": None}
@@ -156,6 +180,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                    | _rope("default", partial_rotary_factor=0.5)),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "sliding_window": 50, "layer_types": _TYPES}
                 | {"swiglu_limit": 0.6, "pad_token_id": None} | _EXPERTS | _yarn(truncate=False)),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16, "attention_bias": True}
+                | _rope("dynamic", alpha=50.0, factor=1.0)),
+    "hunyuan_moe": ("hunyuan_v1_moe", {"head_dim": 16, "num_experts": 8, "moe_topk": 3}),
+    "hunyuan_linear": ("hunyuan_v1_dense", {"head_dim": 16} | _rope("linear", factor=3.0)),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_gelu": ("qwen3", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
     "qwen3_biased": ("qwen3", {"head_dim": 32, "attention_bias": True}),
@@ -181,11 +209,13 @@ def make_reference(kind: str, *, seed: int = 0, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.12, generator=generator)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "scale")):
                 parameter.add_(1.0)
-        for name, buffer in model.named_buffers():  # which begin at 0
+        for name, buffer in model.named_buffers():  # which begin at 0 or 1
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.3, generator=generator)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
     return model.eval()
 
 
@@ -277,9 +307,10 @@ class ModelDriver:
     def _poison(self, sequence: Stream) -> None:
         page, offset = divmod(sequence.num_computed, self.page_size)
         self.pool.data[list(sequence.pages[page + 1 :])] = void_item(self.pool)
-        if page < len(sequence.pages) and len(self.pool.parts) == 1:
-            blocks = self.pool.data[sequence.pages[page]].view(-1, self.pool.block.num_items)
-            vectors, scales = self.pool.split(blocks)
+        for part in self.pool.parts if page < len(sequence.pages) else ():
+            blocks = part.data[sequence.pages[page]].view(-1, part.block.num_items)
+            own = 2 * part.num_layers * part.num_kv_heads
+            vectors, scales = part.split(blocks[:own])
             (vectors if scales is None else scales)[:, offset:] = torch.nan
 
 

@@ -20,11 +20,13 @@ ARCHS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "phi3": "phi3", "granite": "granite",
     "ernie4_5": "ernie4_5", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "glm4": "glm4", "smollm3": "smollm3", "olmo2": "olmo2", "olmo3": "olmo2",
     "cohere": "command-r", "cohere2": "cohere2", "exaone4": "exaone4", "starcoder2": "starcoder2",
     "seed_oss": "seed_oss", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe", "dots1": "dots1",
     "minimax_m2": "minimax-m2", "olmoe": "olmoe", "ministral3": "mistral3", "arcee": "arcee",
-    "hunyuan_v1_dense": "hunyuan-dense", "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
+    "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe",
+    "ernie4_5_moe": "ernie4_5-moe", "olmo": "olmo",
     "granitemoe": "granitemoe", "nemotron": "nemotron", "stablelm": "stablelm", "phi": "phi2",
 }  # fmt: skip
 TURNED = (
@@ -61,9 +63,9 @@ def write_gguf(
     model_arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(model_arch, config["num_hidden_layers"])
     for name, values in _tensors(folder, config).items():
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        own = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert own is not None, name
-        if values.ndim < 2 or own.endswith(".bias"):
+        if values.ndim < 2 or own.endswith((".bias", ".scale")):
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
             continue
         raw = gguf.quantize(np.ascontiguousarray(values), kind)
@@ -95,7 +97,9 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
         if turned and name.endswith(("q_proj.bias", "k_proj.bias")):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             values = interleaved(values, config[heads])
-        if ".experts." in name and config["model_type"] != "gpt_oss":
+        if config["model_type"] == "gemma4_text":
+            found[_gemma4_name(name)] = values
+        elif ".experts." in name and config["model_type"] != "gpt_oss":
             before, _, after = name.partition(".experts.")
             experts.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(values)
         elif config["model_type"] == "gpt_oss" and ".experts." in name:
@@ -115,6 +119,13 @@ def _tensors(folder: Path, config: dict[str, Any]) -> dict[str, Array]:
             name = name.replace(old, new).removeprefix("model.") if old in name else name
         found[name] = np.stack(parts)
     return found
+
+
+def _gemma4_name(name: str) -> str:
+    """Names of the table; scales of routers and experts are those of matrices."""
+    name = name.replace("router.per_expert_scale", "experts.down_proj.scale")
+    name = name.replace("router.scale", "router.proj.scale")
+    return name if name.endswith((".weight", ".scale")) else f"{name}.weight"
 
 
 def _sorted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -205,6 +216,34 @@ def _gemma2(writer: Any, config: dict[str, Any]) -> None:
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
 
 
+def _gemma4(writer: Any, config: dict[str, Any]) -> None:
+    _pattern(writer, config)
+    listed, types = config["per_layer_config"], config["layer_types"]
+    full = listed[str(types.index("full_attention"))]
+    size, heads = full["head_dim"], config["num_key_value_heads"]
+    writer.add_key_length(size)
+    writer.add_key_length_swa(config["head_dim"])
+    counts = [listed.get(str(i), {}).get("num_key_value_heads", heads) for i in range(len(types))]
+    writer.add_head_count_kv(counts if len(set(counts)) > 1 else heads)
+    shared = config["num_kv_shared_layers"]
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(size)
+    if config["use_double_wide_mlp"]:
+        width, own = config["intermediate_size"], len(types) - shared
+        writer.add_feed_forward_length([width] * own + [2 * width] * shared)
+    turning = int(config["rope_parameters"]["full_attention"]["partial_rotary_factor"] * size / 2)
+    divisors = [1.0] * turning + [1e30] * (size // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
 def _pattern(writer: Any, config: dict[str, Any]) -> None:
     if config.get("sliding_window"):
         _window(writer, config)
@@ -231,6 +270,12 @@ def _experts(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if "shared_expert_intermediate_size" in config:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _hunyuan_moe(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["moe_topk"])
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
 
 
 def _ernie_moe(writer: Any, config: dict[str, Any]) -> None:
@@ -277,6 +322,7 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "granite": _granite,
     "gemma2": _gemma2,
     "gemma3_text": _window,
+    "gemma4_text": _gemma4,
     "olmo3": _pattern,
     "exaone4": _pattern,
     "cohere": _cohere,
@@ -290,6 +336,7 @@ _MORE: dict[str, Callable[[Any, dict[str, Any]], None]] = {
     "minimax_m2": _experts,
     "olmoe": _experts,
     "ernie4_5_moe": _ernie_moe,
+    "hunyuan_v1_moe": _hunyuan_moe,
     "granitemoe": _granite_moe,
     "ministral3": _ministral3,
     "stablelm": _stablelm,

@@ -22,7 +22,7 @@ from foretoken.core.ops.base import (
     Ops,
     Routing,
 )
-from foretoken.core.ops.kv_pool import KvDtype, KVPool
+from foretoken.core.ops.kv_pool import KvDtype, KvPlace, KVPool
 from foretoken.core.ops.triton.graph.graphs import Graph, MakeGraph, cuda_graphs
 from foretoken.core.ops.triton.triton_ops import TritonOps
 from support.fake_graph import fake_graphs
@@ -86,7 +86,9 @@ def make_decoder(graphs: MakeGraph | None, *, has_experts: bool = False) -> Deco
     """
     ops = TritonOps(exact="off", graphs=graphs or "off")
     torch.manual_seed(0)
-    layers = tuple(make_layer(ops, layer.window) for layer in CONFIG.layers)
+    layers = tuple(
+        make_layer(ops, layer.window, index) for index, layer in enumerate(CONFIG.layers)
+    )
     if has_experts:
         layers = (layers[0], replace(layers[1], mlp=make_mixture(ops)))
     embedding = torch.randn(VOCAB, SIZE)
@@ -95,7 +97,7 @@ def make_decoder(graphs: MakeGraph | None, *, has_experts: bool = False) -> Deco
     return Decoder(CONFIG, weights, ops)
 
 
-def make_layer(ops: Ops, window: int | None) -> LayerWeights:
+def make_layer(ops: Ops, window: int | None, index: int) -> LayerWeights:
     return LayerWeights(
         attention_norm=make_norm(),
         qkv=ops.pack_linear(torch.randn(4 * 16, SIZE) / 4),
@@ -104,6 +106,7 @@ def make_layer(ops: Ops, window: int | None) -> LayerWeights:
         mlp_norm=make_norm(),
         mlp=make_mlp(ops),
         window=window,
+        place=KvPlace(0, index),
     )
 
 

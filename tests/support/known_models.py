@@ -71,6 +71,28 @@ KNOWN: dict[str, dict[str, Any]] = {
     ),
     "Gemma 3 1B": _GEMMA3_1B,
     "Gemma 3 4B": {"model_type": "gemma3", "text_config": _GEMMA3_4B, **_BF16},
+    "Gemma 4 31B": _shape(
+        "gemma4_text", 5376, 21504, 60, 32, 16, 262144, 262144, head_dim=256, global_head_dim=512,
+        num_global_key_value_heads=4, attention_k_eq_v=True, sliding_window=1024,
+        hidden_size_per_layer_input=0, tie_word_embeddings=True,
+    ),
+    "Gemma 4 26B-A4B": _shape(
+        "gemma4_text", 2816, 2112, 30, 16, 8, 262144, 262144, head_dim=256, global_head_dim=512,
+        num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024,
+        hidden_size_per_layer_input=0, tie_word_embeddings=True, enable_moe_block=True,
+        num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+    ),
+    "Gemma 4 E2B": _shape(
+        "gemma4_text", 1536, 6144, 35, 8, 1, 262144, 131072, head_dim=256, global_head_dim=512,
+        sliding_window=512, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
+        num_kv_shared_layers=20, use_double_wide_mlp=True, tie_word_embeddings=True,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    ),
+    "Hunyuan 7B": _shape(
+        "hunyuan_v1_dense", 4096, 14336, 32, 32, 8, 128167, 262144, head_dim=128,
+        tie_word_embeddings=True, rms_norm_eps=1e-5,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    ),
     "gpt-oss 20B": _shape(
         "gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072, head_dim=64, num_local_experts=32,
         num_experts_per_tok=4, sliding_window=128, quantization_config={"quant_method": "mxfp4"},

@@ -48,16 +48,23 @@ def num_params(folder: Path) -> int:
 def roofline(row: Row, shape: Shape, params: int, limits: Limits) -> float | None:
     """The best that the row's figure can be on this machine, where a formula is at hand.
 
-    Every step of a decode reads all weights once, for all its requests. A prefill multiplies
-    every parameter but the vocabulary's with every token; attention, which grows with the
+    Every step of a decode reads all weights once, for all its requests; of experts those that
+    the requests are expected to choose. A prefill multiplies every parameter but the vocabulary's
+    with every token, of experts those that a token chooses; attention, which grows with the
     square of the prompt, is left out. Speculation and integer arithmetic have no such line here.
     """
-    num_bytes = params * _BYTES[row.setting.dtype]
-    if num_bytes < _CACHED:
+    if params * _BYTES[row.setting.dtype] < _CACHED:
         return None
     if row.kind == "decode" and not row.setting.depth:
+        num_bytes = _params_of(shape, params, row.batch) * _BYTES[row.setting.dtype]
         return row.batch * limits.read / num_bytes
     if row.kind in ("prefill", "cold") and row.setting.dtype == "bf16":
-        rate = limits.matrix / (2 * (params - shape.vocab_size * shape.width))
+        rate = limits.matrix / (2 * (_params_of(shape, params, 1) - shape.vocab_size * shape.width))
         return rate if row.is_rate else row.prompt_len / rate
     return None
+
+
+def _params_of(shape: Shape, params: int, rows: int) -> float:
+    """Parameters that some of ``rows`` tokens need."""
+    experts = shape.experts
+    return params if experts is None else params - experts.params + experts.params_of(rows)

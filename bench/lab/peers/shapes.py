@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -35,6 +35,21 @@ HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 """Where environments and checkpoints are made: in the working folder, unless told otherwise."""
 
 
+class Experts(NamedTuple):
+    """The experts of a mixture, over all layers."""
+
+    num_experts: int
+    top_k: int  # of them, for each row
+    params: int  # of all of them
+
+    def params_of(self, rows: int) -> float:
+        """Parameters that a step reads whose rows choose at random, each for itself.
+
+        ``num_experts * (1 - (1 - top_k / num_experts) ** rows)`` of them are expected to differ.
+        """
+        return self.params * (1 - (1 - self.top_k / self.num_experts) ** rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A model to make, with random weights. ``config`` makes its config."""
@@ -52,6 +67,16 @@ class Shape:
     def width(self) -> int:
         """Of the residual stream."""
         return int(self.config().hidden_size)
+
+    @property
+    def experts(self) -> Experts | None:
+        """Of a mixture with experts in all layers; None: there are none."""
+        config = self.config()
+        count = getattr(config, "num_experts", None)
+        if not count:
+            return None
+        params = 3 * count * config.num_hidden_layers * config.moe_intermediate_size * self.width
+        return Experts(count, config.num_experts_per_tok, params)
 
     def text(self) -> list[int]:
         """What prompts are cut from; nothing where they are random."""

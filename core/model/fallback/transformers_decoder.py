@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...ops.base import ForwardPlan, HeadLayout, Ops, PackedLinear
 from ...ops.batch import NOTHING_MORE, ForwardOutput, RaggedBatch, Taps, Wanted
-from ...ops.kv_pool import KvDtype, KVPool, KvShape, MixedKVPool, bytes_per_mixed_page
+from ...ops.kv_pool import KvDtype, KVPool, KvShape, bytes_per_mixed_page, make_pool
 from ...ops.layers import linear_of_few
 from ...ops.quantize import QuantizedWeight
 from ...ops.torch.attention import attend
@@ -34,7 +34,7 @@ from ..config import DecoderConfig
 from ..decoder import Decoder, ModelPath
 from .transformers_probe import AttentionCall, AttentionSite, hooked
 
-_MAX_NATIVE_DIM = 256
+_MAX_NATIVE_DIM = 512
 _MAX_NATIVE_GROUP = 64
 _ROUTERS = frozenset(("gate", "router", "shared_expert_gate", "wg"))  # never quantised
 
@@ -330,19 +330,9 @@ class TransformersDecoder(Decoder):
 
     def make_pool(self, num_pages: int, *, page_size: int, kv_dtype: KvDtype = "auto") -> KVPool:
         """A KV pool of this model's shapes, layer by layer."""
-        if len(self.shapes) > 1:
-            return MixedKVPool(
-                num_pages,
-                self.shapes,
-                page_size=page_size,
-                dtype=self.dtype,
-                device=self.device,
-                kv_dtype=kv_dtype,
-            )
-        (shape,) = self.shapes
-        return KVPool(
+        return make_pool(
             num_pages,
-            **shape._asdict(),
+            self.shapes,
             page_size=page_size,
             dtype=self.dtype,
             device=self.device,

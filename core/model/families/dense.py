@@ -18,10 +18,11 @@ from .shared import (
     turns_of,
     window_of,
     windowed,
+    with_alpha,
     without_rope_unless_windowed,
 )
 
-_BEFORE_AND_AFTER = NormNames(
+BEFORE_AND_AFTER = NormNames(
     "input_layernorm",
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
@@ -184,7 +185,7 @@ def gemma2(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401
         raise fields.unsupported("use_bidirectional_attention", "is not supported")
     shape: dict[str, Any] = {
         "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-        "norms": _BEFORE_AND_AFTER,
+        "norms": BEFORE_AND_AFTER,
         "layers": sliding(fields, 2, window=4096),
         "attention_scale": fields.above_zero("query_pre_attn_scalar", 256) ** -0.5,
         "attention_cap": cap_of(fields, "attn_logit_softcapping", 50.0),
@@ -227,6 +228,22 @@ def olmo3(fields: Fields) -> DecoderConfig:
     max_len = fields.positive("max_position_embeddings", 2048)
     full, local = parse_ropes(fields, max_len=max_len, theta=5e5)
     return olmo2(fields, rope=full, layers=sliding(fields, 4, window=4096, local=local))
+
+
+def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    bias = fields.flag("attention_bias", False)
+    head_dim = fields.positive("head_dim")
+    return base_config(
+        with_alpha(fields, head_dim),
+        eps=1e-5,
+        head_dim=head_dim,
+        head_norm="each",
+        head_norm_names=("query_layernorm", "key_layernorm"),
+        norms_behind_rope=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        **differences,
+    )
 
 
 def smollm3(fields: Fields) -> DecoderConfig:

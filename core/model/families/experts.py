@@ -9,6 +9,7 @@ from ...ops.base import Activation, Routing
 from ..config import DecoderConfig, ExpertNames, ExpertsSpec, LayerSpec, MlpNames
 from ..fields import Fields
 from ..rope import RopeSpec
+from .dense import hunyuan
 from .shared import (
     activation_of,
     base_config,
@@ -117,6 +118,21 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
     )
 
 
+def hunyuan_moe(fields: Fields) -> DecoderConfig:
+    chosen = set(fields.integers("moe_topk"))  # of all layers, or of each
+    if len(chosen) != 1:
+        raise fields.unsupported("moe_topk", "that differs by layer is not supported")
+    layers = _with_experts(
+        fields,
+        windowed(fields, None),
+        Routing(chosen.pop(), renorm=0.0),
+        names=ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp."),
+        width="intermediate_size",
+        shared_width=fields.positive("intermediate_size"),
+    )
+    return hunyuan(fields, layers=layers)
+
+
 def dots1(fields: Fields) -> DecoderConfig:
     """dots.llm1: DeepSeek V3's router, head norms, windows in later layers (arXiv 2506.05767)."""
     bias = fields.flag("attention_bias", False)
@@ -149,7 +165,7 @@ def gpt_oss(fields: Fields) -> DecoderConfig:
         fields,
         sliding(fields, 2, window=128),
         Routing(_top_k(fields), of_chosen=True),
-        names=ExpertNames("mlp.router", "mlp.experts.", is_stacked=True),
+        names=ExpertNames("mlp.router", "mlp.experts.", stacked="gpt-oss"),
         width="intermediate_size",
         activation=Activation("clamped_swiglu", True, limit),
         router_bias=True,

@@ -12,7 +12,7 @@ from ..config import DecoderConfig
 from ..fields import Fields, read_json
 from ..formats.quantized import read_scheme
 from ..nested import is_nested, text_fields
-from . import dense, experts
+from . import dense, experts, gemma4
 
 MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "arcee": dense.arcee,
@@ -24,12 +24,15 @@ MODEL_FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,
+    "gemma4_text": gemma4.gemma4,
     "glm": dense.glm,
     "glm4": dense.glm4,
     "glm4_moe": experts.glm4_moe,
     "gpt_oss": experts.gpt_oss,
     "granite": dense.granite,
     "helium": dense.helium,
+    "hunyuan_v1_dense": dense.hunyuan,
+    "hunyuan_v1_moe": experts.hunyuan_moe,
     "llama": dense.llama,
     "minimax_m2": experts.minimax_m2,
     "ministral3": dense.ministral3,
@@ -94,11 +97,13 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _check(config: DecoderConfig, fields: Fields) -> DecoderConfig:
-    if config.num_heads % config.num_kv_heads:
-        problem = f"{config.num_kv_heads} does not divide {config.num_heads} attention heads"
-        raise fields.error("num_key_value_heads", problem)
-    if config.head_dim % 2:
-        raise fields.error("head_dim", f"must be even, not {config.head_dim}")
+    for layer in range(config.num_layers):
+        num_heads, num_kv_heads, head_dim = config.heads_of(layer)
+        if num_heads % num_kv_heads:
+            problem = f"{num_kv_heads} does not divide {num_heads} attention heads"
+            raise fields.error("num_key_value_heads", problem)
+        if head_dim % 2:
+            raise fields.error("head_dim", f"must be even, not {head_dim}")
     return config
 
 

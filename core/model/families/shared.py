@@ -68,6 +68,19 @@ def base_config(
     return DecoderConfig(**(shape | differences))
 
 
+def with_alpha(fields: Fields, head_dim: int) -> Fields:
+    """Hunyuan's RoPE of the kind "dynamic" with a fixed ``alpha`` is one with another theta."""
+    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    rope = fields.object(name)
+    alpha = rope.number("alpha", 0.0)
+    if rope.text("rope_type", rope.text("type", "default")) != "dynamic" or not alpha:
+        return fields
+    theta = rope.above_zero("rope_theta", fields.number("rope_theta", 10000.0))
+    theta *= alpha ** (head_dim / (head_dim - 2))
+    values = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return Fields({**fields.values, **values}, fields.where)
+
+
 def window_of(fields: Fields) -> int | None:
     """Positions of the sliding window; None without one."""
     return fields.positive("sliding_window") if fields.has("sliding_window") else None

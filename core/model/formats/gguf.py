@@ -31,6 +31,7 @@ from .gguf_architectures import (
     LAYER_NAMES,
     MODEL_NAMES,
     REFUSED,
+    STACKED,
     Architecture,
     architecture_of,
 )
@@ -41,11 +42,16 @@ _ROPE_DIVISORS = "rope_freqs.weight"  # llama3's scaling, by frequency
 _NOT_WEIGHTS = (_ROPE_DIVISORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _PLAIN = {GgmlType.F32: "float32", GgmlType.F16: "float16", GgmlType.BF16: "bfloat16"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias|scale)")
 # Parameters whose names in transformers have no ending.
-_BARE = ("self_attn.sinks", "e_score_correction_bias")
+_BARE = (
+    "self_attn.sinks", "e_score_correction_bias", "layer_scalar", "router.scale",
+    "per_expert_scale",
+)  # fmt: skip
 _ROW = "moe_statics.e_score_correction_bias"  # a matrix of one row in transformers
-_HARMONY_VOCAB, _HARMONY_CALL = 201088, 200012  # <|call|> ends an answer, too
+# What ends an answer besides, by architecture and vocabulary: Harmony's <|call|>; of Gemma 4 <eos>,
+# <turn|> and <|tool_response>.
+_MORE_ENDS = {("gpt-oss", 201088): [200012], ("gemma4", 262144): [1, 106, 50]}
 
 
 class _StoredTensor(NamedTuple):
@@ -97,8 +103,9 @@ class GgufFile:
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """Of RoPE's frequencies; empty where the file has none."""
-        return tuple(self._meta.tensor(_ROPE_DIVISORS))
+        """Of RoPE's frequencies; empty where the file has none, or they say what is at rest."""
+        is_told = "full_attention" in self.values["rope_parameters"]
+        return () if is_told else tuple(self._meta.tensor(_ROPE_DIVISORS))
 
     @property
     def types(self) -> dict[str, int]:
@@ -140,12 +147,12 @@ class GgufFile:
             "model_type": self._architecture.model_type,
             "vocab_size": vocab_size,
             "hidden_size": width,
-            "intermediate_size": meta.optional("feed_forward_length", 0)
+            "intermediate_size": meta.by_layer("feed_forward_length")[0]
             or meta.number("expert_feed_forward_length"),
             "num_hidden_layers": meta.number("block_count")
             - meta.optional("nextn_predict_layers", 0),
             "num_attention_heads": heads,
-            "num_key_value_heads": meta.optional("attention.head_count_kv", heads),
+            "num_key_value_heads": meta.by_layer("attention.head_count_kv")[0] or heads,
             "head_dim": head_dim,
             "max_position_embeddings": meta.number("context_length"),
             "rms_norm_eps": meta.optional("attention.layer_norm_rms_epsilon", 1e-5),
@@ -162,6 +169,8 @@ class GgufFile:
         }
         rope = self._rope(head_dim)
         values |= self._architecture.fields(meta)
+        if "hidden_size_per_layer_input" in values:
+            values["vocab_size_per_layer_input"] = vocab_size
         given = values.get("rope_parameters", {})
         if "full_attention" not in given:
             values["rope_parameters"] = rope | given
@@ -202,7 +211,8 @@ class GgufFile:
                     found[name] = self._plain(name, tensor)
                 continue
             number, leaf, ending = layer.groups()
-            target = (LAYER_NAMES | dict(self._architecture.names)).get(leaf)
+            names = LAYER_NAMES | dict(self._architecture.names)
+            target = names.get(leaf if ending != "scale" else f"{leaf}.scale")
             if target is None:
                 continue
             if int(number) >= self.values["num_hidden_layers"]:  # predicts further tokens
@@ -210,7 +220,7 @@ class GgufFile:
             name = f"model.layers.{number}.{target}"
             if "{}" in name:
                 found |= self._experts(f"{name}.{ending}", tensor)
-            elif target.endswith(_BARE):
+            elif target in STACKED or target.endswith(_BARE):
                 found[name] = self._plain(name, tensor)
             else:
                 found[f"{name}.{ending}"] = self._plain(f"{name}.{ending}", tensor)
@@ -231,7 +241,14 @@ class GgufFile:
         offset = self._architecture.norm_offset if name.endswith("norm.weight") else 0.0
         shape = (1, *_shape(tensor)) if name.endswith(_ROW) else _shape(tensor)
 
+        def one(index: int) -> QuantizedWeight:
+            value = _value(tensor.data[index], tensor, self.where)
+            assert isinstance(value, QuantizedWeight)  # of a kept type
+            return value
+
         def read() -> StoredWeight:
+            if len(shape) == 3 and tensor.tensor_type in _KEPT:
+                return QuantizedStack(shape[0], one)
             value = _value(tensor.data, tensor, self.where)
             if isinstance(value, Tensor):
                 value = (value - offset if offset else value).view(shape)
@@ -423,6 +440,17 @@ class _Metadata:
             return []
         return [bool(each) for each in field.contents()]
 
+    def by_layer(self, name: str) -> list[int]:
+        """Numbers of the layers, or one for all of them; a 0 where the file has none."""
+        field = self._reader.fields.get(f"{self.architecture}.{name}")
+        if field is None or field.types[0] != GGUFValueType.ARRAY:
+            return [int(self.optional(name, 0))]
+        return [int(each) for each in field.contents()] if field.data else [0]
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor of that name."""
+        return any(each.name == name for each in self._reader.tensors)
+
     def tensor(self, name: str) -> list[float]:
         """The numbers of a small tensor; empty where the file has none."""
         found = next((each for each in self._reader.tensors if each.name == name), None)
@@ -432,8 +460,8 @@ class _Metadata:
         """Tokens that end an answer."""
         names = (f"tokenizer.ggml.{name}" for name in _END_TOKENS)
         found = [self._get(name, int) for name in names if name in self._reader.fields]
-        is_harmony = self.architecture == "gpt-oss" and vocab_size == _HARMONY_VOCAB
-        return [*found, *([_HARMONY_CALL] if is_harmony else [])]
+        more = _MORE_ENDS.get((self.architecture, vocab_size), [])
+        return list(dict.fromkeys((*found, *more)))
 
     def _get(self, name: str, kinds: type | tuple[type, ...]) -> Any:  # noqa: ANN401
         field = self._reader.fields.get(name)

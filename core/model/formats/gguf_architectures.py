@@ -30,7 +30,11 @@ MODEL_NAMES = {
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
     "output.bias": "lm_head.bias",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
+STACKED = ("experts.gate_up_proj", "experts.down_proj")  # in transformers, too
 # Of experts one by one, of which the file stacks all.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -55,6 +59,15 @@ _SHARED_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_SHARED_MLP = {
+    "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+    "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+    "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+}
+_HUNYUAN = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 _CHOICE_BIAS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _PHI = {
     "attn_output": "self_attn.dense",
@@ -66,6 +79,22 @@ _AFTER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _BEFORE_AND_AFTER = _AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+
+
+_GEMMA4 = _BEFORE_AND_AFTER | {
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": STACKED[0],
+    "ffn_down_exps": STACKED[1],
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 
 
 class Metadata(Protocol):
@@ -80,10 +109,17 @@ class Metadata(Protocol):
     def flags(self, name: str) -> list[bool]:
         """An array of them; empty where the file has none."""
 
+    def by_layer(self, name: str) -> list[int]:
+        """Numbers of the layers, or one for all of them; a 0 where the file has none."""
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor of that name."""
+
     def tensor(self, name: str) -> list[float]:
         """The numbers of a small tensor; empty where the file has none."""
 
 
+_AT_REST = 1e20  # a divisor of at least so much stops what it divides
 Fields = Callable[[Metadata], dict[str, Any]]
 
 
@@ -194,6 +230,50 @@ def _gemma3(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _gemma4(meta: Metadata) -> dict[str, Any]:
+    """Heads by layer; RoPE's divisors are 1, or so large that what they divide is at rest."""
+    flags = meta.flags("attention.sliding_window_pattern")
+    heads, widths = meta.by_layer("attention.head_count_kv"), meta.by_layer("feed_forward_length")
+    heads = heads if len(heads) > 1 else heads * len(flags)
+    full = [layer for layer, is_sliding in enumerate(flags) if not is_sliding]
+    divisors = meta.tensor("rope_freqs.weight") or [1.0]
+    turning = sum(each < _AT_REST for each in divisors) / len(divisors)
+    size, count = meta.number("attention.key_length"), meta.optional("expert_count", 0)
+    found: dict[str, Any] = {
+        **_gelu(meta),
+        "sliding_window": meta.number("attention.sliding_window"),
+        "layer_types": _types(len(flags), lambda layer: flags[layer]),
+        "head_dim": meta.number("attention.key_length_swa"),
+        "num_key_value_heads": next(
+            (heads[layer] for layer, is_sliding in enumerate(flags) if is_sliding), heads[0]
+        ),
+        "per_layer_config": {
+            str(layer): {"head_dim": size, "num_key_value_heads": heads[layer]} for layer in full
+        },
+        "attention_k_eq_v": not all(meta.has_tensor(f"blk.{n}.attn_v.weight") for n in full[:1]),
+        "hidden_size_per_layer_input": meta.optional("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": meta.optional("attention.shared_kv_layers", 0),
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "final_logit_softcapping": meta.optional("final_logit_softcapping", None),
+        "enable_moe_block": bool(count),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": meta.optional("rope.freq_base", 1e6),
+                "partial_rotary_factor": turning,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": meta.optional("rope.freq_base_swa", 1e4),
+            },
+        },
+    }
+    if count:
+        found |= {"num_experts": count, "top_k_experts": meta.number("expert_used_count")}
+        found["moe_intermediate_size"] = meta.number("expert_feed_forward_length")
+    return found
+
+
 def _olmo2(meta: Metadata) -> dict[str, Any]:
     return _pattern(meta, "olmo3")
 
@@ -256,6 +336,12 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
         "sliding_window": meta.number("attention.sliding_window"),
         "rope_parameters": rope,
     }
+
+
+def _hunyuan_moe(meta: Metadata) -> dict[str, Any]:
+    found = _experts(meta)
+    found |= {"moe_topk": found["num_experts_per_tok"]}
+    return found | {"intermediate_size": found["moe_intermediate_size"]}
 
 
 def _like_deepseek(meta: Metadata) -> dict[str, Any]:
@@ -375,6 +461,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         model_type="gemma3_text", fields=_gemma3, names=_BEFORE_AND_AFTER, norm_offset=1.0
     ),
+    "gemma4": Architecture(model_type="gemma4_text", fields=_gemma4, names=_GEMMA4),
     "glm4": Architecture(
         model_type="glm4",
         turns_part=True,
@@ -412,12 +499,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         is_turned=True,
         experts="granite",
     ),
-    "hunyuan-dense": Architecture(
-        model_type="hunyuan_v1_dense",
-        names={
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
-        },
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense", names=_HUNYUAN),
+    "hunyuan-moe": Architecture(
+        model_type="hunyuan_v1_moe",
+        fields=_hunyuan_moe,
+        names=_HUNYUAN | _EXPERTS | _SHARED_MLP | {"ffn_gate_inp": "mlp.gate.wg"},
+        experts="each",
     ),
     "llama": _LLAMA,
     "minimax-m2": Architecture(
@@ -474,8 +561,11 @@ GGUF_TYPES = frozenset(each.model_type for each in ARCHITECTURES.values()) | {
     "mixtral",
     "olmo3",
 }
-# The text model of a multimodal file.
-ALIASES = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+# The text model of a multimodal file; other names of what is Llama's.
+ALIASES = {
+    "qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "internlm2": "llama",
+    "xverse": "llama",
+}  # fmt: skip
 _STATE = "its layers keep a state beside keys and values, which pages do not hold yet"
 _ALIBI = "its scores are biased by distance (ALiBi)"
 _NO_DECODER = "it does not predict text token by token"

@@ -159,6 +159,7 @@ int ft_attend(const void *q, void *out, const ft_attend_plan *plan, const ft_bat
 FT_EXPORT int ft_attention(const void *q, void *out, const ft_batch *batch, const ft_kv *kv,
                            const ft_heads *heads, int64_t layer, const ft_rule *rule) {
     ft_attend_plan plan;
-    if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
+    ft_part part = {batch, kv, heads};
+    if (ft_plan_attention(&part, 1, &plan)) return -1;
     return ft_attend(q, out, &plan, batch, kv, heads, layer, rule);
 }

@@ -143,8 +143,8 @@ static void score_bytes_amx(attend_space *space, int64_t at, int64_t stop, int64
     AMX_ZERO(3);
     for (int64_t word = 0; word < words; word += TILE_WORDS) {
         const uint32_t *keys = space->keys + (sub * words + word) * 16;
-        AMX_LOAD(4, queries + word * 4, MAX_DIM * 4);
-        AMX_LOAD(5, queries + MAX_DIM + word * 4, MAX_DIM * 4);
+        AMX_LOAD(4, queries + word * 4, BYTE_QUERY);
+        AMX_LOAD(5, queries + MAX_DIM + word * 4, BYTE_QUERY);
         AMX_LOAD(6, keys, AMX_ROW_BYTES);
         AMX_DOT_SS(0, 4, 6);
         AMX_DOT_SS(1, 5, 6);

@@ -13,7 +13,8 @@
 enum {
     SUBS = KEYS / 16, /* sixteens of a block */
     TILE = 4,         /* queries that share the loads of a block */
-    MAX_DIM = 256,    /* of a head */
+    MAX_DIM = FT_MAX_DIM,
+    BYTE_QUERY = 2 * MAX_DIM, /* bytes of a query as two bytes an item */
 #if defined(FT_AMX)
     ROOM = QUERIES + AMX_ROWS, /* for a last tile of queries that goes beyond them */
 #else

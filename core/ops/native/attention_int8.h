@@ -112,7 +112,7 @@ FT_INLINE void split_numbers(ft_vec numbers, int32_t half, void *high, void *low
 /* High bytes, and MAX_DIM further the low ones, in the space of the widened query. */
 static void pack_query(attend_space *space, int64_t query, const char *items, int64_t dim,
                        int is_bf16) {
-    int8_t *high = (int8_t *)(space->wide + query * MAX_DIM), *low = high + MAX_DIM;
+    int8_t *high = (int8_t *)space->wide + query * BYTE_QUERY, *low = high + MAX_DIM;
     float wide[MAX_DIM];
     for (int64_t d = 0; d < dim; d += FT_WIDTH)
         v_store(wide + d, v_get(items, d, dim - d, is_bf16));

@@ -136,20 +136,17 @@ static void build_tasks(builder *build, int64_t num_kv_heads) {
     build->firsts[build->num_tasks] = build->num_parts;
 }
 
-/* All that a plan points to, in the thread's scratch memory. Returns -1 when there is none. */
-static int find_memory(builder *build) {
+/* What a plan points to: with `memory` where it lies there, else how many bytes it takes. */
+static size_t lay_out(builder *build, char *memory) {
     int64_t most = 0, segments = build->batch->num_segments;
     for (int64_t i = 0; i < segments; i++)
         most += ft_ceil_div(build->batch->lens[i], build->most_rows);
     size_t parts = (size_t)most * sizeof *build->parts;
     size_t firsts = (size_t)(most + 1) * sizeof *build->firsts;
-    size_t sharers = (size_t)segments * sizeof *build->sharers;
-    char *memory = ft_scratch(FT_SCRATCH_ATTENTION_PLAN, parts + firsts + sharers);
-    if (!memory) return -1;
     build->parts = (ft_attend_part *)memory;
     build->firsts = (int64_t *)(memory + parts);
     build->sharers = (sharer *)(memory + parts + firsts);
-    return 0;
+    return parts + firsts + (size_t)segments * sizeof *build->sharers;
 }
 
 /* How many tasks of a KV head make a piece that is worth another thread. */
@@ -162,15 +159,25 @@ static int64_t find_grain(const builder *build, int64_t head_products) {
     return ft_max(1, LEAST_WORK / work);
 }
 
-int ft_plan_attention(const ft_batch *batch, const ft_kv *kv, const ft_heads *heads,
-                      ft_attend_plan *plan) {
-    int64_t group = heads->num_heads / heads->num_kv_heads;
-    builder build = {.batch = batch, .page_size = kv->page_size};
-    build.most_rows = ft_max(1, QUERIES / group);
-    if (find_memory(&build)) return -1;
-    build_tasks(&build, heads->num_kv_heads);
-    int64_t grain = find_grain(&build, group * heads->head_dim);
-    *plan = (ft_attend_plan){build.parts, build.firsts, build.num_tasks, grain};
+int ft_plan_attention(const ft_part *parts, int64_t count, ft_attend_plan *plans) {
+    builder builds[FT_MAX_PARTS];
+    int64_t groups[FT_MAX_PARTS];
+    size_t bytes = 0;
+    for (int64_t i = 0; i < count; i++) {
+        groups[i] = parts[i].heads->num_heads / parts[i].heads->num_kv_heads;
+        builds[i] = (builder){.batch = parts[i].batch, .page_size = parts[i].kv->page_size};
+        builds[i].most_rows = ft_max(1, QUERIES / groups[i]);
+        bytes += lay_out(&builds[i], NULL);
+    }
+    char *memory = ft_scratch(FT_SCRATCH_ATTENTION_PLAN, bytes);
+    if (!memory) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        builder *build = &builds[i];
+        memory += lay_out(build, memory);
+        build_tasks(build, parts[i].heads->num_kv_heads);
+        int64_t grain = find_grain(build, groups[i] * parts[i].heads->head_dim);
+        plans[i] = (ft_attend_plan){build->parts, build->firsts, build->num_tasks, grain};
+    }
     return 0;
 }
 
@@ -218,7 +225,8 @@ ft_attend_step ft_attend_next(const ft_attend_part *parts, int64_t num_parts, in
 FT_EXPORT int64_t ft_attention_blocks(const ft_batch *batch, const ft_kv *kv,
                                       const ft_heads *heads, int64_t window) {
     ft_attend_plan plan;
-    if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
+    ft_part part = {batch, kv, heads};
+    if (ft_plan_attention(&part, 1, &plan)) return -1;
     int64_t blocks = 0;
     for (int64_t task = 0; task < plan.num_tasks; task++) {
         const ft_attend_part *parts = plan.parts + plan.firsts[task];

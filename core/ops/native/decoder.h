@@ -24,11 +24,11 @@ typedef struct {
     const float *cos, *sin;    /* [tables, num_rows, head_dim / 2] */
 } ft_batch;
 
-/* The KV pool [num_pages, num_layers, 2, num_kv_heads] of blocks [page_size, head_dim]: of the
- * model's dtype, or of int8 and then an fp32 scale for each of the page_size vectors. */
+/* A part of the KV pool, [num_layers, 2, num_kv_heads] of a page of blocks [page_size, head_dim]:
+ * of the model's dtype, or of int8 and then an fp32 scale for each of the page_size vectors. */
 typedef struct {
     void *data;
-    int64_t num_layers;
+    int64_t page_blocks; /* from a page to the next */
     int64_t page_size;
     int64_t block_bytes;
     int64_t scales_at; /* bytes before a block's scales; 0: there are none */
@@ -41,13 +41,26 @@ typedef struct {
     int64_t head_dim;
     int64_t dtype;
     float scale; /* of the scores; queries are multiplied by it before they are rounded */
+    float value_eps; /* of an RMS norm of each value, without a weight; below 0: there is none */
 } ft_heads;
+
+enum {
+    FT_MAX_DIM = 512, /* of a head */
+    FT_MAX_PARTS = 4,
+};
+
+/* Layers with heads alike: their part of the pool, and the batch with the tables that turn them. */
+typedef struct {
+    const ft_batch *batch;
+    const ft_kv *kv;
+    const ft_heads *heads;
+} ft_part;
 
 /* Address of a page's keys (which = 0) or values (1) of one KV head. */
 FT_INLINE char *ft_page(const ft_kv *kv, const ft_heads *heads, int64_t page, int64_t layer,
                         int64_t which, int64_t head) {
-    int64_t index = (page * kv->num_layers + layer) * 2 + which;
-    return (char *)kv->data + (index * heads->num_kv_heads + head) * kv->block_bytes;
+    int64_t index = page * kv->page_blocks + (layer * 2 + which) * heads->num_kv_heads + head;
+    return (char *)kv->data + index * kv->block_bytes;
 }
 
 /* RMS norm, or layer norm: then the mean is subtracted first. */
@@ -59,13 +72,14 @@ typedef struct {
     int32_t is_layer;
 } ft_norm;
 
-/* [rows, width] x, residual -> the sum into residual, its norm into out. `residual` may be NULL:
- * then the norm of x. Sum in fp32 over sixteen lanes, then over these. */
-void ft_norm_rows(const void *x, void *residual, const ft_norm *norm, void *out, int64_t rows,
-                  int64_t width, int dtype);
+/* [rows, width] x, residual -> the sum times `factor` into residual, its norm into out. `residual`
+ * may be NULL: then the norm of x. Sum in fp32 over sixteen lanes, then over these. */
+void ft_norm_rows(const void *x, void *residual, float factor, const ft_norm *norm, void *out,
+                  int64_t rows, int64_t width, int dtype);
 
-/* [rows, width] x + residual, into residual. */
-void ft_add_rows(const void *x, void *residual, int64_t rows, int64_t width, int dtype);
+/* [rows, width] (x + residual) * factor, into residual; the sum is rounded before. */
+void ft_add_rows(const void *x, void *residual, float factor, int64_t rows, int64_t width,
+                 int dtype);
 
 /* What stands between the two matrices of an MLP. */
 enum { FT_SILU = 0, FT_GELU_TANH = 1, FT_CLAMPED_SWIGLU = 2, FT_RELU2 = 3 };
@@ -85,6 +99,8 @@ typedef struct {
     float eps;
     int32_t is_whole;         /* whether the mean is over all heads of a kind together */
     int64_t q_table, k_table; /* of the batch's cos and sin */
+    int32_t writes;           /* whether rows have keys and values; else they are queries alone */
+    int32_t is_behind;        /* whether the norm is behind the turn; then of each head alone */
 } ft_turn;
 
 /* Norm and rotate queries and keys, write keys and values to the pool, queries to q.
@@ -108,10 +124,10 @@ typedef struct {
     int64_t grain;         /* tasks that are worth another thread */
 } ft_attend_plan;
 
-/* Heads of at most 256 dimensions, at most 64 query heads per KV head. The plan lies in this
- * thread's scratch memory, until the next one. Returns -1 when there is no memory, else 0. */
-int ft_plan_attention(const ft_batch *batch, const ft_kv *kv, const ft_heads *heads,
-                      ft_attend_plan *plan);
+/* Heads of at most FT_MAX_DIM dimensions, at most 64 query heads per KV head. A plan for each of
+ * `count` parts, in this thread's scratch memory until the next call. Returns -1 when there is no
+ * memory, else 0. */
+int ft_plan_attention(const ft_part *parts, int64_t count, ft_attend_plan *plans);
 
 /* Causal attention over the pages: q -> out, both [num_rows, num_heads * head_dim]. `plan` is of
  * this batch. Returns -1 when there is no memory, else 0. */

@@ -3,8 +3,7 @@
 #include "vector.h"
 
 enum {
-    PIECE = 8192,  /* elements that make a task worth another thread */
-    MAX_DIM = 256, /* of a head, as in attention_block.h */
+    PIECE = 8192, /* elements that make a task worth another thread */
 };
 
 static int64_t rows_per_piece(int64_t width) { return ft_max(1, PIECE / ft_max(width, 1)); }
@@ -14,6 +13,7 @@ static int64_t rows_per_piece(int64_t width) { return ft_max(1, PIECE / ft_max(w
 typedef struct {
     const char *x;
     char *residual, *out;
+    float factor;
     const ft_norm *norm;
     int64_t width;
     int dtype;
@@ -23,10 +23,11 @@ static float inverse_rms(ft_vec squares, int64_t width, float eps) {
     return 1.0f / sqrtf(v_sum(squares) / (float)width + eps);
 }
 
-/* x + residual into residual, as rounded to the dtype. */
-FT_INLINE void add_row(const char *x, char *residual, int64_t width, int dtype) {
+/* (x + residual) * factor into residual, the sum as rounded to the dtype. */
+FT_INLINE void add_row(const char *x, char *residual, float factor, int64_t width, int dtype) {
     for (int64_t i = 0; i < width; i += FT_WIDTH) {
         ft_vec sum = v_add(v_get(x, i, width - i, dtype), v_get(residual, i, width - i, dtype));
+        if (factor != 1.0f) sum = v_mul(v_as(sum, dtype), v_set(factor));
         v_put(residual, i, sum, width - i, dtype);
     }
 }
@@ -83,7 +84,7 @@ FT_INLINE void norm_row(const norm_job *job, int64_t row, int dtype) {
     char *out = job->out + row * bytes;
     if (job->residual) {
         char *residual = job->residual + row * bytes;
-        add_row(x, residual, job->width, dtype);
+        add_row(x, residual, job->factor, job->width, dtype);
         x = residual;
     }
     if (job->norm->is_layer) layer_row(job, x, out, dtype);
@@ -100,9 +101,9 @@ static void norm_piece(void *context, int64_t begin, int64_t end) {
             norm_row(job, row, FT_FLOAT32);
 }
 
-void ft_norm_rows(const void *x, void *residual, const ft_norm *norm, void *out, int64_t rows,
-                  int64_t width, int dtype) {
-    norm_job job = {x, residual, out, norm, width, dtype};
+void ft_norm_rows(const void *x, void *residual, float factor, const ft_norm *norm, void *out,
+                  int64_t rows, int64_t width, int dtype) {
+    norm_job job = {x, residual, out, factor, norm, width, dtype};
     ft_parallel(norm_piece, &job, rows, rows_per_piece(width));
 }
 
@@ -110,11 +111,13 @@ static void add_piece(void *context, int64_t begin, int64_t end) {
     const norm_job *job = context;
     int64_t bytes = job->width * (job->dtype == FT_BFLOAT16 ? 2 : 4);
     for (int64_t row = begin; row < end; row++)
-        add_row(job->x + row * bytes, job->residual + row * bytes, job->width, job->dtype);
+        add_row(job->x + row * bytes, job->residual + row * bytes, job->factor, job->width,
+                job->dtype);
 }
 
-void ft_add_rows(const void *x, void *residual, int64_t rows, int64_t width, int dtype) {
-    norm_job job = {x, residual, NULL, NULL, width, dtype};
+void ft_add_rows(const void *x, void *residual, float factor, int64_t rows, int64_t width,
+                 int dtype) {
+    norm_job job = {x, residual, NULL, factor, NULL, width, dtype};
     ft_parallel(add_piece, &job, rows, rows_per_piece(width));
 }
 
@@ -221,8 +224,33 @@ FT_INLINE ft_vec add_squares(ft_vec squares, const char *x, int64_t width, int d
     return squares;
 }
 
-/* Head `index` of a row, normed, then turned by halves (arXiv 2104.09864); queries are scaled.
- * `whole`: one over the RMS of all heads of its kind, where the norm is over these. */
+/* Items from i on of both halves of a head, turned (arXiv 2104.09864). */
+typedef struct {
+    ft_vec first, second;
+} turned_pair;
+
+FT_INLINE turned_pair turn_items(ft_vec x, ft_vec y, const float *cos, const float *sin,
+                                 int64_t n) {
+    ft_vec c = v_load_n(cos, n), s = v_load_n(sin, n);
+    return (turned_pair){v_sub(v_mul(x, c), v_mul(y, s)), v_add(v_mul(y, c), v_mul(x, s))};
+}
+
+/* Squares of a turned head, sixteen sums. */
+FT_INLINE ft_vec turned_squares(const char *head, const float *cos, const float *sin, int64_t half,
+                                int dtype) {
+    ft_vec squares = v_set(0.0f);
+    for (int64_t i = 0; i < half; i += FT_WIDTH) {
+        int64_t n = half - i;
+        ft_vec x = v_get(head, i, n, dtype), y = v_get(head, half + i, n, dtype);
+        turned_pair pair = turn_items(x, y, cos + i, sin + i, n);
+        squares = v_fma(pair.first, pair.first, squares);
+        squares = v_fma(pair.second, pair.second, squares);
+    }
+    return squares;
+}
+
+/* Head `index` of a row, normed before it is turned or behind that; queries are scaled. `whole`:
+ * one over the RMS of all heads of its kind, where the norm is over these. */
 FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const char *head,
                          float whole, int dtype, void *out, int out_dtype) {
     const ft_turn *turn = job->turn;
@@ -231,23 +259,28 @@ FT_INLINE void turn_head(const rope_job *job, int64_t row, int64_t index, const 
     int64_t at = ((is_query ? turn->q_table : turn->k_table) * job->batch->num_rows + row) * half;
     const float *cos = job->batch->cos + at, *sin = job->batch->sin + at;
     const float *norm = turn->norm ? turn->norm + index * dim : NULL;
+    int is_behind = norm && turn->is_behind;
     float inverse = whole;
-    if (norm && !turn->is_whole)
+    if (is_behind)
+        inverse = inverse_rms(turned_squares(head, cos, sin, half, dtype), dim, turn->eps);
+    else if (norm && !turn->is_whole)
         inverse = inverse_rms(add_squares(v_set(0.0f), head, dim, dtype), dim, turn->eps);
     ft_vec factor = v_set(inverse);
     ft_vec scales = v_set(is_query ? job->heads->scale : 1.0f);
     for (int64_t i = 0; i < half; i += FT_WIDTH) {
         int64_t n = half - i;
         ft_vec x = v_get(head, i, n, dtype), y = v_get(head, half + i, n, dtype);
-        if (norm) {
+        if (norm && !is_behind) {
             x = v_mul(v_mul(x, factor), v_load_n(norm + i, n));
             y = v_mul(v_mul(y, factor), v_load_n(norm + half + i, n));
         }
-        ft_vec c = v_load_n(cos + i, n), s = v_load_n(sin + i, n);
-        ft_vec first = v_sub(v_mul(x, c), v_mul(y, s));
-        ft_vec second = v_add(v_mul(y, c), v_mul(x, s));
-        v_put(out, i, v_mul(first, scales), n, out_dtype);
-        v_put(out, half + i, v_mul(second, scales), n, out_dtype);
+        turned_pair pair = turn_items(x, y, cos + i, sin + i, n);
+        if (is_behind) {
+            pair.first = v_mul(v_mul(pair.first, factor), v_load_n(norm + i, n));
+            pair.second = v_mul(v_mul(pair.second, factor), v_load_n(norm + half + i, n));
+        }
+        v_put(out, i, v_mul(pair.first, scales), n, out_dtype);
+        v_put(out, half + i, v_mul(pair.second, scales), n, out_dtype);
     }
 }
 
@@ -267,6 +300,19 @@ static void put_int8(const ft_kv *kv, char *block, int64_t offset, const float *
     }
 }
 
+/* A value, normed where values are. */
+FT_INLINE void copy_value(const ft_heads *heads, const char *value, int dtype, void *out,
+                          int out_dtype) {
+    int64_t dim = heads->head_dim;
+    float inverse = 1.0f;
+    if (heads->value_eps >= 0.0f)
+        inverse = inverse_rms(add_squares(v_set(0.0f), value, dim, dtype), dim, heads->value_eps);
+    for (int64_t i = 0; i < dim; i += FT_WIDTH) {
+        ft_vec x = v_mul(v_get(value, i, dim - i, dtype), v_set(inverse));
+        v_put(out, i, x, dim - i, out_dtype);
+    }
+}
+
 /* A key and its value to a place in their blocks. Head `index` of the row is the key's. */
 FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const char *key,
                         const char *value, float whole, int dtype) {
@@ -276,18 +322,17 @@ FT_INLINE void write_kv(const rope_job *job, int64_t row, int64_t index, const c
     int64_t offset = job->batch->slots[row] % kv->page_size;
     char *keys = ft_page(kv, job->heads, page, job->layer, 0, head);
     char *values = ft_page(kv, job->heads, page, job->layer, 1, head);
-    float wide[MAX_DIM];
+    float wide[FT_MAX_DIM];
     int is_int8 = kv->scales_at != 0;
     turn_head(job, row, index, key, whole, dtype, is_int8 ? (void *)wide : keys + offset * bytes,
               is_int8 ? FT_FLOAT32 : dtype);
-    if (!is_int8) {
-        memcpy(values + offset * bytes, value, (size_t)bytes);
-        return;
+    if (is_int8) {
+        put_int8(kv, keys, offset, wide, dim);
+        copy_value(job->heads, value, dtype, wide, FT_FLOAT32);
+        put_int8(kv, values, offset, wide, dim);
+    } else {
+        copy_value(job->heads, value, dtype, values + offset * bytes, dtype);
     }
-    put_int8(kv, keys, offset, wide, dim);
-    for (int64_t i = 0; i < dim; i += FT_WIDTH)
-        v_store_n(wide + i, v_get(value, i, dim - i, dtype), dim - i);
-    put_int8(kv, values, offset, wide, dim);
 }
 
 /* One over the RMS of `count` heads together; 1 where the norm is not over these. */
@@ -300,11 +345,13 @@ FT_INLINE float whole_inverse(const rope_job *job, const char *heads, int64_t co
 FT_INLINE void rope_row(const rope_job *job, int64_t row, int dtype) {
     int64_t num_heads = job->heads->num_heads, num_kv_heads = job->heads->num_kv_heads;
     int64_t bytes = job->heads->head_dim * (dtype == FT_BFLOAT16 ? 2 : 4);
-    const char *head = job->qkv + row * (num_heads + 2 * num_kv_heads) * bytes;
+    int64_t num_all = num_heads + (job->turn->writes ? 2 * num_kv_heads : 0);
+    const char *head = job->qkv + row * num_all * bytes;
     char *q = job->q + row * num_heads * bytes;
     float whole = whole_inverse(job, head, num_heads, dtype);
     for (int64_t i = 0; i < num_heads; i++, head += bytes)
         turn_head(job, row, i, head, whole, dtype, q + i * bytes, dtype);
+    if (!job->turn->writes) return;
     whole = whole_inverse(job, head, num_kv_heads, dtype);
     for (int64_t i = 0; i < num_kv_heads; i++, head += bytes)
         write_kv(job, row, num_heads + i, head, head + num_kv_heads * bytes, whole, dtype);
@@ -329,10 +376,10 @@ void ft_rope_rows(const void *qkv, void *q, const ft_batch *batch, const ft_kv *
 /* -- for Python ------------------------------------------------------------------------------- */
 
 /* With a residual, that becomes the sum; without a norm, nothing else happens. */
-FT_EXPORT void ft_add_norm(const void *x, void *residual, const ft_norm *norm, void *out,
-                           int64_t rows, int64_t width, int dtype) {
-    if (norm) ft_norm_rows(x, residual, norm, out, rows, width, dtype);
-    else ft_add_rows(x, residual, rows, width, dtype);
+FT_EXPORT void ft_add_norm(const void *x, void *residual, float factor, const ft_norm *norm,
+                           void *out, int64_t rows, int64_t width, int dtype) {
+    if (norm) ft_norm_rows(x, residual, factor, norm, out, rows, width, dtype);
+    else ft_add_rows(x, residual, factor, rows, width, dtype);
 }
 
 FT_EXPORT void ft_activate(const void *x, void *out, int64_t rows, int64_t width,

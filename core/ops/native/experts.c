@@ -85,6 +85,8 @@ static void route_row(const routing_job *job, int64_t row) {
         for (int64_t k = 0; k < top_k; k++) weights[k] /= total + routing->least;
     }
     for (int64_t k = 0; k < top_k; k++) weights[k] *= routing->factor;
+    const float *factors = job->experts->factors;
+    for (int64_t k = 0; factors && k < top_k; k++) weights[k] *= factors[chosen[k]];
 }
 
 static void route_piece(void *context, int64_t begin, int64_t end) {
@@ -229,7 +231,8 @@ static int run_chosen(experts_job *job) {
                           dtype);
 }
 
-int ft_run_experts(const ft_experts *experts, const void *x, void *out, int64_t rows, int dtype) {
+int ft_run_experts(const ft_experts *experts, const void *routed_by, const void *x, void *out,
+                   int64_t rows, int dtype) {
     if (rows <= 0) return 0;
     int64_t hidden = experts->router->in_features, item = dtype == FT_BFLOAT16 ? 2 : 4;
     experts_job job = {.experts = experts, .x = x, .out = out, .rows = rows, .hidden = hidden,
@@ -238,7 +241,7 @@ int ft_run_experts(const ft_experts *experts, const void *x, void *out, int64_t 
     char *memory = ft_scratch(FT_SCRATCH_EXPERTS, (size_t)bytes);
     if (!memory) return -1;
     lay_out(experts, rows, hidden, item, memory, &job.space);
-    if (ft_linear(experts->router, x, dtype, rows, job.space.logits, FT_FLOAT32)) return -1;
+    if (ft_linear(experts->router, routed_by, dtype, rows, job.space.logits, FT_FLOAT32)) return -1;
     routing_job routing = {experts, job.space.logits, job.space.weights, job.space.chosen};
     ft_parallel(route_piece, &routing, rows, PIECE);
     if (run_chosen(&job) || run_shared(&job)) return -1;
@@ -246,7 +249,7 @@ int ft_run_experts(const ft_experts *experts, const void *x, void *out, int64_t 
     return 0;
 }
 
-FT_EXPORT int ft_mixture(const ft_experts *experts, const void *x, void *out, int64_t rows,
-                         int dtype) {
-    return ft_run_experts(experts, x, out, rows, dtype);
+FT_EXPORT int ft_mixture(const ft_experts *experts, const void *routed_by, const void *x, void *out,
+                         int64_t rows, int dtype) {
+    return ft_run_experts(experts, routed_by, x, out, rows, dtype);
 }

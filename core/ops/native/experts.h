@@ -27,15 +27,17 @@ typedef struct {
     ft_routing routing;
     const ft_linear_weight *router;
     const float *choice_bias; /* [num_experts], added to scores in choosing alone, or NULL */
+    const float *factors;     /* [num_experts], of what each of them says, or NULL */
     const ft_linear_weight *const *first, *const *second; /* [num_experts] */
     ft_activation activation;
     ft_mlp shared;                     /* of all rows; first is NULL: there is none */
     const ft_linear_weight *shared_gate; /* one output: a sigmoid on what is shared, or NULL */
 } ft_experts;
 
-/* x [rows, hidden] to out, the same; x may be out. For each row, what its experts say is added up
- * in fp32 in the order in which they were chosen, best first, then what is shared, and rounded once.
- * Returns 0, or -1 when there is no memory. */
-int ft_run_experts(const ft_experts *experts, const void *x, void *out, int64_t rows, int dtype);
+/* x [rows, hidden] to out, the same; x may be out. The router reads `routed_by`, which may be x.
+ * For each row, what its experts say is added up in fp32 in the order in which they were chosen,
+ * best first, then what is shared, and rounded once. Returns 0, or -1 when there is no memory. */
+int ft_run_experts(const ft_experts *experts, const void *routed_by, const void *x, void *out,
+                   int64_t rows, int dtype);
 
 #endif

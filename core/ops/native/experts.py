@@ -44,6 +44,7 @@ class MixtureStruct(ctypes.Structure):
         ("routing", RoutingStruct),
         ("router", _LINEAR),
         ("choice_bias", _PTR),
+        ("factors", _PTR),
         ("first", ctypes.POINTER(_LINEAR)),
         ("second", ctypes.POINTER(_LINEAR)),
         ("activation", ActivationStruct),
@@ -65,11 +66,11 @@ class ExpertStructs:
         array = _LINEAR * count
         first = array(*(_lent(mlp.gate_up) for mlp in weights.experts))
         second = array(*(_lent(mlp.down) for mlp in weights.experts))
-        bias = weights.choice_bias
+        vectors = (weights.choice_bias, weights.factors)
         self._struct = MixtureStruct(
             _routing(weights.routing, count),
             _lent(weights.router),
-            None if bias is None else bias.data_ptr(),
+            *(None if each is None else each.data_ptr() for each in vectors),
             first,
             second,
             activation_struct(weights.experts[0].activation),

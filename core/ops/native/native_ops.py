@@ -94,18 +94,27 @@ class NativeOps:
         self._add_norm(x, None, norm, out)
         return out
 
-    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice."""
         x, total = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
         out = total if norm is None else torch.empty_like(x)
-        self._add_norm(x, total, norm, out)
+        self._add_norm(x, total, norm, out, factor)
         return out, total
 
-    def _add_norm(self, x: Tensor, total: Tensor | None, norm: Norm | None, out: Tensor) -> None:
+    def _add_norm(
+        self,
+        x: Tensor,
+        total: Tensor | None,
+        norm: Norm | None,
+        out: Tensor,
+        factor: float = 1.0,
+    ) -> None:
         struct = None if norm is None else ctypes.byref(norm_struct(norm))
         residual = None if total is None else total.data_ptr()
         self.library.c.ft_add_norm(
-            x.data_ptr(), residual, struct, out.data_ptr(), *x.shape, DTYPES[x.dtype]
+            x.data_ptr(), residual, factor, struct, out.data_ptr(), *x.shape, DTYPES[x.dtype]
         )
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> NativePlan:
@@ -125,7 +134,7 @@ class NativeOps:
         assert isinstance(plan, NativePlan)
         qkv = qkv.contiguous()
         q = qkv.new_empty((len(qkv), plan.heads.num_heads * plan.heads.head_dim))
-        turn = turn_struct(norm, tables)
+        turn = turn_struct(norm, tables, writes=qkv.shape[1] > q.shape[1])
         self.library.c.ft_rope_write(
             qkv.data_ptr(), q.data_ptr(), *plan.pointers, layer, ctypes.byref(turn)
         )
@@ -169,12 +178,19 @@ class NativeOps:
         x: Tensor,
         weights: ExpertWeights,
         plan: ForwardPlan | None = None,  # noqa: ARG002 - all its rows are there
+        routed_by: Tensor | None = None,
     ) -> Tensor:
         """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
         x, structs = x.contiguous(), ExpertStructs(weights)
+        routed_by = x if routed_by is None else routed_by.contiguous()
         out = torch.empty_like(x)
         failed = self.library.c.ft_mixture(
-            structs.pointer, x.data_ptr(), out.data_ptr(), len(x), DTYPES[x.dtype]
+            structs.pointer,
+            routed_by.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            DTYPES[x.dtype],
         )
         if failed:
             raise MemoryError("no memory for the activations of experts")

@@ -14,7 +14,8 @@ from ..batch import RaggedBatch
 from ..kv_pool import KvDtype, KVPool
 from .library import DTYPES
 
-MAX_HEAD_DIM = 256  # as in attention_block.h
+MAX_HEAD_DIM = 512  # as in decoder.h, and the number of parts
+MAX_PARTS = 4
 MAX_GROUP = 64  # query heads of a KV head
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
@@ -45,7 +46,7 @@ class KvStruct(ctypes.Structure):
 
     _fields_ = (
         ("data", _PTR),
-        ("num_layers", _I64),
+        ("page_blocks", _I64),
         ("page_size", _I64),
         ("block_bytes", _I64),
         ("scales_at", _I64),
@@ -61,19 +62,29 @@ class HeadsStruct(ctypes.Structure):
         ("head_dim", _I64),
         ("dtype", _I64),
         ("scale", ctypes.c_float),
+        ("value_eps", ctypes.c_float),
     )
 
 
-def unsuited(dtype: torch.dtype, heads: HeadLayout | None, kv_dtype: KvDtype = "auto") -> str:
+class PartStruct(ctypes.Structure):
+    """``ft_part``; lends the structs of a plan."""
+
+    _fields_ = (("batch", _PTR), ("kv", _PTR), ("heads", _PTR))
+
+
+def unsuited(dtype: torch.dtype, heads: Sequence[HeadLayout], kv_dtype: KvDtype = "auto") -> str:
     """What of a model the kernels cannot compute, or nothing."""
     if dtype not in DTYPES:
         return f"{dtype}"
     if kv_dtype == "fp8":  # no CPU multiplies it, and int8 takes no more memory
         return "keys and values of fp8"
-    if heads is not None and heads.head_dim > MAX_HEAD_DIM:
-        return f"heads of {heads.head_dim} dimensions"
-    if heads is not None and heads.group_size > MAX_GROUP:
-        return f"{heads.group_size} query heads per KV head"
+    if len(heads) > MAX_PARTS:
+        return f"layers with heads of {len(heads)} shapes"
+    for each in heads:
+        if each.head_dim > MAX_HEAD_DIM:
+            return f"heads of {each.head_dim} dimensions"
+        if each.group_size > MAX_GROUP:
+            return f"{each.group_size} query heads per KV head"
     return ""
 
 
@@ -112,12 +123,22 @@ class NativePlan:
         shape = (batch.num_rows, len(batch.lens), batch.page_table.shape[1])
         self.batch = BatchStruct(*shape, *pointers)
         block = (pool.block.num_bytes, pool.block.scales_at)
-        self.kv = KvStruct(pool.data.data_ptr(), pool.num_layers, pool.page_size, *block)
+        self.kv = KvStruct(pool.data.data_ptr(), pool.page_blocks, pool.page_size, *block)
         self.head_struct = HeadsStruct(
-            heads.num_heads, heads.num_kv_heads, heads.head_dim, DTYPES[pool.dtype], heads.scale
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            DTYPES[pool.dtype],
+            heads.scale,
+            -1.0 if heads.value_eps is None else heads.value_eps,
         )
 
     @property
     def pointers(self) -> tuple[object, object, object]:
         """Batch, pool and heads, as the kernels take them."""
         return tuple(ctypes.byref(s) for s in (self.batch, self.kv, self.head_struct))  # type: ignore[return-value]
+
+    @property
+    def part(self) -> PartStruct:
+        """The same as one of several parts; the plan must outlive it."""
+        return PartStruct(*map(ctypes.addressof, (self.batch, self.kv, self.head_struct)))

@@ -3,6 +3,29 @@
 #include "experts.h"
 #include "linear.h"
 
+/* Experts beside the MLP, which read the stream by norms of their own. */
+typedef struct {
+    const ft_experts *experts; /* NULL: there are none */
+    const ft_norm *norm, *router_norm, *out_norm, *mlp_out_norm;
+} ft_beside;
+
+/* What a layer makes of its input of each token, behind its MLP. */
+typedef struct {
+    const ft_linear_weight *gate, *out; /* NULL: there are no such inputs */
+    const ft_norm *out_norm;
+    ft_activation activation;
+} ft_token_input;
+
+/* The inputs of all layers: the norm of each one's part of a projection of the embedding, plus a
+ * row of a table, times a factor. */
+typedef struct {
+    const void *table;                  /* [vocab, num_layers * width], or NULL */
+    const ft_linear_weight *projection; /* [num_layers * width, hidden] */
+    const ft_norm *norm;
+    int64_t width;
+    float factor;
+} ft_token_inputs;
+
 /* Norms that a layer does not have are NULL. Without one before attention or the MLP, these read
  * the residual stream itself. */
 typedef struct {
@@ -13,6 +36,10 @@ typedef struct {
     ft_activation activation;
     int64_t is_parallel;       /* whether the MLP reads what attention reads */
     const ft_experts *experts; /* in place of gate_up and down, or NULL */
+    int64_t part, kv_layer;    /* where its keys and values are */
+    float factor;              /* of the stream behind it */
+    ft_beside beside;
+    ft_token_input token_input;
 } ft_layer;
 
 typedef struct {
@@ -21,6 +48,7 @@ typedef struct {
     const void *embedding; /* [vocab, hidden] */
     const ft_norm *final_norm;
     int64_t hidden, width; /* of the residual stream, of the widest MLP */
+    ft_token_inputs token_inputs;
 } ft_decoder;
 
 FT_EXPORT void ft_embedding(const int64_t *ids, const void *table, void *out, int64_t rows,
@@ -31,33 +59,42 @@ typedef struct {
     char *x, *residual; /* hidden */
     char *wide;         /* QKV, then attention's output, then gate and up */
     char *narrow;       /* queries, then the activation */
-    char *added;        /* hidden: what a parallel block adds to the stream */
+    char *added;        /* hidden: what a parallel block adds to the stream, what experts say */
+    char *inputs;       /* of tokens for all layers */
 } step_space;
 
 static int64_t round_up(int64_t bytes) { return ft_ceil_div(bytes, 64) * 64; }
 
 /* Returns 0, or -1 when there is no memory. */
-static int find_space(const ft_decoder *decoder, const ft_heads *heads, int64_t rows,
+static int find_space(const ft_decoder *decoder, const ft_part *parts, int64_t num_parts,
                       step_space *space) {
-    int64_t item = heads->dtype == FT_BFLOAT16 ? 2 : 4, queries = heads->num_heads * heads->head_dim;
-    int64_t qkv = queries + 2 * heads->num_kv_heads * heads->head_dim;
+    int64_t rows = parts->batch->num_rows, most_queries = 0, most_qkv = 0;
+    int64_t item = parts->heads->dtype == FT_BFLOAT16 ? 2 : 4;
+    for (int64_t i = 0; i < num_parts; i++) {
+        const ft_heads *heads = parts[i].heads;
+        int64_t queries = heads->num_heads * heads->head_dim;
+        most_queries = ft_max(most_queries, queries);
+        most_qkv = ft_max(most_qkv, queries + 2 * heads->num_kv_heads * heads->head_dim);
+    }
+    int64_t width = ft_max(decoder->width, decoder->token_inputs.width);
+    int64_t all_inputs = decoder->token_inputs.width * decoder->num_layers;
+    most_qkv = ft_max(ft_max(most_qkv, 2 * width), ft_max(all_inputs, decoder->hidden));
     int64_t hidden = round_up(rows * decoder->hidden * item);
-    int64_t wide = round_up(rows * ft_max(qkv, 2 * decoder->width) * item);
-    int64_t narrow = round_up(rows * ft_max(queries, decoder->width) * item);
-    char *memory = ft_scratch(FT_SCRATCH_STEP, (size_t)(3 * hidden + wide + narrow));
+    int64_t wide = round_up(rows * most_qkv * item), inputs = round_up(rows * all_inputs * item);
+    int64_t narrow = round_up(rows * ft_max(most_queries, width) * item);
+    char *memory = ft_scratch(FT_SCRATCH_STEP, (size_t)(3 * hidden + wide + narrow + inputs));
     if (!memory) return -1;
-    *space = (step_space){memory, memory + hidden, memory + 3 * hidden,
-                          memory + 3 * hidden + wide, memory + 2 * hidden};
+    char *behind = memory + 3 * hidden;
+    *space = (step_space){memory, memory + hidden, behind, behind + wide, memory + 2 * hidden,
+                          behind + wide + narrow};
     return 0;
 }
 
 /* What a layer's steps work on. */
 typedef struct {
     const ft_decoder *decoder;
-    const ft_batch *batch;
-    const ft_kv *kv;
-    const ft_heads *heads;
-    const ft_attend_plan *plan;
+    const ft_part *parts;
+    const ft_attend_plan *plans; /* of the parts */
     step_space space;
     int64_t rows;
     int dtype;
@@ -65,34 +102,50 @@ typedef struct {
 
 /* The norm of rows of the stream's width, where there is one. */
 static void norm_rows(const step_job *step, const char *x, const ft_norm *norm, char *out) {
-    if (norm) ft_norm_rows(x, NULL, norm, out, step->rows, step->decoder->hidden, step->dtype);
+    if (norm) ft_norm_rows(x, NULL, 1.0f, norm, out, step->rows, step->decoder->hidden, step->dtype);
 }
 
-/* Add x to the stream; what is read next, its norm in `out` or the stream itself. */
-static const char *add(const step_job *step, const char *x, const ft_norm *norm, char *out) {
+/* Add x to the stream, times `factor`; what is read next, its norm in `out` or the stream itself. */
+static const char *add(const step_job *step, const char *x, float factor, const ft_norm *norm,
+                       char *out) {
     char *residual = step->space.residual;
     int64_t hidden = step->decoder->hidden;
     if (!norm) {
-        ft_add_rows(x, residual, step->rows, hidden, step->dtype);
+        ft_add_rows(x, residual, factor, step->rows, hidden, step->dtype);
         return residual;
     }
-    ft_norm_rows(x, residual, norm, out, step->rows, hidden, step->dtype);
+    ft_norm_rows(x, residual, factor, norm, out, step->rows, hidden, step->dtype);
     return out;
 }
 
 /* Rows x to what attention adds to the stream, in `out`, which may be x. */
 static int run_attention(const step_job *step, int64_t index, const char *x, char *out) {
     const ft_layer *layer = &step->decoder->layers[index];
+    const ft_part *part = &step->parts[layer->part];
     const step_space *space = &step->space;
     int dtype = step->dtype;
     if (ft_linear(layer->qkv, x, dtype, step->rows, space->wide, dtype)) return -1;
-    ft_rope_rows(space->wide, space->narrow, step->batch, step->kv, step->heads, index,
+    ft_rope_rows(space->wide, space->narrow, part->batch, part->kv, part->heads, layer->kv_layer,
                  &layer->turn);
-    if (ft_attend(space->narrow, space->wide, step->plan, step->batch, step->kv, step->heads,
-                  index, &layer->rule))
+    if (ft_attend(space->narrow, space->wide, &step->plans[layer->part], part->batch, part->kv,
+                  part->heads, layer->kv_layer, &layer->rule))
         return -1;
     if (ft_linear(layer->o, space->wide, dtype, step->rows, out, dtype)) return -1;
     norm_rows(step, out, layer->attention_out_norm, out);
+    return 0;
+}
+
+/* Add what experts beside the MLP say to `out`, which is what the MLP says. */
+static int add_experts(const step_job *step, const ft_beside *beside, char *out) {
+    const step_space *space = &step->space;
+    norm_rows(step, out, beside->mlp_out_norm, out);
+    norm_rows(step, space->residual, beside->norm, space->added);
+    norm_rows(step, space->residual, beside->router_norm, space->wide);
+    if (ft_run_experts(beside->experts, space->wide, space->added, space->added, step->rows,
+                       step->dtype))
+        return -1;
+    norm_rows(step, space->added, beside->out_norm, space->added);
+    ft_add_rows(space->added, out, 1.0f, step->rows, step->decoder->hidden, step->dtype);
     return 0;
 }
 
@@ -102,14 +155,50 @@ static int run_mlp(const step_job *step, int64_t index, const char *x, char *out
     const step_space *space = &step->space;
     int dtype = step->dtype;
     if (layer->experts) {
-        if (ft_run_experts(layer->experts, x, out, step->rows, dtype)) return -1;
+        if (ft_run_experts(layer->experts, x, x, out, step->rows, dtype)) return -1;
     } else {
         if (ft_linear(layer->gate_up, x, dtype, step->rows, space->wide, dtype)) return -1;
         ft_activate_rows(space->wide, space->narrow, step->rows, layer->down->in_features,
                          &layer->activation, dtype);
         if (ft_linear(layer->down, space->narrow, dtype, step->rows, out, dtype)) return -1;
     }
+    if (layer->beside.experts && add_experts(step, &layer->beside, out)) return -1;
     norm_rows(step, out, layer->mlp_out_norm, out);
+    return 0;
+}
+
+/* The token inputs of all layers, of the embedding in the stream. */
+static int make_inputs(const step_job *step, const int64_t *ids) {
+    const ft_token_inputs *inputs = &step->decoder->token_inputs;
+    const step_space *space = &step->space;
+    int64_t num_layers = step->decoder->num_layers, width = num_layers * inputs->width;
+    int dtype = step->dtype;
+    ft_embedding(ids, inputs->table, space->inputs, step->rows,
+                 width * (dtype == FT_BFLOAT16 ? 2 : 4));
+    if (ft_linear(inputs->projection, space->residual, dtype, step->rows, space->wide, dtype))
+        return -1;
+    ft_norm_rows(space->wide, NULL, 1.0f, inputs->norm, space->wide, step->rows * num_layers,
+                 inputs->width, dtype);
+    ft_add_rows(space->wide, space->inputs, inputs->factor, step->rows, width, dtype);
+    return 0;
+}
+
+/* What a layer adds to the stream of the inputs that tokens have for it, in `out`. */
+static int run_input(const step_job *step, int64_t index, char *out) {
+    const ft_token_input *layer = &step->decoder->layers[index].token_input;
+    const step_space *space = &step->space;
+    int dtype = step->dtype;
+    int64_t item = dtype == FT_BFLOAT16 ? 2 : 4, width = step->decoder->token_inputs.width;
+    int64_t bytes = width * item, stride = bytes * step->decoder->num_layers;
+    if (ft_linear(layer->gate, space->residual, dtype, step->rows, space->narrow, dtype)) return -1;
+    for (int64_t row = 0; row < step->rows; row++) {
+        char *pair = space->wide + 2 * row * bytes;
+        memcpy(pair, space->narrow + row * bytes, (size_t)bytes);
+        memcpy(pair + bytes, space->inputs + row * stride + index * bytes, (size_t)bytes);
+    }
+    ft_activate_rows(space->wide, space->narrow, step->rows, width, &layer->activation, dtype);
+    if (ft_linear(layer->out, space->narrow, dtype, step->rows, out, dtype)) return -1;
+    norm_rows(step, out, layer->out_norm, out);
     return 0;
 }
 
@@ -122,9 +211,13 @@ static const char *run_layer(const step_job *step, int64_t index, const char *x,
     char *added = layer->is_parallel ? step->space.added : step->space.x;
     if (run_attention(step, index, x, added)) return NULL;
     const ft_norm *norm = layer->is_parallel ? NULL : layer->mlp_norm;
-    const char *next = add(step, added, norm, step->space.x);
+    const char *next = add(step, added, 1.0f, norm, step->space.x);
     if (run_mlp(step, index, layer->is_parallel ? x : next, added)) return NULL;
-    return add(step, added, next_norm, out);
+    if (layer->token_input.gate) {
+        add(step, added, 1.0f, NULL, NULL);
+        if (run_input(step, index, added)) return NULL;
+    }
+    return add(step, added, layer->factor, next_norm, out);
 }
 
 /* Copies of the residual stream: at[count] boundaries, out [num_rows, count, hidden]. */
@@ -149,20 +242,21 @@ static void tap(const ft_taps *taps, int64_t boundary, const char *residual, int
 /* Token ids [num_rows] to the final norm's output [num_rows, hidden]; writes KV into the pool.
  * `tapped` [num_rows, num_taps, hidden] gets the residual stream at the boundaries `tapped_at`:
  * 0 is the embedding, b lies behind b layers. Returns 0, or -1 when there is no memory. */
-FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft_batch *batch,
-                         const ft_kv *kv, const ft_heads *heads, void *out, int64_t num_taps,
-                         const int64_t *tapped_at, void *tapped) {
-    ft_attend_plan plan;
+FT_EXPORT int ft_forward(const ft_decoder *decoder, const int64_t *ids, const ft_part *parts,
+                         int64_t num_parts, void *out, int64_t num_taps, const int64_t *tapped_at,
+                         void *tapped) {
+    ft_attend_plan plans[FT_MAX_PARTS];
     int64_t last = decoder->num_layers - 1;
-    step_job step = {decoder, batch, kv, heads, &plan, .rows = batch->num_rows,
-                 .dtype = (int)heads->dtype};
+    step_job step = {decoder, parts, plans, .rows = parts->batch->num_rows,
+                     .dtype = (int)parts->heads->dtype};
     const step_space *space = &step.space;
-    if (find_space(decoder, heads, step.rows, &step.space)) return -1;
-    if (ft_plan_attention(batch, kv, heads, &plan)) return -1;
-    int64_t row_bytes = decoder->hidden * (heads->dtype == FT_BFLOAT16 ? 2 : 4);
+    if (find_space(decoder, parts, num_parts, &step.space)) return -1;
+    if (ft_plan_attention(parts, num_parts, plans)) return -1;
+    int64_t row_bytes = decoder->hidden * (step.dtype == FT_BFLOAT16 ? 2 : 4);
     ft_taps taps = {num_taps, tapped_at, tapped};
     ft_embedding(ids, decoder->embedding, space->residual, step.rows, row_bytes);
     tap(&taps, 0, space->residual, step.rows, row_bytes);
+    if (decoder->token_inputs.table && make_inputs(&step, ids)) return -1;
     const ft_norm *first = decoder->layers[0].attention_norm;
     norm_rows(&step, space->residual, first, space->x);
     const char *x = first ? space->x : space->residual;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..base import (
     SILU,
     DecoderWeights,
+    ExpertsBeside,
     ExpertWeights,
     ForwardPlan,
     HeadLayout,
@@ -19,13 +21,15 @@ from ..base import (
     Norm,
     PackedLinear,
     Rope,
+    TokenInputs,
+    TokenInputWeights,
 )
 from ..batch import Taps, Wanted
 from ..kv_pool import KVPool
 from .experts import ExpertStructs
 from .library import NativeLibrary
 from .linear import LinearStruct, NativeLinear
-from .plan import NativePlan
+from .plan import NativePlan, PartStruct
 from .structs import (
     ActivationStruct,
     NormStruct,
@@ -39,6 +43,41 @@ from .structs import (
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 _LINEAR, _NORM = ctypes.POINTER(LinearStruct), ctypes.POINTER(NormStruct)
+
+
+class BesideStruct(ctypes.Structure):
+    """``ft_beside`` of step.c."""
+
+    _fields_ = (
+        ("experts", _PTR),
+        ("norm", _NORM),
+        ("router_norm", _NORM),
+        ("out_norm", _NORM),
+        ("mlp_out_norm", _NORM),
+    )
+
+
+class TokenInputStruct(ctypes.Structure):
+    """``ft_token_input`` of step.c."""
+
+    _fields_ = (
+        ("gate", _LINEAR),
+        ("out", _LINEAR),
+        ("out_norm", _NORM),
+        ("activation", ActivationStruct),
+    )
+
+
+class TokenInputsStruct(ctypes.Structure):
+    """``ft_token_inputs`` of step.c."""
+
+    _fields_ = (
+        ("table", _PTR),
+        ("projection", _LINEAR),
+        ("norm", _NORM),
+        ("width", _I64),
+        ("factor", ctypes.c_float),
+    )
 
 
 class LayerStruct(ctypes.Structure):
@@ -58,6 +97,11 @@ class LayerStruct(ctypes.Structure):
         ("activation", ActivationStruct),
         ("is_parallel", _I64),
         ("experts", _PTR),
+        ("part", _I64),
+        ("kv_layer", _I64),
+        ("factor", ctypes.c_float),
+        ("beside", BesideStruct),
+        ("token_input", TokenInputStruct),
     )
 
 
@@ -71,6 +115,7 @@ class DecoderStruct(ctypes.Structure):
         ("final_norm", _NORM),
         ("hidden", _I64),
         ("width", _I64),
+        ("token_inputs", TokenInputsStruct),
     )
 
 
@@ -92,6 +137,7 @@ class NativeStep:
             self._lent(weights.final_norm),
             weights.embedding.shape[1],
             width,
+            self._token_inputs(weights.token_inputs),
         )
 
     def _layer(self, layer: LayerWeights) -> LayerStruct:
@@ -99,20 +145,54 @@ class NativeStep:
         gate_up = down = experts = None
         activation = SILU
         if isinstance(layer.mlp, ExpertWeights):
-            self._experts.append(ExpertStructs(layer.mlp))
-            experts = self._experts[-1].address
+            experts = self._mixture(layer.mlp)
         else:
             gate_up, down = layer.mlp.linears
             activation = layer.mlp.activation
         linears = (layer.qkv, layer.o, gate_up, down)
         return LayerStruct(
-            *(None if each is None else ctypes.pointer(_native(each).struct) for each in linears),
+            *(None if each is None else _pointer(each) for each in linears),
             *map(self._lent, norms),
-            turn_struct(layer.head_norm, layer.tables),
+            turn_struct(layer.head_norm, layer.tables, writes=_writes(layer)),
             rule_struct(layer.window, layer.cap, layer.sinks),
             activation_struct(activation),
             layer.is_parallel,
             experts,
+            *layer.place,
+            layer.factor,
+            self._beside(layer.beside),
+            self._token_input(layer.token_input),
+        )
+
+    def _mixture(self, weights: ExpertWeights) -> int:
+        self._experts.append(ExpertStructs(weights))
+        return self._experts[-1].address
+
+    def _beside(self, beside: ExpertsBeside | None) -> BesideStruct:
+        if beside is None:
+            return BesideStruct()
+        norms = (beside.norm, beside.router_norm, beside.out_norm, beside.mlp_out_norm)
+        return BesideStruct(self._mixture(beside.experts), *map(self._lent, norms))
+
+    def _token_input(self, weights: TokenInputWeights | None) -> TokenInputStruct:
+        if weights is None:
+            return TokenInputStruct()
+        return TokenInputStruct(
+            _pointer(weights.gate),
+            _pointer(weights.out),
+            self._lent(weights.out_norm),
+            activation_struct(weights.activation),
+        )
+
+    def _token_inputs(self, weights: TokenInputs | None) -> TokenInputsStruct:
+        if weights is None:
+            return TokenInputsStruct()
+        return TokenInputsStruct(
+            weights.table.data_ptr(),
+            _pointer(weights.projection),
+            self._lent(weights.norm),
+            len(weights.norm.weight),
+            weights.factor,
         )
 
     def _lent(self, norm: Norm | None) -> object:
@@ -121,9 +201,13 @@ class NativeStep:
         self._norms.append(norm_struct(norm))
         return ctypes.pointer(self._norms[-1])
 
-    def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
+    def __call__(
+        self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
+    ) -> LayersOutput:
         """Compute token ids ``[T]``; writes KV to the pool. Raises MemoryError."""
-        assert isinstance(plan, NativePlan)
+        native = [plan for plan in plans if isinstance(plan, NativePlan)]
+        assert len(native) == len(plans)
+        plan, parts = native[0], (PartStruct * len(native))(*(plan.part for plan in native))
         token_ids = token_ids.contiguous()
         out = torch.empty((plan.num_rows, self._struct.hidden), dtype=plan.dtype)
         num_taps, at, tapped = len(wanted.taps), None, None
@@ -131,7 +215,7 @@ class NativeStep:
             at = (_I64 * num_taps)(*wanted.taps)
             tapped = torch.empty((plan.num_rows, num_taps * self._struct.hidden), dtype=plan.dtype)
         failed = self._library.c.ft_forward(
-            ctypes.byref(self._struct), token_ids.data_ptr(), *plan.pointers, out.data_ptr(),
+            ctypes.byref(self._struct), token_ids.data_ptr(), parts, len(parts), out.data_ptr(),
             num_taps, at, None if tapped is None else tapped.data_ptr(),
         )  # fmt: skip
         if failed:
@@ -140,6 +224,15 @@ class NativeStep:
 
     def warm_up(self, pool: KVPool, heads: HeadLayout, ropes: tuple[Rope, ...], taps: Taps) -> None:
         """Nothing: the first call is as fast as any."""
+
+
+def _writes(layer: LayerWeights) -> bool:
+    """Whether the layer has keys and values of its own: rows of QKV beyond the queries."""
+    return _native(layer.qkv).out_features > _native(layer.o).in_features
+
+
+def _pointer(weight: PackedLinear) -> ctypes._Pointer[LinearStruct]:
+    return ctypes.pointer(_native(weight).struct)
 
 
 def _native(weight: PackedLinear) -> NativeLinear:

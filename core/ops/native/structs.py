@@ -33,6 +33,8 @@ class TurnStruct(ctypes.Structure):
         ("is_whole", _I32),
         ("q_table", _I64),
         ("k_table", _I64),
+        ("writes", _I32),
+        ("is_behind", _I32),
     )
 
 
@@ -57,11 +59,14 @@ def norm_struct(norm: Norm) -> NormStruct:
     return NormStruct(norm.weight.data_ptr(), _at(norm.bias), norm.eps, dtype, norm.is_layer)
 
 
-def turn_struct(norm: HeadNorm | None, tables: Tables) -> TurnStruct:
-    """How queries and keys are turned, as the kernels take it."""
+def turn_struct(norm: HeadNorm | None, tables: Tables, *, writes: bool) -> TurnStruct:
+    """How queries and keys are turned, as the kernels take it.
+
+    ``writes``: the rows have keys and values, which go to the pool.
+    """
     if norm is None:
-        return TurnStruct(None, 0.0, 0, *tables)
-    return TurnStruct(norm.weight.data_ptr(), norm.eps, norm.whole, *tables)
+        return TurnStruct(None, 0.0, 0, *tables, writes, 0)
+    return TurnStruct(norm.weight.data_ptr(), norm.eps, norm.whole, *tables, writes, norm.is_behind)
 
 
 def rule_struct(window: int | None, cap: float | None, sinks: Tensor | None) -> RuleStruct:

@@ -9,10 +9,14 @@ from ..base import ExpertWeights, Ops, Routing
 from ..layers import linear_of_few, run_mlp
 
 
-def run_experts(ops: Ops, x: Tensor, weights: ExpertWeights) -> Tensor:
+def run_experts(
+    ops: Ops, x: Tensor, weights: ExpertWeights, routed_by: Tensor | None = None
+) -> Tensor:
     """The outputs of each row's experts, [T, hidden], added up in the order of its choices."""
-    logits = ops.logits(x, weights.router)
+    logits = ops.logits(x if routed_by is None else routed_by, weights.router)
     scores, chosen = route(logits, weights.routing, weights.choice_bias)
+    if weights.factors is not None:
+        scores = scores * weights.factors[chosen]
     slots = x.new_empty((*chosen.shape, x.shape[-1]))
     for number in sorted(set(chosen.flatten().tolist())):
         row, slot = (chosen == number).nonzero(as_tuple=True)

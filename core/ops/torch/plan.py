@@ -140,7 +140,7 @@ class TorchPlan:
     def _find_write_at(self) -> tuple[Tensor, Tensor]:
         """Blocks ``[T, 2 * num_kv_heads]`` of layer 0, and places in them."""
         pool, slots = self._pool, self.batch.slots
-        first = (slots // pool.page_size).mul_(pool.num_layers * self._kv_heads).unsqueeze(1)
+        first = (slots // pool.page_size).mul_(pool.page_blocks).unsqueeze(1)
         heads = torch.arange(self._kv_heads, device=slots.device)
         return first + heads, (slots % pool.page_size).unsqueeze(1)
 
@@ -222,7 +222,7 @@ class TorchPlan:
         pages = np.arange(lo // pool.page_size, (lo + width) // pool.page_size)
         # Behind its end a sequence is given its first page: finite content, and masked anyhow.
         pages = np.where(pages < self.batch.page_table.shape[1], pages, 0)
-        ids = self.batch.page_table[members[:, None], pages] * (pool.num_layers * self._kv_heads)
+        ids = self.batch.page_table[members[:, None], pages] * pool.page_blocks
         heads = np.arange(self._kv_heads).reshape(2, 1, pool.num_kv_heads, 1)
         return self._to((ids[:, None, :] + heads).ravel())
 
@@ -253,7 +253,7 @@ class TorchPlan:
         kinds = np.arange(2)[:, None, None]
         heads = np.arange(pool.num_kv_heads)
         head_rows = (kinds * len(members) + sequence[:, None]) * pool.num_kv_heads + heads
-        pages = (slots // pool.page_size)[:, None] * (pool.num_layers * self._kv_heads)
+        pages = (slots // pool.page_size)[:, None] * pool.page_blocks
         return TailRows(
             rows=self._to((head_rows * width + column[:, None]).ravel()),
             blocks=self._to((pages + kinds * pool.num_kv_heads + heads).ravel()),

@@ -100,9 +100,13 @@ class TorchOps:
             return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice."""
         total = x + residual
+        if factor != 1.0:
+            total *= factor
         return total if norm is None else self.norm(total, norm), total
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TorchPlan:
@@ -124,17 +128,22 @@ class TorchOps:
         heads = plan.heads
         qkv = qkv.view(len(qkv), -1, heads.head_dim)
         turning = qkv[:, : heads.num_heads + heads.num_kv_heads].float()
-        if norm is not None:
+        if norm is not None and not norm.is_behind:
             turning = _normed_heads(turning, norm, heads.num_heads)
         if tables.queries == tables.keys:
             turned = _rotate(turning, *plan.tables[tables.keys])
         else:
-            parts = torch.split(turning, [heads.num_heads, heads.num_kv_heads], dim=1)
+            parts = turning.tensor_split([heads.num_heads], dim=1)
             pairs = zip(parts, tables, strict=True)
             turned = torch.cat([_rotate(part, *plan.tables[table]) for part, table in pairs], dim=1)
+        if norm is not None and norm.is_behind:
+            turned = _normed_heads(turned, norm, heads.num_heads)
         q, keys = turned[:, : heads.num_heads], turned[:, heads.num_heads :]
-        values = qkv[:, -heads.num_kv_heads :].float()
-        plan.write(torch.cat((keys, values), dim=1), layer)
+        if keys.shape[1]:
+            values = qkv[:, -heads.num_kv_heads :].float()
+            if heads.value_eps is not None:
+                values = F.rms_norm(values, values.shape[2:], None, heads.value_eps)
+            plan.write(torch.cat((keys, values), dim=1), layer)
         return q.mul(heads.scale).to(qkv.dtype).view(len(qkv), -1)
 
     def attention(
@@ -176,9 +185,10 @@ class TorchOps:
         x: Tensor,
         weights: ExpertWeights,
         plan: ForwardPlan | None = None,  # noqa: ARG002 - all its rows are there
+        routed_by: Tensor | None = None,
     ) -> Tensor:
         """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
-        return run_experts(self, x, weights)
+        return run_experts(self, x, weights, routed_by)
 
     def logits(self, hidden: Tensor, weight: PackedLinear, cap: float | None = None) -> Tensor:
         """``[R, hidden] -> [R, vocab]`` float32; R is at least 2."""

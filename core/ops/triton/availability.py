@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -21,7 +22,7 @@ INTERPRET = "TRITON_INTERPRET"
 def unsuited(
     device: torch.device,
     dtype: torch.dtype,
-    heads: HeadLayout | None,
+    heads: Sequence[HeadLayout],
     kv_dtype: KvDtype = "auto",
 ) -> str:
     """Why the kernels cannot compute such a model on this device, or nothing."""
@@ -47,16 +48,20 @@ def _unsuited_device(device: torch.device, dtype: torch.dtype, kv_dtype: KvDtype
     return ""
 
 
-def _unsuited_model(dtype: torch.dtype, heads: HeadLayout | None) -> str:
+def _unsuited_model(dtype: torch.dtype, heads: Sequence[HeadLayout]) -> str:
     if dtype not in DTYPES:
         return f"{dtype} is not supported"
-    if heads is None:
-        return ""
-    dim = heads.head_dim
-    if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
-        return f"heads of {dim} dimensions: a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    if heads.group_size > MAX_GROUP:
-        return f"{heads.group_size} query heads per KV head, more than {MAX_GROUP}"
+    for each in heads:
+        dim = each.head_dim
+        if dim & (dim - 1) or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
+            limits = f"a power of two from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+            return f"heads of {dim} dimensions: {limits}"
+        if each.group_size > MAX_GROUP:
+            return f"{each.group_size} query heads per KV head, more than {MAX_GROUP}"
+        if each.value_eps is not None:
+            return "no Triton kernel norms values"
+    if len(heads) > 1:
+        return "no Triton kernels for heads of several shapes"
     return ""
 
 

@@ -90,6 +90,7 @@ def rope_write_kernel(
     SCALES_AT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,  # whether the norm is over all heads of a kind together
+    IS_BEHIND: tl.constexpr,  # whether the norm is behind the turn; then of each head alone
 ):
     """One head of a row: queries and keys normed and turned, keys and values into the pool."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -102,7 +103,7 @@ def rope_write_kernel(
     x = tl.load(at + dims).to(tl.float32)
     if head < NUM_HEADS + NUM_KV_HEADS:
         swapped = tl.load(at + (dims + HALF) % HEAD_DIM).to(tl.float32)
-        if HAS_NORM:
+        if HAS_NORM and not IS_BEHIND:
             squares, num_normed = x * x, 1
             if IS_WHOLE:
                 squares = tl.zeros([HEAD_DIM], tl.float32)
@@ -122,6 +123,9 @@ def rope_write_kernel(
         else:
             cos, sin = tl.load(k_cos_ptr + turn), tl.load(k_sin_ptr + turn)
         x = x * cos + tl.where(dims < HALF, -swapped, swapped) * sin
+        if HAS_NORM and IS_BEHIND:
+            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
+            x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
     if head < NUM_HEADS:
         out = (x * scale).to(q_ptr.dtype.element_ty)
         tl.store(q_ptr + (row * NUM_HEADS + head) * HEAD_DIM + dims, out)

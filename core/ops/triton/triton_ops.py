@@ -118,8 +118,13 @@ class TritonOps:
         """The norm of rows ``[T, hidden]``."""
         return _norm(x, None, norm)[0]
 
-    def add_norm(self, x: Tensor, residual: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum; without a norm, the sum twice."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor, norm: Norm | None, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of ``(x + residual) * factor``, and that itself; without a norm, it twice."""
+        if factor != 1.0:
+            total = (x + residual).mul_(factor)
+            return (total if norm is None else self.norm(total, norm)), total
         return _norm(x, residual, norm)
 
     def plan(self, batch: RaggedBatch, pool: KVPool, heads: HeadLayout, *ropes: Rope) -> TritonPlan:
@@ -145,6 +150,7 @@ class TritonOps:
             device.geometry.layer_block(layer), device.geometry.page_blocks,
             **_shape(heads, pool), HAS_NORM=norm is not None,
             IS_WHOLE=norm is not None and norm.whole,
+            IS_BEHIND=norm is not None and norm.is_behind,
         )  # fmt: skip
         return q
 
@@ -181,8 +187,19 @@ class TritonOps:
         )  # fmt: skip
         return out
 
-    def experts(self, x: Tensor, weights: ExpertWeights, plan: ForwardPlan | None = None) -> Tensor:
-        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape."""
+    def experts(
+        self,
+        x: Tensor,
+        weights: ExpertWeights,
+        plan: ForwardPlan | None = None,
+        routed_by: Tensor | None = None,
+    ) -> Tensor:
+        """``[T, hidden]`` to the outputs of each row's experts, added up, of the same shape.
+
+        Raises NotImplementedError for a router that reads something else, or experts with factors.
+        """
+        if routed_by is not None or weights.factors is not None:
+            raise NotImplementedError("the Triton kernels do not support experts next to an MLP")
         slots = None if plan is None else _on_device(plan).slots
         return run_experts(self, x, weights, self._tables(weights), slots)
 

@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, loaded: dict) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize(
-    "kind", ["gemma3", "olmo3", "cohere2", "starcoder2", "gpt_oss", "glm4_moe"]
+    "kind", ["gemma3", "gemma4", "olmo3", "cohere2", "starcoder2", "gpt_oss", "glm4_moe"]
 )
 def test_a_row_in_half_precision_has_the_same_bits_in_any_batch(
     kind: str, backend: str, tmp_path: Path
@@ -180,6 +180,30 @@ def test_layers_behind_the_last_are_passed_over(tmp_path: Path) -> None:
     assert load_decoder(folder, impl="own").config.num_layers == 3
 
 
+def test_the_text_of_a_multimodal_gemma_4_without_the_keys_that_nothing_reads(
+    tmp_path: Path,
+) -> None:
+    reference = make_reference("gemma4_shared")
+    config = transformers.Gemma4Config(
+        text_config=reference.config.to_dict() | {"use_bidirectional_attention": "vision"},
+        vision_config=None,
+        audio_config=None,
+    )
+    whole = transformers.Gemma4ForConditionalGeneration(config)
+    named = {n.replace("model.", "model.language_model.", 1) for n in reference.state_dict()}
+    assert named <= set(whole.state_dict())
+    values = zip(reference.state_dict(), reference.state_dict().values(), strict=True)
+    whole.load_state_dict({n.replace("model.", "model.language_model.", 1): v for n, v in values})
+    file = save(whole, tmp_path) / "model.safetensors"
+    more = {"model.language_model.layers.4.self_attn.k_proj.weight": torch.zeros(4, 4)}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    driver, ids = ModelDriver(load_decoder(tmp_path, impl="own")), random_ids(30)
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    logits = driver.prefill(driver.add(ids), 30)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 def test_the_scale_of_gemmas_embedding_is_rounded_as_its_weights_are(tmp_path: Path) -> None:
     reference = make_reference("gemma2", hidden_size=72).to(torch.bfloat16)
     decoder = load_decoder(save(reference, tmp_path))
@@ -209,6 +233,25 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, scaled": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     "gemma3, local": ("gemma3_text", {"rope_theta": 7e5, "rope_local_base_freq": 3e4}),
     "gemma3, pattern": ("gemma3_text", {"sliding_window_pattern": 3}),
+    "gemma4_text": ("gemma4_text", {"vocab_size_per_layer_input": 500}),
+    "gemma4, keys": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "global_head_dim": 64}
+        | {"num_global_key_value_heads": 1},
+    ),
+    "gemma4, listed": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "per_layer_config": {"5": {"head_dim": 128}}},
+    ),
+    "gemma4, shared": (
+        "gemma4_text",
+        {"vocab_size_per_layer_input": 500, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 64, "num_experts": 8, "moe_topk": [2] * 8}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {"head_dim": 64, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    ),
     "olmo3, scaled": ("olmo3", {"rope_scaling": _YARN, "rope_theta": 5e5}),
     "cohere2, pattern": ("cohere2", {"sliding_window_pattern": 3}),
     "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 8}),

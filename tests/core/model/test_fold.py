@@ -43,6 +43,19 @@ TAKEN_AWAY: dict[tuple[str, str], Any] = {
     ("gemma2", "windows"): lambda c: replace(c, layers=_all(c, window=None)),
     ("gemma3", "ropes"): lambda c: replace(c, layers=_all(c, rope=None)),
     ("gemma3", "head_norm_offset"): lambda c: replace(c, fold=replace(c.fold, norm_offset=0.0)),
+    ("gemma4", "ropes"): lambda c: replace(c, layers=_all(c, rope=None)),
+    ("gemma4", "proportional"): lambda c: replace(c, rope=replace(c.rope, kind="default")),
+    ("gemma4", "turning"): lambda c: replace(c, rope=replace(c.rope, partial=1.0)),
+    ("gemma4", "windows"): lambda c: replace(c, layers=_all(c, window=None)),
+    ("gemma4", "values"): lambda c: replace(c, norms_values=False),
+    ("gemma4", "attention_scale"): lambda c: replace(c, attention_scale=None),
+    ("gemma4", "logit_cap"): lambda c: replace(c, logit_cap=None),
+    ("gemma4_shared", "kv_of"): lambda c: replace(c, layers=_reading(c, 0)),
+    ("gemma4_experts", "top_k"): lambda c: _routed(c, top_k=2),
+    ("gemma4_experts", "activation"): lambda c: _experts(c, activation=Activation()),
+    ("gemma4", "embed_scale"): lambda c: replace(c, fold=replace(c.fold, embed_scale=1.0)),
+    ("hunyuan", "behind"): lambda c: replace(c, norms_behind_rope=False),
+    ("hunyuan", "alpha"): lambda c: replace(c, rope=replace(c.rope, theta=1e4)),
     ("olmo3", "ropes"): lambda c: replace(c, layers=_all(c, rope=None)),
     ("smollm3", "no_rope"): lambda c: replace(c, layers=_all(c, rope=None)),
     ("cohere2", "no_rope"): lambda c: replace(c, layers=_all(c, rope=None)),
@@ -87,6 +100,22 @@ def _routed(config: DecoderConfig, **values: Any) -> DecoderConfig:
     return _experts(config, routing=spec.routing._replace(**values))
 
 
+def _named(config: DecoderConfig, **values: Any) -> DecoderConfig:
+    """Other names of experts' tensors."""
+    spec = next(layer.experts for layer in config.layers if layer.experts is not None)
+    return _experts(config, names=spec.names._replace(**values))
+
+
+def _reading(config: DecoderConfig, other: int) -> tuple[LayerSpec, ...]:
+    """Layers that share keys and values read those of another one of their kind."""
+    return tuple(
+        replace(layer, kv_of=other)
+        if layer.kv_of is not None and layer.window == config.layers[other].window
+        else layer
+        for layer in config.layers
+    )
+
+
 def _all(config: DecoderConfig, **values: Any) -> tuple[LayerSpec, ...]:
     """The layers of a config, the same in all of them."""
     return tuple(replace(layer, **values) for layer in config.layers)
@@ -115,6 +144,15 @@ NAMED: dict[tuple[str, str], Any] = {
     ("olmo2", "whole"): lambda c: replace(c, head_norm="each"),
     ("starcoder2", "bias"): lambda c: replace(c, layer_norm="plain"),
     ("gemma3", "head_norm"): lambda c: replace(c, head_norm="none"),
+    ("gemma4", "heads"): lambda c: replace(c, layers=_all(c, heads=None)),
+    ("gemma4", "keys_as_values"): lambda c: replace(c, layers=_all(c, keys_as_values=False)),
+    ("gemma4", "layer_factor"): lambda c: replace(c, layer_factor=None),
+    ("gemma4_shared", "kv_of"): lambda c: replace(c, layers=_all(c, kv_of=None)),
+    ("gemma4_shared", "width"): lambda c: replace(c, layers=_all(c, width=None)),
+    ("gemma4_shared", "token_inputs"): lambda c: replace(c, token_input_size=0),
+    ("gemma4_experts", "beside"): lambda c: _experts(c, beside=None),
+    ("gemma4_experts", "factors"): lambda c: _named(c, factors=None),
+    ("gemma4_experts", "stacked"): lambda c: _named(c, stacked="gpt-oss"),
     ("minimax_m2", "whole"): lambda c: replace(c, head_norm="each"),
     ("gpt_oss", "sinks"): lambda c: replace(c, has_sinks=False),
     ("glm4_moe", "choice_bias"): lambda c: _experts(c, names=ExpertNames()),

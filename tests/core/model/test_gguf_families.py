@@ -35,6 +35,15 @@ SHAPES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 32,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 3.0,
+    },
     "cohere2": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -70,15 +79,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(model_type: str, folder: Path, kind: GgmlType = GgmlType.F32) -> tuple[Any, Path]:
+def made(
+    model_type: str, folder: Path, kind: GgmlType = GgmlType.F32, **shape: Any
+) -> tuple[Any, Path]:
     """A model whose matrices were rounded as the file rounds them, and that file."""
-    model = tiny_model(model_type, **SHAPES.get(model_type, {}))
+    model = tiny_model(model_type, **(shape or SHAPES.get(model_type, {})))
     save(model, folder / "plain")
     file = write_gguf(folder / "plain", folder / "model.gguf", kind=kind)
     if kind is not GgmlType.F32:
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 2:
+                if parameter.dim() >= 2:
                     parameter.copy_(rounded(parameter, kind))
     return model, file
 
@@ -150,6 +161,21 @@ def test_greedy_tokens_of_a_file_equal_generate(model_type: str, tmp_path: Path)
     assert greedy(load_decoder(file), prompts, expected) == expected
 
 
+@pytest.mark.parametrize("kind", [GgmlType.F32, GgmlType.Q8_0])
+def test_a_file_of_gemma_4_with_experts_and_keys_as_values(kind: GgmlType, tmp_path: Path) -> None:
+    shape = SHAPES["gemma4_text"] | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    shape |= {"use_double_wide_mlp": False, "enable_moe_block": True, "moe_intermediate_size": 32}
+    shape |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    model, file = made("gemma4_text", tmp_path, kind, **shape)
+    check(logits_of(file, dtype="float32"), expected_of(model))
+    if kind is GgmlType.F32 or native_library() is None:
+        return
+    layer = load_decoder(file, backend="native").weights.layers[0]
+    assert layer.beside is not None
+    experts = layer.beside.experts.experts
+    assert {each.struct.kind for mlp in experts for each in mlp.linears} == {5}  # stayed packed
+
+
 def test_every_known_architecture_is_tested() -> None:
     assert set(ARCHS.values()) == set(ARCHITECTURES)
 
@@ -194,7 +220,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_the_text_model_of_a_multimodal_file_is_read(
+def test_a_file_of_another_name_for_the_same_model_is_read(
     alias: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type = next(name for name, own in ARCHS.items() if own == ALIASES[alias])

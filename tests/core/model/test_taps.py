@@ -50,7 +50,9 @@ def columns(output: ForwardOutput, number: int) -> Tensor:
 
 def first_layers(decoder: Decoder, count: int) -> Decoder:
     weights = replace(decoder.weights, layers=decoder.weights.layers[:count])
-    return Decoder(replace(decoder.config, num_layers=count), weights, decoder.ops)
+    layers = decoder.config.layers[:count]
+    config = replace(decoder.config, num_layers=count, layers=layers)
+    return Decoder(config, weights, decoder.ops)
 
 
 def test_every_boundary_is_what_a_decoder_of_the_layers_below_it_normalises(
@@ -89,8 +91,8 @@ def test_all_layers_in_one_call_leave_the_taps_of_one_operation_after_another(
     taps = (0, 1, decoder.config.num_layers)
     pool = decoder.make_pool(8, page_size=PAGE_SIZE)
     batch = decoder.batch(SEGMENTS, page_size=PAGE_SIZE)
-    plan = decoder.ops.plan(batch, pool, decoder.heads, *decoder._ropes)
-    found = run_layers(decoder.ops, decoder.weights, batch.token_ids, plan, taps)
+    plans = decoder.plans(batch, pool)
+    found = run_layers(decoder.ops, decoder.weights, batch.token_ids, plans, taps)
     assert torch.equal(found.taps, compute(decoder, *taps).taps)
 
 

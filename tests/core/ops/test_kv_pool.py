@@ -9,10 +9,13 @@ from foretoken.core.ops.kv_pool import (
     SCALED_DTYPES,
     KvDtype,
     KVPool,
+    KvShape,
+    bytes_per_mixed_page,
     bytes_per_page,
     from_scaled,
     to_scaled,
 )
+from foretoken.core.ops.kv_pool import make_pool as make_mixed_pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS: tuple[KvDtype, ...] = ("int8", "fp8")
@@ -142,3 +145,42 @@ def test_slots_are_not_copied_where_the_order_would_matter(
 ) -> None:
     with pytest.raises(ValueError, match="cannot be copied"):
         make_pool("auto").copy_slots(sources, targets)
+
+
+@pytest.mark.parametrize("kind", ["auto", *KINDS])
+@pytest.mark.parametrize(
+    "shapes", [((50, 16, 256), (10, 4, 512)), ((12, 1, 256), (3, 1, 512))], ids=["31B", "E2B"]
+)
+def test_a_page_of_layers_of_two_shapes_is_hardly_longer_than_its_layers(
+    shapes: tuple[tuple[int, int, int], ...], kind: KvDtype
+) -> None:
+    layers = [KvShape(*shape) for shape in shapes]
+    pool = make_mixed_pool(
+        3, layers, page_size=16, dtype=torch.bfloat16, device="cpu", kv_dtype=kind
+    )
+    alone = sum(
+        bytes_per_page(**shape._asdict(), page_size=16, dtype=torch.bfloat16, kv_dtype=kind)
+        for shape in layers
+    )
+    expected = bytes_per_mixed_page(layers, page_size=16, dtype=torch.bfloat16, kv_dtype=kind)
+    assert pool.num_bytes == 3 * expected
+    assert alone <= expected < 1.04 * alone
+
+
+def test_parts_of_a_pool_have_no_byte_in_common() -> None:
+    shapes = [KvShape(2, 3, 6), KvShape(3, 1, 8), KvShape(1, 2, 6)]
+    pool = make_mixed_pool(5, shapes, page_size=3, dtype=torch.float32, device="cpu")
+    pool.data.zero_()
+    for index, (part, shape) in enumerate(zip(pool.parts, shapes, strict=True)):
+        vectors, _ = part.split(
+            part.data[:, : 2 * shape.num_layers * shape.num_kv_heads].flatten(0, 1)
+        )
+        assert (vectors == 0).all()
+        part.data[:, : 2 * shape.num_layers * shape.num_kv_heads] = index + 1.0
+    written = (pool.data > 0).sum(dim=1)
+    assert (
+        written == sum(2 * s.num_layers * s.num_kv_heads * 3 * s.head_dim for s in shapes)
+    ).all()
+    before = pool.data.clone()
+    pool.copy_slots([0, 4], [7, 14])
+    assert torch.equal(pool.data, before)  # every slot of a part holds the same

@@ -66,11 +66,19 @@ MUTATIONS = (
     ),
     Mutation(
         "kernel-rope-turns-back",
-        "turn_head",
+        "turn_items",
         "v_sub(v_mul(x, c), v_mul(y, s))",
         "v_add(v_mul(x, c), v_mul(y, s))",
         ("test_attention_equals_torch_over_ragged_batches",),
         "the kernels compute what torch computes",
+    ),
+    Mutation(
+        "kernel-norm-behind-the-turn-of-half-a-head",
+        "turned_squares",
+        "squares = v_fma(pair.second, pair.second, squares);",
+        "squares = v_fma(pair.first, pair.second, squares);",
+        ("test_logits_equal_transformers_over_200_positions",),
+        "logits equal those of transformers",
     ),
     Mutation(
         "kernel-int8-scale-of-another-token",

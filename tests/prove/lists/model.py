@@ -31,7 +31,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pool-copies-the-wrong-way",
-        "KVPool._copy_layers",
+        "KVPool._copy_slots",
         "kept[blocks[1], offsets[1]] = kept[blocks[0], offsets[0]]",
         "kept[blocks[0], offsets[0]] = kept[blocks[1], offsets[1]]",
         ("test_known_trees_change_no_token",),
@@ -124,6 +124,14 @@ MUTATIONS = (
         "return total if norm is None else self.norm(total, norm), x",
         ("test_logits_equal_transformers_over_200_positions",),
         "logits equal those of transformers",
+    ),
+    Mutation(
+        "layout-shared-keys-are-another-layers",
+        "PageLayout.of",
+        "places.append(places[spec.kv_of])",
+        "places.append(places[0])",
+        ("test_logits_equal_transformers_over_200_positions",),
+        "a layer that reads the keys of another has that one's place",
     ),
     Mutation(
         "runner-accepted-nodes-stay-in-spare-slots",

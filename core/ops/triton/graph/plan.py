@@ -55,7 +55,7 @@ class Geometry:
     @property
     def page_blocks(self) -> int:
         """Blocks of one page."""
-        return self.pool.num_layers * 2 * self.pool.num_kv_heads
+        return self.pool.page_blocks
 
     def layer_block(self, layer: int) -> int:
         """Index of a layer's first block in page 0."""

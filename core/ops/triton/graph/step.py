@@ -6,6 +6,7 @@ Where rows are few, the graph ends with a token for each: see lm_head.py.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -142,8 +143,11 @@ class TritonStep:
         self._graphs: WeakKeyDictionary[KVPool, _PoolGraphs] = WeakKeyDictionary()
         self._has_said = False  # that a pass did not fit
 
-    def __call__(self, token_ids: Tensor, plan: ForwardPlan, wanted: Wanted) -> LayersOutput:
+    def __call__(
+        self, token_ids: Tensor, plans: Sequence[ForwardPlan], wanted: Wanted
+    ) -> LayersOutput:
         """Compute token ids ``[T]``, those of the plan; writes KV to the pool."""
+        (plan,) = plans  # all layers have heads alike
         assert isinstance(plan, TritonPlan)
         works = plan.work_lists(self._windows)
         num_rows = len(token_ids)
@@ -242,4 +246,4 @@ class TritonStep:
         return _Captured(graph, graph_inputs, head, outcome, positions, places)
 
     def _layers(self, plan: DevicePlan, taps: Taps, tapped: Tensor | None = None) -> LayersOutput:
-        return run_layers(self._ops, self._weights, plan.token_ids, plan, taps, tapped=tapped)
+        return run_layers(self._ops, self._weights, plan.token_ids, (plan,), taps, tapped=tapped)

@@ -28,6 +28,7 @@ SHAPES = [  # (query heads, KV heads, head_dim): odd sizes, many heads in a grou
     (8, 1, 80),
     (4, 2, 128),
     (4, 4, 64),
+    (2, 1, 512),
 ]
 
 
@@ -123,6 +124,8 @@ def test_attention_equals_that_of_torch_on_what_was_kept(
 ) -> None:
     """A long prefill beside short ones, then rows that go on from there."""
     kept = Kept(shape, page_size, dtype)
+    # The longest item of a longer query is longer, and with it the step of its numbers.
+    limit = LIMITS[dtype] * (1.5 if kept.heads.head_dim > 256 else 1)
     whole = prompts(kept, 300, 17, 1)
     later = [
         Segment(range(m), len(s.token_ids), s.page_ids, 0)
@@ -133,7 +136,7 @@ def test_attention_equals_that_of_torch_on_what_was_kept(
         out = ops.attention(q, 1, kept.plan(ops, segments), window)
         wide, oracle = kept.widened(), TorchOps()
         expected = oracle.attention(q.float(), 1, wide.plan(oracle, segments), window)
-        torch.testing.assert_close(out.float(), expected, atol=LIMITS[dtype], rtol=LIMITS[dtype])
+        torch.testing.assert_close(out.float(), expected, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

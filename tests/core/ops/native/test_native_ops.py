@@ -46,6 +46,7 @@ SHAPES = [  # (query heads, KV heads, head_dim): odd sizes, many heads in a grou
     (8, 1, 80),
     (4, 2, 128),
     (4, 4, 64),
+    (2, 1, 512),  # with a norm of values
 ]
 
 
@@ -64,7 +65,8 @@ class Layers:
 
     def __init__(self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> None:
         num_heads, num_kv_heads, head_dim = shape
-        self.heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        eps = 1e-6 if head_dim == 512 else None
+        self.heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5, eps)
         self.width = (num_heads + 2 * num_kv_heads) * head_dim
         self.page_size = page_size
         self.pool = KVPool(
@@ -108,6 +110,35 @@ def lone_rows_equal(operation: object, x: Tensor) -> bool:
         torch.equal(operation(x[a : a + n].clone()), whole[a : a + n])  # type: ignore[operator]
         for a, n in windows
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_alone_are_turned_as_beside_keys_and_nothing_is_written(
+    dtype: torch.dtype, ops: NativeOps
+) -> None:
+    """Of a layer that reads the keys and values of another."""
+    layers, qkv = Layers((6, 2, 24), 16, dtype), torch.randn(5, 240).to(dtype)
+    segment = Segment(range(5), 3, array("q", [0]), 1)
+    batch = build_batch([segment], page_size=16, device="cpu", min_rows=1)
+    for each in (ops, TorchOps()):
+        plan = each.plan(batch, layers.pool, layers.heads, layers.turns)
+        alone = HeadNorm(layers.norm.weight[:6], layers.norm.eps)
+        found = each.rope_write(qkv[:, :144].contiguous(), 1, plan, alone)
+        assert layers.pool.data.isnan().all()
+        whole = Layers((6, 2, 24), 16, dtype)
+        plan = each.plan(batch, whole.pool, whole.heads, whole.turns)
+        assert torch.equal(found, each.rope_write(qkv.clone(), 1, plan, layers.norm))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_rounded_before_it_is_multiplied(dtype: torch.dtype, ops: NativeOps) -> None:
+    x, residual = torch.randn(9, 70).to(dtype), torch.randn(9, 70).to(dtype)
+    norm, factor = Norm(torch.rand(70).to(dtype), 1e-6), 0.7109375
+    normed, total = ops.add_norm(x, residual, norm, factor)
+    assert torch.equal(total, (x + residual) * factor)
+    assert torch.equal(normed, ops.norm(total, norm))
+    for each in (ops.add_norm, TorchOps().add_norm):
+        assert torch.equal(each(x, residual, None, factor)[0], total)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -289,7 +320,7 @@ def test_a_batch_with_copies_of_its_last_row_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["qwen3", "mistral_window", "qwen2"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral_window", "qwen2", "gemma4"])
 def test_a_step_in_one_call_is_the_same_bits_as_one_operation_after_another(
     kind: str, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -310,7 +341,7 @@ def test_the_backend_is_chosen_by_what_it_can_compute() -> None:
     assert isinstance(choose_ops("cpu", backend="auto"), NativeOps)
     assert isinstance(choose_ops("cpu", backend="torch"), TorchOps)
     assert isinstance(choose_ops("cpu", backend="auto", dtype=torch.float64), TorchOps)
-    wide = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=512, scale=1.0)
-    assert isinstance(choose_ops("cpu", backend="auto", heads=wide), TorchOps)
+    wide = HeadLayout(num_heads=2, num_kv_heads=1, head_dim=1024, scale=1.0)
+    assert isinstance(choose_ops("cpu", backend="auto", heads=[wide]), TorchOps)
     with pytest.raises(ModelLoadError, match="native"):
-        choose_ops("cpu", backend="native", heads=wide)
+        choose_ops("cpu", backend="native", heads=[wide])

@@ -88,7 +88,9 @@ NORM = {
     "WIDTH": 4096, "TILE": 4096, "HAS_RESIDUAL": False, "HAS_NORM": True, "IS_LAYER": False,
     "HAS_BIAS": False,
 }  # fmt: skip
-NORMED, PLAIN_HEADS = ({"HAS_NORM": has, "IS_WHOLE": False} for has in (True, False))
+NORMED, PLAIN_HEADS = (
+    {"HAS_NORM": has, "IS_WHOLE": False, "IS_BEHIND": False} for has in (True, False)
+)
 ACTIVATION = {"WIDTH": 12288, "TILE": 1024, "IS_GATED": True, "KIND": "silu", "LIMIT": 0.0}
 NARROW = {"TILE_ROWS": 16, "IS_NARROW": True}
 WIDE = {"TILE_ROWS": 64, "IS_NARROW": False}
@@ -120,6 +122,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "add": Variant(norm_kernel, {**NORM, "HAS_RESIDUAL": True, "HAS_NORM": False}),
     "rope write": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED}),
+    "rope write behind": Variant(
+        rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_BEHIND": True}
+    ),
     "rope write whole": Variant(rope_write_kernel, {**HEADS, **PLAIN, **NORMED, "IS_WHOLE": True}),
     "rope write int8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_INT8),
     "rope write fp8": Variant(rope_write_kernel, {**HEADS, **SCALED, **PLAIN_HEADS}, KV_FP8),

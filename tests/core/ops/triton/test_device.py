@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,20 +91,25 @@ def test_who_names_the_native_kernels_need_not_name_the_cpu(gpu) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_on_cuda_the_triton_kernels_compute(gpu, backend: Any, dtype: torch.dtype) -> None:
-    found = choose_ops("cuda", backend=backend, dtype=dtype, heads=HEADS, exact="batch")
+    found = choose_ops("cuda", backend=backend, dtype=dtype, heads=[HEADS], exact="batch")
     assert isinstance(found, TritonOps)
     assert found.exact == "batch"
-    assert isinstance(choose_ops("cuda", backend="torch", heads=HEADS), TorchOps)
+    assert isinstance(choose_ops("cuda", backend="torch", heads=[HEADS]), TorchOps)
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"heads": heads(96)}, "heads of 96 dimensions"),
-        ({"heads": heads(8)}, "heads of 8 dimensions"),
-        ({"heads": heads(512)}, "heads of 512 dimensions"),
-        ({"heads": heads(num_heads=128)}, "128 query heads per KV head"),
-        ({"heads": HEADS, "dtype": torch.float64}, "float64"),
+        ({"heads": [heads(96)]}, "heads of 96 dimensions"),
+        ({"heads": [heads(8)]}, "heads of 8 dimensions"),
+        ({"heads": [heads(512)]}, "heads of 512 dimensions"),
+        ({"heads": [heads(num_heads=128)]}, "128 query heads per KV head"),
+        ({"heads": [HEADS], "dtype": torch.float64}, "float64"),
+        ({"heads": [HEADS, heads(64)]}, "no Triton kernels for heads of several shapes"),
+        (
+            {"heads": [replace(HEADS, value_eps=1e-6)]},
+            "no Triton kernel norms values",
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -120,7 +126,7 @@ def test_a_model_that_does_not_suit_them_is_computed_by_torch_unless_they_are_na
 
 def test_a_gpu_without_the_instructions_is_left_to_torch(gpu, monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (7, 5))
-    assert isinstance(choose_ops("cuda", backend="auto", heads=HEADS), TorchOps)
+    assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
     assert "compute capability 7.5 is below 8.0" in caplog.text
 
 
@@ -128,10 +134,10 @@ def test_without_triton_torch_computes_on_cuda_and_a_log_line_says_how_to_get_it
     gpu, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
-    assert isinstance(choose_ops("cuda", backend="auto", heads=HEADS), TorchOps)
+    assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
     assert "pip install triton" in caplog.text
     with pytest.raises(ModelLoadError, match="pip install triton"):
-        choose_ops("cuda", backend="triton", heads=HEADS)
+        choose_ops("cuda", backend="triton", heads=[HEADS])
 
 
 def test_where_triton_cannot_launch_torch_computes_and_a_log_line_says_why(
@@ -144,12 +150,12 @@ def test_where_triton_cannot_launch_torch_computes_and_a_log_line_says_why(
 
     monkeypatch.setattr("triton.runtime.driver", Broken())
     monkeypatch.setattr(availability, "launch_problem", LAUNCH_PROBLEM)
-    assert isinstance(choose_ops("cuda", backend="auto", heads=HEADS), TorchOps)
+    assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
     assert caplog.messages == ["torch computes: Triton cannot use the GPU: no C compiler"]
 
 
 def test_int8_weights_are_tritons_on_cuda_and_int4_are_nobodys(gpu) -> None:
-    found = choose_ops("cuda", backend="auto", heads=HEADS, quantize="int8")
+    found = choose_ops("cuda", backend="auto", heads=[HEADS], quantize="int8")
     assert isinstance(found, TritonOps)
     assert found.quantize == "int8"
     for backend, why in (
@@ -158,27 +164,27 @@ def test_int8_weights_are_tritons_on_cuda_and_int4_are_nobodys(gpu) -> None:
         ("torch", "int4"),
     ):
         with pytest.raises(ModelLoadError, match=why):
-            choose_ops("cuda", backend=backend, heads=HEADS, quantize="int4")  # type: ignore[arg-type]
+            choose_ops("cuda", backend=backend, heads=[HEADS], quantize="int4")  # type: ignore[arg-type]
 
 
 def test_native_kernels_are_refused_on_cuda(gpu) -> None:
     with pytest.raises(ModelLoadError, match=r"backend native is not available: .*device cuda"):
-        choose_ops("cuda", backend="native", heads=HEADS)
+        choose_ops("cuda", backend="native", heads=[HEADS])
 
 
 def test_on_a_cpu_triton_is_for_tests_alone(no_gpu, monkeypatch) -> None:
     with pytest.raises(ModelLoadError, match="set TRITON_INTERPRET=1"):
-        choose_ops("cpu", backend="triton", heads=HEADS)
+        choose_ops("cpu", backend="triton", heads=[HEADS])
     monkeypatch.setenv(availability.INTERPRET, "1")
-    assert isinstance(choose_ops("cpu", backend="triton", heads=HEADS), TritonOps)
-    assert isinstance(choose_ops("cpu", backend="auto", heads=HEADS), NativeOps | TorchOps)
+    assert isinstance(choose_ops("cpu", backend="triton", heads=[HEADS]), TritonOps)
+    assert isinstance(choose_ops("cpu", backend="auto", heads=[HEADS]), NativeOps | TorchOps)
     with pytest.raises(ModelLoadError, match="bfloat16 wrongly"):
-        choose_ops("cpu", backend="triton", heads=HEADS, dtype=torch.bfloat16)
+        choose_ops("cpu", backend="triton", heads=[HEADS], dtype=torch.bfloat16)
 
 
 def test_the_interpreter_is_never_run_on_a_gpu(gpu, monkeypatch, caplog) -> None:
     monkeypatch.setenv(availability.INTERPRET, "1")
-    assert isinstance(choose_ops("cuda", backend="auto", heads=HEADS), TorchOps)
+    assert isinstance(choose_ops("cuda", backend="auto", heads=[HEADS]), TorchOps)
     assert "TRITON_INTERPRET=1 asks for" in caplog.text
 
 

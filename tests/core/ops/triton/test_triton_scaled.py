@@ -101,8 +101,8 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     device = torch.device("cuda")
-    assert unsuited(device, torch.bfloat16, None, "int8") == ""
-    problem = unsuited(device, torch.bfloat16, None, "fp8")
+    assert unsuited(device, torch.bfloat16, (), "int8") == ""
+    problem = unsuited(device, torch.bfloat16, (), "fp8")
     assert problem == "compute capability 8.6 is below 8.9"
 
 

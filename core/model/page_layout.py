@@ -1,0 +1,64 @@
+"""PageLayout: where in a page each layer's keys and values lie, and which tables turn them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..ops.base import HeadLayout, Tables
+from ..ops.kv_pool import KvPlace, KvShape
+from .config import DecoderConfig
+from .rope import RopeSpec, layer_tables
+
+
+class Part(NamedTuple):
+    """Layers with heads alike: a part of the pool, with a plan of its own in each pass."""
+
+    heads: HeadLayout
+    num_layers: int  # that keep keys and values
+    ropes: tuple[RopeSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """A page is one blob over all layers; those with heads alike are a part of the pool.
+
+    ``places`` and ``tables`` are of the layers. A layer that reads the keys and values of another
+    has the place of that one.
+    """
+
+    parts: tuple[Part, ...]
+    places: tuple[KvPlace, ...]  # [num_layers]
+    tables: tuple[Tables, ...]  # [num_layers] among the tables of its part
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> PageLayout:
+        """The layout of a model's pages."""
+        layouts = config.head_layouts
+        kinds = list(dict.fromkeys(layouts))
+        places: list[KvPlace] = []
+        counts = [0] * len(kinds)
+        for layout, spec in zip(layouts, config.layers, strict=True):
+            if spec.kv_of is not None:
+                places.append(places[spec.kv_of])
+                continue
+            part = kinds.index(layout)
+            places.append(KvPlace(part, counts[part]))
+            counts[part] += 1
+        tables: list[Tables] = [Tables()] * len(layouts)
+        parts = []
+        for part, heads in enumerate(kinds):
+            layers = [index for index, layout in enumerate(layouts) if layout == heads]
+            specs, by_layer = layer_tables([config.ropes[index] for index in layers])
+            for index, found in zip(layers, by_layer, strict=True):
+                tables[index] = found
+            parts.append(Part(heads, counts[part], specs))
+        return cls(tuple(parts), tuple(places), tuple(tables))
+
+    @property
+    def shapes(self) -> list[KvShape]:
+        """Of the parts of the pool."""
+        return [
+            KvShape(part.num_layers, part.heads.num_kv_heads, part.heads.head_dim)
+            for part in self.parts
+        ]
