@@ -263,6 +263,25 @@ def test_a_draft_models_tokens_are_chosen_in_the_graph_as_sharp_as_behind_it(twi
     assert [len(token_ids) for token_ids in found[0]] == [3, 3]
 
 
+def test_trees_of_a_draft_model_are_the_same_over_graphs_and_without(twins: Twins) -> None:
+    """A pass of a level is a graph that leaves the logits; the best few are raced for behind it."""
+    rows = [
+        replace(row(name), max_draft=5, spare_page_ids=array("q", [40 + at]))
+        for at, name in enumerate(("drawn", "cut"))
+    ]
+    found = []
+    for runner in twins.runners:
+        before = twins.graphs.num_replayed
+        proposer = LmProposer(runner.decoder, make_pool(runner.decoder))
+        drafts = proposer.propose(rows)
+        found.append([(list(each.token_ids), list(each.parents), each.odds) for each in drafts])
+        num_passes = max(each.num_levels for each in drafts) if runner is twins.runners[0] else 0
+        assert twins.graphs.num_replayed - before == num_passes
+    assert found[0] == found[1]
+    assert any(parents for _, parents, _ in found[0]), "a tree"
+    assert all(len(token_ids) == 5 for token_ids, *_ in found[0])
+
+
 # -- nobody --------------------------------------------------------------------------------------
 
 
