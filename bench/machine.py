@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.model.config import DecoderConfig
 from ..core.model.decoder import Decoder
 from ..core.ops.base import PackedLinear
 from ..core.ops.kv_pool import KVPool
@@ -78,18 +79,24 @@ def _torch_multiply(dtype: torch.dtype) -> float:
 def shape_of(decoder: Decoder, pool: KVPool) -> Shape:
     """What decides how long a step of this model takes."""
     config = decoder.config
-    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_layer = config.hidden_size * (width + config.num_heads * config.head_dim)
-    matrices = 3 if config.activation.gated else 2
-    per_layer += matrices * config.hidden_size * config.intermediate_size
     return Shape(
-        block_params=config.num_layers * per_layer,
+        block_params=sum(_layer_params(config, layer) for layer in range(config.num_layers)),
         head_params=config.vocab_size * config.hidden_size,
         query_width=config.num_heads * config.head_dim,
         windows=tuple(layer.window for layer in config.layers),
         weight_bytes=sum(map(_num_bytes, _linears(decoder))),
         kv_bytes=pool.num_bytes / (pool.num_pages * pool.page_size),
     )
+
+
+def _layer_params(config: DecoderConfig, layer: int) -> int:
+    """Those of a layer's attention and its MLP."""
+    num_heads, num_kv_heads, head_dim = config.heads_of(layer)
+    spec = config.layers[layer]
+    num_kv = 0 if spec.kv_of is not None else 2 * num_kv_heads
+    matrices = 3 if config.activation.gated else 2
+    width = (2 * num_heads + num_kv) * head_dim + 2 * config.token_input_size
+    return config.hidden_size * (width + matrices * (spec.width or config.intermediate_size))
 
 
 def _linears(decoder: Decoder) -> Iterator[PackedLinear]:

@@ -80,8 +80,11 @@ class Weights:
 def make_student(target: Target, shape: Shape, init: str | None) -> Student:
     """A draft that begins as ``init`` names: "target", a folder with one of its kind, or None.
 
-    Raises `InvalidRequest` for a folder that holds another kind or shape.
+    Raises `InvalidRequest` for a folder that holds another kind or shape, and for a target whose
+    layers are not those of a draft.
     """
+    if init == "target":
+        _check_layers(target.config)
     weights = Weights(target.path)
     if shape.kind == "lm":
         return LmStudent(_language_model(target, shape, weights, init), LM_DEPTH)
@@ -140,6 +143,17 @@ def _new_head(target: Target, shape: Shape) -> BlockHead | EagleHead:
     if ids is not None:
         head.set_draft_ids(ids)
     return head
+
+
+def _check_layers(config: DecoderConfig) -> None:
+    """Raise `InvalidRequest` for layers whose matrices fit no draft."""
+    for layer in config.layers:
+        if layer.experts or layer.heads or layer.kv_of is not None:
+            message = (
+                f"init: the layers of {config.model_type} have experts or heads of several sizes: "
+                "train a draft of kind block from random weights, or begin with one in a folder"
+            )
+            raise InvalidRequest(message, param="init")
 
 
 def _saved_head(head: BlockHead | EagleHead, path: Path, target: Target) -> BlockHead | EagleHead:

@@ -160,7 +160,7 @@ def test_a_known_family_is_computed_by_its_own_decoder_unless_asked_otherwise(
     with caplog.at_level("INFO"):
         own = load_decoder(folder)
     assert (own.path, own.exact) == ("own", True)
-    assert "qwen3: computed by its own decoder" in caplog.text
+    assert "qwen3: computed by foretoken's decoder" in caplog.text
     ids = random_ids(30)
     found = []
     for decoder in (own, load(folder)):
@@ -176,7 +176,7 @@ def test_another_model_is_computed_by_transformers_and_the_log_says_so(
     with caplog.at_level("INFO"):
         decoder = load_decoder(folder)
     assert decoder.path == "transformers"
-    assert "stablelm: computed by transformers' modules on our pages and kernels" in caplog.text
+    assert "stablelm: computed by transformers' modules on foretoken's KV pages" in caplog.text
     with pytest.raises(ModelLoadError, match="'stablelm' is not supported"):
         load_decoder(folder, impl="own")
 

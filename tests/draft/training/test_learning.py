@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from foretoken.core.errors import InvalidRequest
+from foretoken.core.model import load_decoder
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.head_files import open_head
 from foretoken.draft.training.drafts import run
 from foretoken.draft.training.drafts.conversations import Conversation
 from foretoken.draft.training.drafts.losses import kl_overlap_loss, slot_weights
-from foretoken.draft.training.drafts.making import Shape, Weights, make_student
+from foretoken.draft.training.drafts.making import Shape, Target, Weights, make_student
 from foretoken.draft.training.drafts.measuring import (
     FIRST_ODDS,
     Evaluator,
@@ -26,6 +27,7 @@ from foretoken.draft.training.drafts.measuring import (
 )
 from foretoken.draft.training.drafts.run import Trainer, TrainOptions
 from foretoken.draft.training.drafts.teacher import Teacher
+from support.checkpoints import make_checkpoint
 
 KINDS = ("block", "eagle3", "lm")
 
@@ -322,3 +324,14 @@ def test_the_odds_that_made_ranks_are_found_again():
         FIRST_ODDS["sampled"],
     )
     assert found == pytest.approx((1.2, -0.5, 0.8), abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "qwen3_moe"])
+@pytest.mark.parametrize("draft", ["block", "eagle3", "lm"])
+def test_a_draft_does_not_begin_as_layers_that_are_none_of_a_drafts(draft, kind, tmp_path):
+    folder = make_checkpoint(tmp_path, kind)
+    target = Target(load_decoder(folder), folder)
+    with pytest.raises(InvalidRequest, match="experts or heads of several sizes"):
+        make_student(target, Shape(kind=draft), "target")
+    if draft == "block":
+        assert make_student(target, Shape(kind=draft), None)
