@@ -20,7 +20,7 @@ from .tree import RadixTree
 class Pin:
     """A prefix that is kept."""
 
-    lock: LockHandle  # owned by the board
+    lock: LockHandle  # owned by `PinnedPrefixes`
     ttl: float  # seconds from the last hit
     until: float  # on the clock of `PinnedPrefixes.expire`
     serial: int  # distinguishes pins that end at the same time

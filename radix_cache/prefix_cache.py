@@ -52,7 +52,7 @@ class PrefixCache:
         )
         self.pins = PinnedPrefixes(self.tree, quota=int(num_pages * pin_quota), num_pages=num_pages)
         self._free = array("q", range(num_pages - 1, -1, -1))  # a stack: the next page is last
-        # handed out since take_fresh_pages; owned by their leases
+        # handed out since take_newly_allocated_pages; owned by their leases
         self._newly_allocated = array("q")
 
     @property

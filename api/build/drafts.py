@@ -52,7 +52,7 @@ class DraftSpec:
 
 
 def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
-    """Parse ``draft``; "auto": all model-free sources, and the draft model that comes with the target.
+    """Parse ``draft``; "auto": all model-free sources, and the draft model beside the target.
 
     In a list "auto" means all model-free sources; the draft model is the one listed. Raises
     `InvalidRequest` for an empty name, a source named twice, or two draft models.
@@ -64,14 +64,20 @@ def parse_draft(config: EngineConfig, *, own_draft: Path | None) -> DraftSpec:
     names = [name.strip() for name in config.draft.split(",")]
     for name in names:
         if name in ("", "none"):
-            message = f"draft: '{name}' cannot be combined with other drafters" if name else "draft has an empty name"
+            message = (
+                f"draft: '{name}' cannot be combined with other drafters"
+                if name
+                else "draft has an empty name"
+            )
             raise InvalidRequest(message, param="draft")
         if names.count(name) > 1:
             raise InvalidRequest(f"draft lists '{name}' twice", param="draft")
     sources = tuple(dict.fromkeys(source for name in names for source in _sources(name)))
     models = [name for name in names if not _sources(name)]
     if len(models) > 1:
-        raise InvalidRequest(f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft")
+        raise InvalidRequest(
+            f"draft takes one model, not {len(models)}: {', '.join(models)}", param="draft"
+        )
     return DraftSpec(sources, models[0] if models else None)
 
 
@@ -83,7 +89,7 @@ def _sources(name: str) -> tuple[str, ...]:
 
 
 def make_sources(spec: DraftSpec, vocab_size: int) -> list[Source]:
-    """The model-free sources in order: forced tokens of a grammar, the caller's prediction, others."""
+    """The model-free sources: forced tokens of a grammar, the caller's prediction, others."""
     if spec.is_empty:
         return []
     made: list[Source] = [GrammarSource(), PredictionSource()]
@@ -99,7 +105,9 @@ def _accuracy(name: str) -> float:
     try:
         return float(name.removeprefix("oracle:"))
     except ValueError:
-        raise InvalidRequest(f"draft: {name} must be oracle:P, P from 0 to 1", param="draft") from None
+        raise InvalidRequest(
+            f"draft: {name} must be oracle:P, P from 0 to 1", param="draft"
+        ) from None
 
 
 def make_speculator(
@@ -150,7 +158,9 @@ def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Deco
     """Raise `ModelLoadError` unless draft model and target have the same tokens."""
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
-        message = f"{path}: the draft model has {ours} tokens in its vocabulary, its target {theirs}"
+        message = (
+            f"{path}: the draft model has {ours} tokens in its vocabulary, its target {theirs}"
+        )
         raise ModelLoadError(message)
     check_same_tokens(path, target_path, read=tokenizer_json)
 

@@ -32,14 +32,14 @@ from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.models.draft_model import LmProposer
-from ...draft.models.tree_growth import NUM_BEST
-from ...draft.models.head_drafters import JoinedHead, load_head
 from ...draft.models.head_files import head_kind
 from ...draft.models.head_proposer import HeadProposer
+from ...draft.models.joined_head import JoinedHead, load_head
+from ...draft.models.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
-from .model_files import find_model
 from .kv_pools import make_pools, model_len, out_of_memory_told
+from .model_files import find_model
 
 logger = logging.getLogger(__name__)
 _Model: TypeAlias = tuple[Decoder, KVPool]

@@ -86,7 +86,9 @@ def checked_smollm2() -> Path:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != _SMOLLM2_SHA256:
-        raise ModelLoadError(f"{file} is damaged or of another version; install it again: {_HOW_TO_GET}")
+        raise ModelLoadError(
+            f"{file} is damaged or of another version; install it again: {_HOW_TO_GET}"
+        )
     return file
 
 
@@ -147,7 +149,7 @@ _PATHS = {
 
 
 def check_model(path: Path) -> int:
-    """``foretoken models check DIR``: print type, memory and code path of a model. Returns 1 if it is refused."""
+    """``foretoken models check DIR``: print a model's type, memory and path; 1 if it is refused."""
     from ...core.model.report import inspect_model
 
     report = inspect_model(path)

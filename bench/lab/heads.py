@@ -26,7 +26,7 @@ from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KVPool
 from ...draft.models.block import BlockConfig, BlockHead
 from ...draft.models.eagle import EagleConfig, EagleHead
-from ...draft.models.head_drafters import JoinedHead, join_target
+from ...draft.models.joined_head import JoinedHead, join_target
 from ...draft.models.medusa import MedusaConfig, MedusaHead
 from ..report import Row, command, machine, table, write_json
 

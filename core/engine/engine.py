@@ -18,7 +18,7 @@ from ..errors import EngineDead, InvalidRequest, QueueFull
 from ..interface.request import Request
 from ..interface.step import StepOutput, StepPlan
 from ..interface.step_runner import StepRunner
-from ..scheduling.kv_ops import describe_cache
+from ..scheduling.leases import describe_cache
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.metrics import EngineMetrics
 from ..telemetry.spec_decode_stats import SpecDecodeLog

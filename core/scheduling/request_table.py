@@ -14,7 +14,7 @@ from ...radix_cache.audit import Steps
 from ..errors import InvalidRequest, PromptTooLong, QueueFull
 from ..interface.request import Request, RequestStatus, Tenant, by_order
 from ..interface.step import beyond_vocabulary
-from .kv_ops import shares_prefill, would_fit
+from .leases import shares_prefill, would_fit
 from .request_queue import WaitingQueue
 
 # A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.

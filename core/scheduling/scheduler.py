@@ -25,7 +25,7 @@ from ..interface.speculator import (
 )
 from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from .chunk_budget import ChunkBudget
-from .kv_ops import acquire_kv, allocate_draft_pages, pin_prompt, publish, release_kv
+from .leases import acquire_kv, allocate_draft_pages, pin_prompt, publish, release_kv
 from .output_processor import late_end, request_error, take_output
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
 

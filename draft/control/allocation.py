@@ -66,7 +66,7 @@ class StepCandidates:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What each request drafts: a known draft or the proposer's, never both.
+    """What each request drafts: of a known draft, or with the proposer, which begins with that.
 
     ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_prices``: tokens that
     one more row for each request must bring it, none where the proposer is not asked;

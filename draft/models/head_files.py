@@ -149,7 +149,7 @@ def _flattened(fields: Fields) -> Fields:
 
 
 def _shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[str, Any]:
-    """What both kinds write alike."""
+    """What configs of block heads and of EAGLE-3 write alike."""
     hidden = fields.positive("hidden_size")
     heads = fields.positive("num_attention_heads")
     width = fields.positive("target_hidden_size", target.hidden_size)

@@ -1,4 +1,4 @@
-"""HeadProposer: what proposers with a trained head share, the block head's and EAGLE-3's.
+"""HeadProposer: what proposers with a trained head share.
 
 A head's KV lies under the same page ids as the target's, in a pool of its own. It is written from
 the target's hidden states, for the positions that were committed: a draft's own columns are void by

@@ -17,8 +17,8 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.models.block import BlockConfig, BlockHead
 from foretoken.draft.models.eagle import EagleConfig, EagleHead
-from foretoken.draft.models.head_drafters import JoinedHead, join_target
 from foretoken.draft.models.head_files import Head
+from foretoken.draft.models.joined_head import JoinedHead, join_target
 from foretoken.draft.models.medusa import MedusaConfig, MedusaHead
 
 TARGET = DecoderConfig(

@@ -1,4 +1,4 @@
-"""``draft=PATH``: a head is recognised, serves beside the model-free sources and changes no token."""
+"""``draft=PATH``: a head is recognised, serves beside look-ups and changes no token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.loader import load_decoder
-from foretoken.draft.models.head_drafters import load_head
 from foretoken.draft.models.head_files import save_head
+from foretoken.draft.models.joined_head import load_head
 from foretoken.draft.models.medusa import MedusaHead
 from support.tiny_heads import random_head, save_medusa
 

@@ -23,7 +23,7 @@ from foretoken.core.interface.step import (
     StepOutput,
     StepPlan,
 )
-from foretoken.core.scheduling.kv_ops import allocate_draft_pages
+from foretoken.core.scheduling.leases import allocate_draft_pages
 from foretoken.core.scheduling.scheduler import draft_limits
 from foretoken.radix_cache import KVLease, PrefixCache
 from support.draft_trees import tree_of

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.interface.request import Request
-from foretoken.core.scheduling.kv_ops import RETURN_GROWTH
+from foretoken.core.scheduling.leases import RETURN_GROWTH
 from foretoken.core.scheduling.scheduler import Scheduler
 from support.fake_model import (
     VOCAB_SIZE,

@@ -24,8 +24,8 @@ from foretoken.draft.models.block_drafter import _Pairs
 from foretoken.draft.models.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
 from foretoken.draft.models.eagle import EagleHead
 from foretoken.draft.models.eagle_pass import ColumnPlace
-from foretoken.draft.models.head_drafters import JoinedHead
 from foretoken.draft.models.head_files import Head
+from foretoken.draft.models.joined_head import JoinedHead
 from foretoken.draft.models.medusa import MedusaHead
 from support.tiny_heads import block_config, eagle_config, join, medusa_config, plain
 from support.tiny_pair import write_pair

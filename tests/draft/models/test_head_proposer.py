@@ -31,9 +31,9 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.models import block_drafter
 from foretoken.draft.models.block import BlockHead
 from foretoken.draft.models.block_pass import BlockPass
-from foretoken.draft.models.head_drafters import JoinedHead
 from foretoken.draft.models.head_files import Head
 from foretoken.draft.models.head_proposer import HeadProposer
+from foretoken.draft.models.joined_head import JoinedHead
 from foretoken.draft.models.medusa import MedusaHead
 from foretoken.draft.models.tree_growth import NUM_BEST, default_odds
 from foretoken.radix_cache import PrefixCache

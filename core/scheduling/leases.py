@@ -1,4 +1,4 @@
-"""KV operations on the prefix cache: of a request, as its cache options say, and of its draft.
+"""Leases of KV pages: of a request, as its cache options say, and of its draft.
 
 `shares_prefill` and `would_fit` are the rules of admission that concern pages. Drafts take free
 pages only: cached pages are never evicted for a draft. After the step the scheduler shrinks the

@@ -1,0 +1,1 @@
+"""The composition root: model files, drafters, pools, the engine."""
