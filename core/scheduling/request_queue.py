@@ -277,28 +277,17 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Assert that each request is in one queue or passed over and each queue is filed. O(n)."""
-        lined = [
-            request
-            for tenant_queue in self._tenant_queues.values()
-            for request in tenant_queue.requests
-        ]
-        assert len({*lined, *self._passed}) == len(lined) + len(self._passed), "queued twice"
-        assert {*lined, *self._passed} == set(self._requests.values()), "a request is in no line"
+        queues = self._tenant_queues
+        queued = [request for each in queues.values() for request in each.requests]
+        assert len({*queued, *self._passed}) == len(queued) + len(self._passed), "queued twice"
+        assert {*queued, *self._passed} == set(self._requests.values()), "a request is not queued"
         assert self.num_tokens == sum(len(request.tokens) for request in self._requests.values())
-        assert list(self._priorities) == sorted(request.priority for request in lined)
-        assert set(self._promotions.values()) == set(self._tenant_queues.values()), (
-            "a line does not ripen"
-        )
+        assert list(self._priorities) == sorted(request.priority for request in queued)
+        assert set(self._promotions.values()) == set(queues.values()), "a queue is never promoted"
         filed = [(level, *item) for level, at in self._levels.items() for item in at.items()]
-        assert len(filed) == len(self._tenant_queues), "a line is not filed, or twice"
-        for level, sort_key, tenant_queue in filed:
-            assert self._tenant_queues[tenant_queue.tenant] is tenant_queue, (
-                "a line was dissolved and is filed"
-            )
-            assert (level, sort_key) == (tenant_queue.level, tenant_queue.sort_key), (
-                "a line is filed at a wrong place"
-            )
-            assert sort_key[0] <= self.counters[tenant_queue.tenant], "a counter fell"
-            assert sort_key[1:] == tenant_queue.requests[0].order, (
-                "a line is filed by another request"
-            )
+        assert len(filed) == len(queues), "a queue is not filed, or twice"
+        for level, sort_key, each in filed:
+            assert queues[each.tenant] is each, "a queue was emptied and is filed"
+            assert (level, sort_key) == (each.level, each.sort_key), "a queue is misfiled"
+            assert sort_key[0] <= self.counters[each.tenant], "a counter fell"
+            assert sort_key[1:] == each.requests[0].order, "a queue is filed by another request"

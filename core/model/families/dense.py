@@ -231,6 +231,7 @@ def olmo3(fields: Fields) -> DecoderConfig:
 
 
 def hunyuan(fields: Fields, **differences: Any) -> DecoderConfig:  # noqa: ANN401 - declared fields
+    """Hunyuan: norms of each head's queries and keys behind RoPE, whose base grows by alpha."""
     bias = fields.flag("attention_bias", False)
     head_dim = fields.positive("head_dim")
     return base_config(

@@ -119,6 +119,7 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
 
 
 def hunyuan_moe(fields: Fields) -> DecoderConfig:
+    """Hunyuan with experts (arXiv 2411.02265): a shared one beside those that a row chooses."""
     chosen = set(fields.integers("moe_topk"))  # of all layers, or of each
     if len(chosen) != 1:
         raise fields.unsupported("moe_topk", "that differs by layer is not supported")

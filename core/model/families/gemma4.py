@@ -21,6 +21,7 @@ _NAMES = ExpertNames("router.proj", "experts.", stacked="rows", factors="router.
 
 
 def gemma4(fields: Fields) -> DecoderConfig:
+    """Gemma 4: `gemma` with heads, keys and inputs by layer. Raises `UnsupportedConfig`."""
     if fields.values.get("use_bidirectional_attention") == "all":
         raise fields.unsupported("use_bidirectional_attention", "'all' is not supported")
     vocab_size = fields.positive("vocab_size")

@@ -35,7 +35,7 @@ from .encoded_sampling import (
     unpacked,
 )
 
-_Edited: TypeAlias = tuple[int, SampleRow, EncodedSampling]  # place, and what it wishes
+_Edited: TypeAlias = tuple[int, SampleRow, EncodedSampling]  # place, its row, and its parameters
 
 
 @dataclass(frozen=True, slots=True)
