@@ -59,7 +59,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Nativ
         pytest.skip("this CPU cannot run it")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "plain C":
-            flags = building._VARIANT_FLAGS["amx-emulated"]
+            flags = (*building._VARIANT_FLAGS["amx-emulated"], "-O1")  # -O3 takes a minute
             patch.setattr(building, "variant_flags", lambda _: flags)
         try:
             found = NativeLibrary("amx-emulated", ctypes.CDLL(str(build("amx-emulated"))))
