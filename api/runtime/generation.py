@@ -97,8 +97,7 @@ class Generation:
         if delta.finish_reason is FinishReason.STOP:
             token_ids = token_ids[:-1]
         try:
-            for token_id in token_ids:
-                self._text.push(token_id)
+            self._text.extend(token_ids)
         except Exception as error:
             logger.exception(
                 "request %s failed while its tokens were read", self.request.request_id

@@ -40,6 +40,7 @@ RESERVED = frozenset(
     {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
      "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "kwargs"}
 )  # fmt: skip
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 class TooLong(Exception):  # noqa: N818
@@ -320,6 +321,8 @@ def _to_json(
 
 def _size(operator: str, left: object, right: object) -> int:
     """Characters or entries of what comes of it, bits of a number."""
+    if type(left) is str and type(right) is str and operator == "+":
+        return len(left) + len(right)
     if operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
         return len(left) + len(right)
     if isinstance(left, int) and isinstance(right, int):
@@ -345,6 +348,8 @@ def completed(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | N
 
 def check_messages(messages: object) -> None:
     """Raise `InvalidRequest` unless the messages are a list of objects."""
+    if type(messages) is list and {*map(type, messages)} <= {dict}:
+        return
     if (
         not isinstance(messages, Sequence)
         or isinstance(messages, str | bytes)
@@ -360,6 +365,8 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
     while left and total <= INLINE_CHARS:
         value = left.pop()
         total += len(value) if isinstance(value, str) else 1
+        if type(value) in _SCALARS:  # abstract classes are slow to ask
+            continue
         if isinstance(value, Mapping):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -86,6 +86,9 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
+
     def flush(self) -> str:
         """The rest of the text at its end: U+FFFD for an incomplete character."""
 
@@ -100,6 +103,10 @@ class ByteDetokenizer:
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
         return self._utf8.decode(self._piece(token_id))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
+        return self._utf8.decode(b"".join(map(self._piece, token_ids)))
 
     def flush(self) -> str:
         """What is left when nothing follows."""
@@ -142,6 +149,10 @@ class WindowDetokenizer:
         if text.endswith(REPLACEMENT) and len(self._pending) < MAX_CHAR_TOKENS:
             return head
         return head + self._settle(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """The characters that these tokens complete."""
+        return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
         """What is left when nothing follows."""
@@ -203,6 +214,12 @@ class AnswerText:
             return None
         found = self._stops.feed(text, count=self._num_tokens >= self._min_tokens)
         return self._cut(text, *found) if found else None
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add served tokens of an answer without stop strings."""
+        self._num_tokens += len(token_ids)
+        if text := self._detokenizer.push_all(token_ids):
+            self._parts.append(text)
 
     def _cut(self, text: str, stop: str, consumed: int) -> str:
         whole = "".join(self._parts)

@@ -129,6 +129,7 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
         engine=NullEngine(clock, token_id),
         path=FOLDER,
         name="null",
+        aliases=(),
         vocab_size=len(tokenizer.vocab),
         max_model_len=4096,
         eos_token_ids=frozenset({0}),
