@@ -224,14 +224,17 @@ def _blocks(
 ) -> list[BlockLayout]:
     """The blocks of layers of these shapes.
 
-    Beside smaller ones a block may be longer than it needs to be: a whole number of the smallest
-    of them long, where that adds little, so that a page is not much longer than its layers.
+    Beside smaller ones a block with scales may be longer than it needs to be: a whole number of
+    the smallest of them long, where that adds little, so that a page is not much longer than its
+    layers.
     """
     found = [BlockLayout.of(page_size, s.head_dim, dtype, kv_dtype) for s in shapes]
     least = min(block.num_items for block in found)
     whole = [-(-block.num_items // least) * least for block in found]
     return [
-        replace(block, num_items=items) if items < _LONGER * block.num_items else block
+        replace(block, num_items=items)
+        if block.scales_at and items < _LONGER * block.num_items
+        else block
         for block, items in zip(found, whole, strict=True)
     ]
 

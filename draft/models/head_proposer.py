@@ -214,6 +214,10 @@ class HeadProposer(ABC):
             track.waiting.append(part)
             track.waiting_ids += _token_ids(each)
         self._write_waiting([each.scheduled for each in live if self._ends_page(each.scheduled)])
+        for each in live:  # a part is a view of the whole step's taps
+            waiting = self._tracks[each.scheduled.request_id].waiting
+            if waiting:
+                waiting[-1] = waiting[-1].clone()
 
     def _ends_page(self, scheduled: ScheduledRequest) -> bool:
         """Whether positions that wait end a page, which others may find once it is released."""

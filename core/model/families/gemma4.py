@@ -61,7 +61,7 @@ def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpe
     if keys_as_values:
         count = fields.positive("num_global_key_value_heads", own.num_kv_heads)
         wide = wide._replace(num_kv_heads=count)
-    listed = _listed(fields, own)
+    listed = _listed(fields, own, len(layers))
     found = []
     for index, layer in enumerate(layers):
         is_full = layer.window is None
@@ -71,11 +71,11 @@ def _with_heads(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpe
     return tuple(found)
 
 
-def _listed(fields: Fields, own: HeadSpec) -> dict[int, HeadSpec]:
+def _listed(fields: Fields, own: HeadSpec, num_layers: int) -> dict[int, HeadSpec]:
     """The heads of layers that ``per_layer_config`` has, by their numbers, as 5 or 05."""
     found, listed = {}, fields.object("per_layer_config")
     for name in listed.values:
-        if not name.isdigit():
+        if not name.isdigit() or int(name) >= num_layers:
             raise listed.unsupported(name, "is no layer's number")
         given = listed.object(name)
         for other in given.values.keys() - {"num_key_value_heads", "head_dim"}:
@@ -99,6 +99,11 @@ def _sharing(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, 
     last = {layer.window: index for index, layer in enumerate(layers[:first])}
     if not {layer.window for layer in layers} <= last.keys():
         raise fields.error(name, f"{count} leaves no layer of a kind that keeps keys and values")
+    for index, layer in enumerate(layers[first:], first):
+        source = last[layer.window]
+        if layer.heads != layers[source].heads:
+            why = f"layer {index} and layer {source} share keys, but their heads differ in shape"
+            raise fields.error(name, why)
     shared = (replace(layer, kv_of=last[layer.window], width=width) for layer in layers[first:])
     return (*layers[:first], *shared)
 

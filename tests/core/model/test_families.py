@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from foretoken.core.errors import ModelLoadError
 from foretoken.core.model import Decoder, load_decoder
 from foretoken.core.model.families import MODEL_FAMILIES, parse_config
 from foretoken.core.model.fields import Fields
@@ -260,6 +261,22 @@ OLDER: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2, part": ("minimax_m2", {"num_local_experts": 8, "rotary_dim": 32, "head_dim": 64}),
     **{f"known: {name}": (config["model_type"], config) for name, config in KNOWN.items()},
 }
+
+
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("per_layer_config", {"per_layer_config": {"99": {"head_dim": 32}}}),
+        ("num_kv_shared_layers", {"per_layer_config": {"7": {"head_dim": 32}}}),
+    ],
+)
+def test_heads_by_layer_that_fit_no_layer_or_no_shared_keys_are_refused(
+    field: str, config: dict[str, Any]
+) -> None:
+    values = {**_LEAST, "model_type": "gemma4_text", "vocab_size_per_layer_input": 500}
+    values |= {"num_kv_shared_layers": 2, **config}
+    with pytest.raises(ModelLoadError, match=field):
+        parse_config(Fields(values, "config.json"))
 
 
 @pytest.mark.parametrize("case", OLDER)

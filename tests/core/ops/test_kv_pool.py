@@ -167,6 +167,17 @@ def test_a_page_of_layers_of_two_shapes_is_hardly_longer_than_its_layers(
     assert alone <= expected < 1.04 * alone
 
 
+@pytest.mark.parametrize("kind", ["auto", *KINDS])
+def test_parts_whose_blocks_are_nearly_multiples_are_split_into_vectors(kind: KvDtype) -> None:
+    pool = make_mixed_pool(
+        3, [KvShape(1, 1, 128), KvShape(2, 1, 252)], page_size=16, dtype=torch.bfloat16,
+        device="cpu", kv_dtype=kind,
+    )  # fmt: skip
+    for part, head_dim in zip(pool.parts, (128, 252), strict=True):
+        assert part.split(part.blocks)[0].shape[-2:] == (16, head_dim)
+    pool.copy_slots([1, 18], [40, 35])
+
+
 def test_parts_of_a_pool_have_no_byte_in_common() -> None:
     shapes = [KvShape(2, 3, 6), KvShape(3, 1, 8), KvShape(1, 2, 6)]
     pool = make_mixed_pool(5, shapes, page_size=3, dtype=torch.float32, device="cpu")

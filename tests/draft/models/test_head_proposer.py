@@ -430,6 +430,18 @@ def test_while_nothing_is_drafted_head_kv_is_written_a_page_at_a_time(
     assert proposer._ready.sum() == num_pages
 
 
+def test_taps_that_wait_do_not_hold_those_of_the_whole_step(target) -> None:
+    proposer = make_proposer(make_head("block", target), target)
+    unit = Unit(target, proposer, speculator=FixedDepth(0))
+    unit.add("a", prompt_of(CHUNK + 1), 2, 0.0)
+    unit.add("b", prompt_of(CHUNK - 2, 1), 2, 0.0)
+    while unit.scheduler.num_requests:
+        unit.driver.step()
+        for track in proposer._tracks.values():
+            for part in track.waiting:
+                assert part.untyped_storage().nbytes() == part.nbytes
+
+
 @pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_a_slot_before_the_position_would_show(target, kind, monkeypatch) -> None:
     """The negative control: head KV that lies one slot too low."""

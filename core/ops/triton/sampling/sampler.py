@@ -144,10 +144,13 @@ class TritonSampler:
         columns: Columns | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
         """The words of each place as `GumbelArgmax.run` leaves them; and refusals, by place."""
-        vocab_size = logits.shape[-1]
-        hashes = vocabulary_hashes(vocab_size, logits.device) if columns is None else columns.hashes
+        width = vocab_size = logits.shape[-1]
+        if columns is None:
+            hashes = vocabulary_hashes(vocab_size, logits.device)
+        else:
+            hashes, vocab_size = columns.hashes, columns.vocab_size
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-        step = max(1, BLOCK // vocab_size)
+        step = max(1, BLOCK // width)
         winners, refusals = [], dict[int, str]()
         for start in range(0, len(places), step):
             controls = write_controls(places[start : start + step], vocab_size, temperature_scale)

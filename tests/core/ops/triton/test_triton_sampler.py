@@ -169,6 +169,7 @@ def test_a_part_of_the_vocabulary_races_as_if_all_others_were_banned() -> None:
     columns = Columns(torch.tensor(sorted(rng.sample(range(vocab), 70))), vocab)
     plain = [row_of(number, **form) for number, form in enumerate([
         {}, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.7}, {"temperature": 0.0}, {"min_p": 0.2},
+        {"stop_token_ids": (300,)}, {"top_k": 100},  # beyond the columns
     ])]  # fmt: skip
     edited = [random_row(rng, vocab) for _ in range(5)]
     sampler = TritonSampler(tile=32)
