@@ -150,7 +150,9 @@ def test_experts_of_a_file_stay_packed_and_lose_nothing(model_type: str, tmp_pat
     wide = logits_of(file, dtype="float32")
     found = logits_of(file, backend="native")
     rounded = logits_of(file, dtype="bfloat16", backend="native")
-    assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
+    # by the median row: rounding may route a row to another expert, in either of them
+    ours, theirs = ((each - wide).norm(dim=-1).median() for each in (found, rounded))
+    assert ours < 1.5 * theirs
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
