@@ -160,7 +160,9 @@ def test_experts_in_mxfp4_stay_so_and_lose_nothing(tmp_path: Path) -> None:
     wide = logits_of(folder, dtype="float32", backend="torch")
     found = logits_of(folder, backend="native")
     rounded = logits_of(folder, dtype="bfloat16", backend="native")
-    assert (found - wide).norm() < 1.5 * (rounded - wide).norm()
+    # by the median row: rounding may route a row to another expert, in either of them
+    ours, theirs = ((each - wide).norm(dim=-1).median() for each in (found, rounded))
+    assert ours < 1.5 * theirs
     at_request = logits_of(folder, dtype="float32", backend="native")
     torch.testing.assert_close(at_request, wide, atol=1e-4, rtol=1e-4)
 
