@@ -19,7 +19,7 @@ from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.profiler import profile_step
 from ...draft.models.draft_model import LmProposer
-from ...draft.models.head_proposer import HeadProposer
+from ...draft.models.heads.head_proposer import HeadProposer
 from ...draft.models.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource

@@ -32,9 +32,9 @@ from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
 from ...draft.models.draft_model import LmProposer
-from ...draft.models.head_files import head_kind
-from ...draft.models.head_proposer import HeadProposer
-from ...draft.models.joined_head import JoinedHead, load_head
+from ...draft.models.heads.head_files import head_kind
+from ...draft.models.heads.head_proposer import HeadProposer
+from ...draft.models.heads.joined_head import JoinedHead, load_head
 from ...draft.models.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft

@@ -16,10 +16,10 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.draft.models.block import BlockHead
-from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.head_files import head_kind, open_head, save_head
-from foretoken.draft.models.joined_head import lend, load_head, score_taps
+from foretoken.draft.models.heads.block import BlockHead
+from foretoken.draft.models.heads.eagle import EagleHead
+from foretoken.draft.models.heads.head_files import head_kind, open_head, save_head
+from foretoken.draft.models.heads.joined_head import lend, load_head, score_taps
 from support.tiny_heads import TARGET, block_config, eagle_config
 from support.tiny_pair import write_pair
 

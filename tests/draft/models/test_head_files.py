@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.rope import RopeSpec
-from foretoken.draft.models.block import BlockHead
-from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.head_files import head_kind, open_head, save_head
-from foretoken.draft.models.medusa import MedusaHead
+from foretoken.draft.models.heads.block import BlockHead
+from foretoken.draft.models.heads.eagle import EagleHead
+from foretoken.draft.models.heads.head_files import head_kind, open_head, save_head
+from foretoken.draft.models.heads.medusa import MedusaHead
 from support.tiny_heads import TARGET, block_config, eagle_config, medusa_config, save_medusa
 
 CONFIGS = {

@@ -19,14 +19,14 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
-from foretoken.draft.models.block import BlockHead
-from foretoken.draft.models.block_drafter import _Pairs
-from foretoken.draft.models.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
-from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.eagle_pass import ColumnPlace
-from foretoken.draft.models.head_files import Head
-from foretoken.draft.models.joined_head import JoinedHead
-from foretoken.draft.models.medusa import MedusaHead
+from foretoken.draft.models.heads.block import BlockHead
+from foretoken.draft.models.heads.block_drafter import _Pairs
+from foretoken.draft.models.heads.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
+from foretoken.draft.models.heads.eagle import EagleHead
+from foretoken.draft.models.heads.eagle_pass import ColumnPlace
+from foretoken.draft.models.heads.head_files import Head
+from foretoken.draft.models.heads.joined_head import JoinedHead
+from foretoken.draft.models.heads.medusa import MedusaHead
 from support.tiny_heads import block_config, eagle_config, join, medusa_config, plain
 from support.tiny_pair import write_pair
 

@@ -28,13 +28,13 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models import block_drafter
-from foretoken.draft.models.block import BlockHead
-from foretoken.draft.models.block_pass import BlockPass
-from foretoken.draft.models.head_files import Head
-from foretoken.draft.models.head_proposer import HeadProposer
-from foretoken.draft.models.joined_head import JoinedHead
-from foretoken.draft.models.medusa import MedusaHead
+from foretoken.draft.models.heads import block_drafter
+from foretoken.draft.models.heads.block import BlockHead
+from foretoken.draft.models.heads.block_pass import BlockPass
+from foretoken.draft.models.heads.head_files import Head
+from foretoken.draft.models.heads.head_proposer import HeadProposer
+from foretoken.draft.models.heads.joined_head import JoinedHead
+from foretoken.draft.models.heads.medusa import MedusaHead
 from foretoken.draft.models.tree_growth import NUM_BEST, default_odds
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.model import load_decoder
-from foretoken.draft.models.block import BlockHead
-from foretoken.draft.models.eagle import EagleHead
-from foretoken.draft.models.head_files import open_head
+from foretoken.draft.models.heads.block import BlockHead
+from foretoken.draft.models.heads.eagle import EagleHead
+from foretoken.draft.models.heads.head_files import open_head
 from foretoken.draft.training.drafts import run
 from foretoken.draft.training.drafts.conversations import Conversation
 from foretoken.draft.training.drafts.losses import kl_overlap_loss, slot_weights

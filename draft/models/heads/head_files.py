@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ...core.errors import ModelLoadError
-from ...core.model.config import DecoderConfig
-from ...core.model.fields import Fields, read_json
-from ...core.model.rope import RopeSpec, parse_rope
-from ...core.ops.batch import Taps
+from ....core.errors import ModelLoadError
+from ....core.model.config import DecoderConfig
+from ....core.model.fields import Fields, read_json
+from ....core.model.rope import RopeSpec, parse_rope
+from ....core.ops.batch import Taps
 from .block import BlockConfig, BlockHead, MarkovKind
 from .eagle import EagleConfig, EagleHead
 from .medusa import MedusaConfig, MedusaHead

@@ -26,14 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...core.execution.proposer import VerifiedRequest
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import Draft, SamplingMetadata, ScheduledRequest
-from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
-from ...core.ops.kv_pool import KVPool
-from ...core.sampling.sampler import Columns, Sampler
+from ....core.execution.proposer import VerifiedRequest
+from ....core.interface.sampling_params import TokenSamplingParams
+from ....core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from ....core.ops.batch import ForwardOutput, RaggedBatch, Taps
+from ....core.ops.kv_pool import KVPool
+from ....core.sampling.sampler import Columns, Sampler
+from ..tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, frontiers, sample_rows
 from .head_layers import KeysValues, TapConfig
-from .tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, frontiers, sample_rows
 
 IntArray: TypeAlias = NDArray[np.int64]
 TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, none is too dear

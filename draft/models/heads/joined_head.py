@@ -13,14 +13,14 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import ModelLoadError
-from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.step import SamplingMetadata
-from ...core.model.decoder import Decoder
-from ...core.ops.base import Ops, PackedLinear
-from ...core.ops.batch import Segment, Taps, Wanted
-from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
-from ...core.sampling.logits_processors import SampleRow
+from ....core.errors import ModelLoadError
+from ....core.interface.sampling_params import TokenSamplingParams
+from ....core.interface.step import SamplingMetadata
+from ....core.model.decoder import Decoder
+from ....core.ops.base import Ops, PackedLinear
+from ....core.ops.batch import Segment, Taps, Wanted
+from ....core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ....core.sampling.logits_processors import SampleRow
 from .block import BlockHead
 from .block_drafter import BlockProposer, num_spare_pages
 from .block_pass import BlockPass, can_pass

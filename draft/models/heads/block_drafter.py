@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.interface.step import ScheduledRequest
-from ...core.model.decoder import Decoder
-from ...core.ops.kv_pool import KVPool
+from ....core.interface.step import ScheduledRequest
+from ....core.model.decoder import Decoder
+from ....core.ops.kv_pool import KVPool
 from .block import BlockHead, MarkovHead
 from .block_pass import BLOCKS_A_PASS, BlockPass, BlockPlace, ContextRows
 from .head_layers import KeysValues
