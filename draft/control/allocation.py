@@ -146,14 +146,16 @@ def _take(
     table = survival - _key_prices(candidates, costs, rate)[:, None] * shown
     flat, num_rows = table.ravel(), shown.ravel()
     for_a_row = np.minimum.accumulate(table / shown, axis=1).ravel()
-    order = (-for_a_row).argsort(kind="stable") if num_requests > 1 else np.arange(width)
     most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))
+    if not most:
+        return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
+    order = (-for_a_row).argsort(kind="stable") if num_requests > 1 else np.arange(width)
     order = order[:most]
     by_row = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
     seconds = np.interp(num_rows[order].cumsum(), np.arange(most + 1), by_row)
     overhead = costs.draft_overhead(candidates.num_decodes, with_proposer=with_proposer)
     net = flat[order].cumsum() - rate * (seconds + overhead)
-    if not most or net.max() <= 0.0:
+    if net.max() <= 0.0:
         return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
     taken = int(net.argmax()) + 1
     counts = np.bincount(order[:taken] // width, minlength=num_requests)
@@ -178,6 +180,9 @@ def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: floa
     lookup_worth = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
+    most_worth = np.maximum(nodes - node_rows * row_prices, 0.0).sum(axis=1) - entry
+    if np.maximum(most_worth - lookup_worth, 0.0).sum() <= rate * pass_s:
+        return best  # all that it adds, at any depth, is not worth one pass
     for depth in _last_depths(candidates, num_depths):
         rows = node_rows[:, :depth] * row_prices
         worth = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - entry
