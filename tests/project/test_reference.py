@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from foretoken.api.cli.reference import reference
 
-DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 
 
 def test_the_reference_is_up_to_date():
@@ -28,8 +27,26 @@ def test_what_the_reference_names_can_be_found_in_it():
         assert word in text
 
 
-@pytest.mark.parametrize("name", ["quickstart.md", "cookbook.md", "migration.md", "api.md"])
-def test_every_link_leads_somewhere(name):
-    text = (DOCS / name).read_text("utf-8")
-    for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
-        assert (DOCS / target).exists(), target
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to files and headings that are not there."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        is_page = linked.suffix == ".md" and linked.exists()
+        if not linked.exists() or (anchor and is_page and anchor not in headings(linked)):
+            broken.append(target)
+    return broken
+
+
+def test_every_link_of_the_docs_leads_somewhere():
+    pages = [*DOCS.glob("*.md"), *(ROOT / name for name in ("README.md", "tests/README.md"))]
+    assert {page.name: found for page in pages if (found := broken_links(page))} == {}
