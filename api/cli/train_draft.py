@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -157,16 +158,13 @@ def _above_zero(text: str) -> float:
 def train_draft(parsed: argparse.Namespace) -> int:
     """Run the command; raises `InvalidRequest` for wrong data or folders."""
     _check(parsed)
-    import torch
-
     from ...draft.training.drafts.answers import AnswerOptions
     from ...draft.training.drafts.conversations import read_data
     from ...draft.training.drafts.gathering import GatherOptions, gather
     from ...draft.training.drafts.run import MAX_LEN, Trainer, write_report
 
-    if parsed.threads is not None:
-        torch.set_num_threads(parsed.threads)
     target = _load_target(parsed)
+    target.decoder.ops.set_threads(parsed.threads or len(os.sched_getaffinity(0)))
     out = Path(parsed.out)
     with _Encoder(target) as encoder:
         found = read_data([Path(each) for each in parsed.data], encoder, text_len=MAX_LEN)
@@ -243,8 +241,6 @@ def _load_target(parsed: argparse.Namespace) -> Target:
     path = find_model(parsed.target).path
     device = choose_device(parsed.device)
     decoder = load_decoder(path, dtype=parsed.dtype, device=device, backend="auto")
-    if parsed.threads is not None:
-        decoder.ops.set_threads(parsed.threads)
     return Target(decoder, path, tokenizer_json(path))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from foretoken.api.cli import commands
 from foretoken.api.cli.flags import observing
+from foretoken.core.ops.native.native_ops import NativeOps
+from foretoken.core.ops.torch.torch_ops import TorchOps
 from foretoken.draft.training.drafts import run as training
 from foretoken.draft.training.drafts.records import read_records
 
@@ -67,6 +70,20 @@ def test_a_folder_with_a_run_is_not_overwritten(capsys, tmp_path):
     )
     assert code == 2
     assert "--resume" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "count"), [([], len(os.sched_getaffinity(0))), (["--threads", "3"], 3)]
+)
+def test_the_target_computes_with_all_threads_unless_told(
+    args, count, capsys, tmp_path, monkeypatch
+):
+    counts = []
+    for ops in (NativeOps, TorchOps):
+        monkeypatch.setattr(ops, "set_threads", lambda _, count: counts.append(count))
+    given = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert failed(capsys, *GIVEN, *given, *args)[0] == 2  # there is no data
+    assert counts == [count]
 
 
 def test_a_draft_is_trained_and_measured_in_service(capsys, tmp_path, monkeypatch):
