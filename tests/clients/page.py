@@ -18,18 +18,18 @@ FLAGS = ["--api-key", KEY, "--reasoning-parser", "think", "--log-level", "error"
 SERVER = [sys.executable, str(TESTS / "support" / "scripted_server.py"), *FLAGS]
 HEAD = """# Clients
 
-Every client points its base URL here and works. Written by `PYTHONPATH=tests python -m
-clients.page`, which runs these clients, each in a process of its own, against a real server whose
-model says what the conversation asks it to (`tests/support/scripted_server.py`); `make test` runs
-them again and fails where this table is not true. What a feature asserts stands under its name in
-the client's script (`tests/clients/`); one that fails is in bold.
+These clients work with foretoken by their base URL alone. `PYTHONPATH=tests python -m
+clients.page` writes this page: it runs each client in a process of its own against a real server
+whose model gives scripted answers (`tests/support/scripted_server.py`). `make test` runs
+them again and fails if this table is not true. The client's script (`tests/clients/`) shows under the name of a
+feature what is asserted; a feature that fails is in bold.
 
 """
 POINTING = """
-## Pointing them here
+## How to connect them
 
-From the scripts that were run (`tests/clients/`), against `foretoken serve --api-key sk-local`. A
-server without that flag takes any key; most clients want one to be set.
+These lines are taken from the scripts in `tests/clients/`. The server is `foretoken serve --api-key sk-local`. A
+server without that flag accepts any key; most clients need one to be set.
 """
 COLUMNS = "| client | version | features | pass |\n|---|---|---|---|\n"
 SERVED = {
