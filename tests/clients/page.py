@@ -20,16 +20,16 @@ HEAD = """# Clients
 
 These clients work with foretoken by their base URL alone. `PYTHONPATH=tests python -m
 clients.page` writes this page: it runs each client in a process of its own against a real server
-whose model gives scripted answers (`tests/support/scripted_server.py`). `make test` runs
-them again and fails if this table is not true. The client's script (`tests/clients/`) shows under the name of a
-feature what is asserted; a feature that fails is in bold.
+whose model gives scripted answers (`tests/support/scripted_server.py`). `make test` runs them again
+and fails if this table is not true. The client's script (`tests/clients/`) shows under the name of
+a feature what is asserted; a feature that fails is in bold.
 
 """
 POINTING = """
 ## How to connect them
 
-These lines are taken from the scripts in `tests/clients/`. The server is `foretoken serve --api-key sk-local`. A
-server without that flag accepts any key; most clients need one to be set.
+These lines are taken from the scripts in `tests/clients/`. The server is `foretoken serve --api-key
+sk-local`. A server without that flag accepts any key; most clients need one to be set.
 """
 COLUMNS = "| client | version | features | pass |\n|---|---|---|---|\n"
 SERVED = {
