@@ -39,7 +39,7 @@ from ..api.types.sampling_params import SamplingParams
 from ..core.config import EngineConfig
 from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
-from ..core.interface.speculator import GuardedSpeculator, Speculator
+from ..core.interface.speculator import GuardedSpeculator, Speculator, guarded
 from ..core.interface.step import SamplingMetadata
 from ..core.model.families import read_config
 from ..draft.control.acceptance import AcceptanceModel
@@ -108,7 +108,7 @@ class Bench:
         self._built, self._max_tokens, self._recorded = built, max_tokens, recorded
         self._runner = built.engine.runner
         self._own = built.engine.scheduler.speculator
-        self._others: dict[str, GuardedSpeculator] = {}
+        self._others: dict[str, Speculator] = {}
 
     async def cell(
         self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], repeats: int
@@ -178,18 +178,19 @@ class Bench:
         self._built.engine.scheduler.speculator = self._own
         return answers
 
-    def _speculator(self, setting: str) -> GuardedSpeculator:
+    def _speculator(self, setting: str) -> Speculator:
         """What plans the drafts of a setting; the engine is idle."""
         if not is_of_draft(setting):
             return self._own
         if setting not in self._others:
-            self._others[setting] = GuardedSpeculator(self._make_speculator(setting))
+            self._others[setting] = guarded(self._make_speculator(setting))
         return self._others[setting]
 
     def _make_speculator(self, setting: str) -> Speculator:
         if setting != LOOK_UPS:
             kind, _, count = setting.partition("-")
             return chain(int(count)) if kind == "chain" else tree(int(count))
+        assert isinstance(self._own, GuardedSpeculator)
         inner = self._own.inner
         assert isinstance(inner, DraftSpeculator)
         controller = Controller(copy.deepcopy(inner.controller.costs))

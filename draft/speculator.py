@@ -27,8 +27,7 @@ from ..core.interface.step import (
     StepPlan,
 )
 from .control.acceptance import AcceptanceModel, NodeWorth
-from .control.allocation import StepCandidates
-from .control.controller import Controller
+from .control.controller import Controller, StepCandidates
 from .control.cost_model import Mean
 from .control.request_state import NO_SURVIVAL, DraftState, padded
 from .sources.grammar import GrammarSource

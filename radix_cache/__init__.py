@@ -4,7 +4,6 @@ Knows nothing of models, tensors or text: token ids in, page ids out.
 """
 
 from .node import Eviction, KVLease, LockHandle, Match, Node
-from .pins import Pin
 from .prefix_cache import PrefixCache
 from .tree import RadixTree
 
@@ -14,7 +13,6 @@ __all__ = [
     "LockHandle",
     "Match",
     "Node",
-    "Pin",
     "PrefixCache",
     "RadixTree",
 ]

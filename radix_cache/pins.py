@@ -17,8 +17,8 @@ from .tree import RadixTree
 
 
 @dataclass(slots=True, eq=False)
-class Pin:
-    """A prefix that is kept."""
+class PinnedPrefix:
+    """A prefix that one pin keeps."""
 
     lock: LockHandle  # owned by `PinnedPrefixes`
     ttl: float  # seconds from the last hit
@@ -44,8 +44,10 @@ class PinnedPrefixes:
         self.total_quota = min(2 * quota, num_pages)
         self.now = 0.0  # seconds
         self._tree = tree
-        self._pins: OrderedDict[Node, Pin] = OrderedDict()  # by their last node; oldest first
-        self._due: SortedDict[tuple[float, int], Pin] = SortedDict()  # by the time they end
+        # by their last node, the oldest first
+        self._pins: OrderedDict[Node, PinnedPrefix] = OrderedDict()
+        # by the time they end
+        self._due: SortedDict[tuple[float, int], PinnedPrefix] = SortedDict()
         self._num_pages: Counter[str | None] = Counter()  # pinned pages of each namespace
         self._num_made = 0
 
@@ -64,7 +66,7 @@ class PinnedPrefixes:
             return
         self._num_pages[match.namespace] += self._tree.num_pinned_pages - before
         self._num_made += 1
-        pinned = Pin(lock, ttl, self.now + ttl, self._num_made)
+        pinned = PinnedPrefix(lock, ttl, self.now + ttl, self._num_made)
         self._pins[lock.node] = self._due[pinned.until, pinned.serial] = pinned
         self._shrink(pinned)
 
@@ -97,7 +99,7 @@ class PinnedPrefixes:
             if node in pinned.lock.node.path():
                 self._drop(pinned)
 
-    def of(self, namespace: str | None) -> list[Pin]:
+    def of(self, namespace: str | None) -> list[PinnedPrefix]:
         """The pins of a namespace, the oldest first. O(pins)."""
         return [pinned for pinned in self._pins.values() if pinned.namespace == namespace]
 
@@ -124,13 +126,13 @@ class PinnedPrefixes:
         assert found.total() <= self.total_quota, "more is pinned than may be"
         assert max(found.values(), default=0) <= self.quota, "a namespace pins more than it may"
 
-    def _renew(self, pinned: Pin) -> None:
+    def _renew(self, pinned: PinnedPrefix) -> None:
         del self._due[pinned.until, pinned.serial]
         pinned.until = self.now + pinned.ttl
         self._due[pinned.until, pinned.serial] = pinned
         self._pins.move_to_end(pinned.lock.node)
 
-    def _drop(self, pinned: Pin) -> None:
+    def _drop(self, pinned: PinnedPrefix) -> None:
         before = self._tree.num_pinned_pages
         self._tree.unlock(pinned.lock)
         self._num_pages[pinned.namespace] -= before - self._tree.num_pinned_pages
@@ -138,7 +140,7 @@ class PinnedPrefixes:
             del self._num_pages[pinned.namespace]
         del self._pins[pinned.lock.node], self._due[pinned.until, pinned.serial]
 
-    def _shrink(self, newest: Pin) -> None:
+    def _shrink(self, newest: PinnedPrefix) -> None:
         """Remove older pins until the quotas hold."""
         own = newest.namespace
         while self._num_pages[own] > self.quota:
@@ -147,7 +149,7 @@ class PinnedPrefixes:
             biggest = (name for name, _ in self._num_pages.most_common())
             self._drop(next(pin for name in biggest for pin in self._others(name, newest)))
 
-    def _others(self, namespace: str | None, newest: Pin) -> Iterator[Pin]:
+    def _others(self, namespace: str | None, newest: PinnedPrefix) -> Iterator[PinnedPrefix]:
         """Pins of a namespace whose going unpins pages, but for the newest; the oldest first."""
         return (
             pinned

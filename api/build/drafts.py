@@ -24,14 +24,14 @@ from ...draft.models.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
 from ...draft.sources.prediction import PredictionSource
-from ...draft.sources.radix import RadixSource
+from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
 from ..text.gguf_tokenizer import load_gguf_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
-    "radix": RadixSource,
+    "radix": PrefixSource,
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }

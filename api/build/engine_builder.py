@@ -15,7 +15,7 @@ import torch
 
 from ...core.config import EngineConfig, Sizes
 from ...core.engine.engine import Engine
-from ...core.engine.watchdog import Supervision
+from ...core.engine.model_thread import Supervision
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.warm_up import warm_up
 from ...core.model.checkpoint import open_checkpoint

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...core.interface.speculator import GuardedSpeculator
 from ..serving.serving_context import Service
 from ..serving.sse import EventStream, event
 from ..types.results import Body
@@ -136,7 +137,8 @@ def row_price(engine: Engine) -> Body | None:
     """
     from ...draft.speculator import DraftSpeculator
 
-    speculator = engine.scheduler.speculator.inner
+    guarded = engine.scheduler.speculator
+    speculator = guarded.inner if isinstance(guarded, GuardedSpeculator) else guarded
     if not isinstance(speculator, DraftSpeculator) or not speculator.controller.costs.is_ready:
         return None
     costs, count = speculator.controller.costs, max(1, len(engine.scheduler.running))

@@ -1,4 +1,7 @@
-"""Keeper: ends a server on a signal, when its engine is dead, or when its event loop hangs."""
+"""Keeper: ends a server on a signal, when its engine is dead, or when its event loop hangs.
+
+A `LoopGuard` is the thread that notices the last.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
 
-from ...core.engine.watchdog import BEAT_SECONDS, LoopGuard
 from ..runtime.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DUMP_SIGNAL = signal.SIGUSR1
 DEAD, STUCK = 1, 70  # exit codes: the engine stopped; something never came back
+BEAT_SECONDS = 1.0  # of the event loop
 LAST_SECONDS = 5.0  # for what a process does last: its exit, or its dump where it stands still
 
 
@@ -124,3 +127,42 @@ class Keeper:
         faulthandler.dump_traceback()
         self._dump("the event loop did not run for --step-timeout seconds")
         os._exit(STUCK)
+
+
+class LoopGuard:
+    """A thread that calls ``on_stuck`` once if `beat` was not called for ``seconds``.
+
+    The event loop calls `beat` while it runs. ``on_stuck`` runs in this thread: a stuck loop
+    cannot run it. Beats are counted: a clock that leaps, or a suspended machine, costs one.
+    """
+
+    def __init__(
+        self, seconds: float, on_stuck: Callable[[], None], *, tick: float = BEAT_SECONDS
+    ) -> None:
+        self._on_stuck = on_stuck
+        self._tick = tick
+        self._most = max(1, round(seconds / tick))  # ticks without a beat
+        self._has_beaten = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="foretoken-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Report that the loop runs. Cheap; from any thread."""
+        self._has_beaten = True
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        num_missed = 0
+        while num_missed < self._most:
+            if self._ended.wait(self._tick):
+                return
+            num_missed = 0 if self._has_beaten else num_missed + 1
+            self._has_beaten = False
+        self._on_stuck()

@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from ...core.telemetry.metrics import SECONDS
-from ...core.telemetry.prometheus import PREFIX, Histograms, counters, gauge
+from ...core.telemetry.metrics import PREFIX, SECONDS, Histograms, counters, gauge
 from ..types.request_context import RequestContext
 from .event_loop_lag import LoopLag
 

@@ -1,9 +1,9 @@
 """Counts what one request meets: files, functions and classes on the event loop's side.
 
 A request runs through a real engine whose model is a formula. All calls of the event loop's thread
-into radix_cache/, core/ and draft/ are noted, from `Engine.submit` to the last token and the audit
-of the idle engine. What the model thread runs is not counted. The lengths of all functions of these
-packages are printed, too.
+into radix_cache/, core/ and draft/ are noted, from `Engine.submit` until the engine is idle. The
+audit that an idle engine begins is counted apart; what the model thread runs is not counted. The
+lengths of all functions of these packages are printed, too.
 
     python -m foretoken.bench.lab.request_walk
 """
@@ -22,6 +22,7 @@ from types import FrameType
 
 from ...api.build.drafts import make_speculator, parse_draft
 from ...core.config import EngineConfig
+from ...core.engine.audit import Auditor
 from ...core.engine.engine import Engine
 from ...core.interface.request import Request
 from ...core.interface.sampling_params import TokenSamplingParams
@@ -48,16 +49,19 @@ PACKAGES = ("radix_cache", "core", "draft")
 MODULES = tuple(f"foretoken.{package}." for package in PACKAGES)
 VOCAB_SIZE, CYCLE = 64, 5
 PROMPT = array("q", range(20, 29))
+IDLE_AUDIT = Auditor.audit_while_idle.__code__
 NO_DRAFTS, LOOKUPS = "none", "radix,suffix"  # a prediction and a grammar come with the latter
 
 
 @dataclass
 class Walk:
-    """What the event loop's thread called."""
+    """What the event loop's thread called; in ``audit`` what an idle audit did, apart from it."""
 
     modules: set[str] = field(default_factory=set)
     functions: set[tuple[str, str]] = field(default_factory=set)  # module, qualified name
     num_calls: int = 0
+    audit: Walk | None = None
+    _is_auditing: bool = False
 
     @property
     def classes(self) -> set[tuple[str, str]]:
@@ -67,6 +71,15 @@ class Walk:
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         """Count a call; for `sys.setprofile`."""
+        if frame.f_code is IDLE_AUDIT:  # suspended, it returns, and is called to go on
+            self._is_auditing = event == "call"
+        if self._is_auditing:
+            self.audit = self.audit or Walk()
+            self.audit._count(frame, event)
+        else:
+            self._count(frame, event)
+
+    def _count(self, frame: FrameType, event: str) -> None:
         module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_qualname
         if event == "call" and module.startswith(MODULES) and name != "<module>":
             self.modules.add(module)
@@ -138,7 +151,7 @@ async def _walk(drafts: str, num_tokens: int) -> Walk:
         request = Request(request_id="a", tokens=array("q", PROMPT), sampling=sampling)
         async for _ in engine.submit(request):
             pass
-        await asyncio.sleep(0.05)  # the audit of an idle engine
+        await asyncio.sleep(0.05)  # until the engine is idle and has been audited
     finally:
         sys.setprofile(None)
         await engine.close()
@@ -161,7 +174,9 @@ def _nodes(folder: Path) -> Iterator[ast.AST]:
 
 def main() -> None:
     """Print the counts."""
-    print(f"9 prompt tokens, 4 tokens, no drafts:     {walk(NO_DRAFTS, 4)}")
+    plain = walk(NO_DRAFTS, 4)
+    print(f"9 prompt tokens, 4 tokens, no drafts:     {plain}")
+    print(f"the audit of the idle engine behind it:   {plain.audit}")
     print(f"9 prompt tokens, 40 tokens, look-ups:     {walk(LOOKUPS, 40)}")
     for package in PACKAGES:
         lengths = function_lengths(package)

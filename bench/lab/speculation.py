@@ -37,7 +37,7 @@ from ...core.interface.step import (
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
-from ...draft.sources.radix import RadixSource
+from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
@@ -151,11 +151,11 @@ class PromptLookup:
 
 
 GUESSERS: dict[str, Callable[[], Guesser]] = {
-    "radix": lambda: Speculation.over(RadixSource()),
+    "radix": lambda: Speculation.over(PrefixSource()),
     "suffix": lambda: Speculation.over(SuffixSource()),
     "ngram": lambda: Speculation.over(SuffixSource(own_only=True)),
-    "merge": lambda: Speculation.over(RadixSource(), SuffixSource()),
-    "merge, dear rows": lambda: Speculation.over(RadixSource(), SuffixSource(), row_cost=DEAR),
+    "merge": lambda: Speculation.over(PrefixSource(), SuffixSource()),
+    "merge, dear rows": lambda: Speculation.over(PrefixSource(), SuffixSource(), row_cost=DEAR),
     "transformers prompt look-up": PromptLookup,
 }
 
@@ -245,7 +245,7 @@ def _measure_sources() -> tuple[list[dict[str, object]], list[dict[str, object]]
             figures = measure_guesser(make(), recorded, firsts)
             quality.append({"stream": kind, "source": name} | figures)
     recorded = streams("agent edit", tokenize=tokenize)
-    for make_source in (RadixSource, SuffixSource, partial(SuffixSource, own_only=True)):
+    for make_source in (PrefixSource, SuffixSource, partial(SuffixSource, own_only=True)):
         speed.append({"source": make_source().name} | source_speed(make_source, recorded))
     return quality, speed
 

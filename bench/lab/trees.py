@@ -34,7 +34,7 @@ from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel, StepProfile
-from ...draft.sources.radix import RadixSource
+from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
@@ -99,7 +99,7 @@ def controlled() -> list[tuple[str, Speculator]]:
     ]
     made: list[tuple[str, Speculator]] = []
     for name, has_free, has_proposer in free:
-        sources: list[Source] = [RadixSource(), SuffixSource()] if has_free else []
+        sources: list[Source] = [PrefixSource(), SuffixSource()] if has_free else []
         speculator = DraftSpeculator(
             sources,
             Controller(Fixed()),

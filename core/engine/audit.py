@@ -52,19 +52,19 @@ class Auditor:
     def __init__(self, scheduler: Scheduler) -> None:
         self.num_failures = 0
         self._scheduler = scheduler
-        self._requests: list[asyncio.Future[AuditResult]] = []
+        self.open_requests: list[asyncio.Future[AuditResult]] = []  # for `answer_requests`
         self._passed = -SECONDS  # time of the last complete idle audit
         self._was_cut = False  # whether the last idle audit was interrupted
 
     def request(self) -> asyncio.Future[AuditResult]:
         """Return a future that the next `answer_requests` resolves."""
-        self._requests.append(result := asyncio.get_running_loop().create_future())
+        self.open_requests.append(result := asyncio.get_running_loop().create_future())
         return result
 
     def answer_requests(self) -> None:
-        """Audit if requested, and resolve the futures; called between two steps."""
-        waiting = [each for each in self._requests if not each.done()]  # the others were cancelled
-        self._requests.clear()
+        """Audit and resolve the open requests; called between two steps."""
+        requests, self.open_requests = self.open_requests, []
+        waiting = [each for each in requests if not each.done()]  # the others were cancelled
         if waiting:
             result = self._inspect()  # one audit a round resolves all of them
             for each in waiting:
@@ -100,8 +100,8 @@ class Auditor:
 
     def close(self, error: Exception) -> None:
         """Fail the requests for an audit that are open."""
-        waiting, self._requests = self._requests, []
-        for each in waiting:
+        requests, self.open_requests = self.open_requests, []
+        for each in requests:
             if not each.done():
                 each.set_exception(error)
 

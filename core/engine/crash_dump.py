@@ -22,7 +22,7 @@ from ..._version import __version__
 from ..interface.request import Request
 from ..scheduling.scheduler import Scheduler
 from .audit import inspect
-from .watchdog import Watchdog
+from .model_thread import Watchdog
 
 logger = logging.getLogger(__name__)
 CrashReport = dict[str, object]

@@ -25,9 +25,8 @@ from ..telemetry.spec_decode_stats import SpecDecodeLog
 from .audit import Auditor, AuditResult
 from .crash_dump import CrashReport, make_report, write_report
 from .inbox import RequestInbox, TokenStream
-from .model_thread import ModelThread, StepThread
+from .model_thread import ModelThread, StepThread, Supervision, Watchdog
 from .step_executor import OverlapWork, StepExecutor
-from .watchdog import Supervision, Watchdog
 
 logger = logging.getLogger(__name__)
 FEW_EVENTS = 2  # are delivered sooner than the loop can be woken
@@ -274,7 +273,8 @@ class Engine:
     async def _turn(self) -> None:
         """One round: inbox, plan, step. Events are delivered while the model computes."""
         self._inbox.drain(self._clock())
-        self._auditor.answer_requests()
+        if self._auditor.open_requests:
+            self._auditor.answer_requests()
         plan = self._step_executor.planned_ahead or self.scheduler.schedule(self._clock())
         if not plan.requests:
             self._deliver()

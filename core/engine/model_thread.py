@@ -1,4 +1,4 @@
-"""ModelThread: the one thread that computes, seen from the event loop.
+"""ModelThread: the one thread that computes, seen from the event loop, and its watchdog.
 
 What `concurrent.futures` and `asyncio.shield` do for the same costs locks, callbacks and turns of
 the loop, a tenth of a millisecond a step: as long as a small model takes for a token.
@@ -11,14 +11,21 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..errors import EngineDead
+from ..interface.step import StepPlan
 
 T = TypeVar("T")
 EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a call under way
+MAX_RECORDS = 64  # runs of the model thread that are kept
+BEATS = 8  # of the watchdog, after which a step is given up
+STEP_SECONDS, READY_SECONDS = 120.0, 10.0
 
 
 class Job(Generic[T]):
@@ -66,7 +73,7 @@ class StepThread(Protocol):
         """Begin nothing more."""
 
 
-class _Inbox:
+class _JobQueue:
     """Calls for one thread, in order, and its end."""
 
     current: Job[Any] | None = None  # the call that the thread is in
@@ -111,7 +118,7 @@ class ModelThread:
     """
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
-        self._inbox = _Inbox()
+        self._inbox = _JobQueue()
         # A daemon: an engine that was not closed must not keep the interpreter from exiting.
         self._thread = threading.Thread(
             target=_serve, args=(self._inbox, on_start), name=name, daemon=True
@@ -131,7 +138,7 @@ class ModelThread:
         self._inbox.close()
 
 
-_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Inbox] = weakref.WeakKeyDictionary()
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _JobQueue] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
@@ -145,7 +152,7 @@ def _end_all() -> None:
             thread.join(EXIT_SECONDS)
 
 
-def _serve(inbox: _Inbox, on_start: Callable[[], None]) -> None:
+def _serve(inbox: _JobQueue, on_start: Callable[[], None]) -> None:
     """The thread: it holds nothing but what it runs, so that it ends with its `ModelThread`."""
     _, failure = _outcome(on_start)
     del on_start
@@ -161,3 +168,96 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return work(), None
     except BaseException as failure:  # raised where it is waited for
         return None, failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How long a step may take, and what is left behind when an engine dies.
+
+    ``step_timeout``: seconds after which a step is given up and the engine with it; 0 is never.
+    ``ready_step_seconds``: a longer step makes the engine unready meanwhile. ``dump_dir``: where
+    crash dumps go, None for none; ``about`` is put into them.
+    """
+
+    step_timeout: float = STEP_SECONDS
+    ready_step_seconds: float = READY_SECONDS
+    dump_dir: Path | None = None
+    about: Mapping[str, object] = field(default_factory=dict)
+
+
+class StepHung(Exception):  # noqa: N818 - nothing was raised: that is the trouble
+    """The model thread did not return from a step."""
+
+
+class StepRecord(NamedTuple):
+    """One run of the model thread."""
+
+    began: float  # on the engine's clock
+    seconds: float
+    num_requests: int
+    num_tokens: int
+    failure: str | None  # the kind of exception
+
+
+class Watchdog:
+    """Gives up a call of the model thread that takes longer than ``seconds``; 0 is never.
+
+    The caller that waits for it gets `StepHung`; the thread itself cannot be ended. One timer runs
+    while calls follow each other, none while nothing is computed. It counts beats instead of
+    subtracting times: a clock that leaps, or a suspended machine, costs one beat and ends no
+    engine. The last calls are recorded.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self._began: float | None = None  # of the call under way, on the engine's clock
+        self._period = seconds / BEATS
+        self._seconds = seconds
+        self._job: Job[Any] | None = None  # under way
+        self._num_jobs = 0  # so far
+        self._seen = 0  # of these, at the last beat
+        self._num_beats = 0  # since the present one was first seen
+        self._timer: asyncio.TimerHandle | None = None
+        self.gave_up = False
+
+    def watch(self, job: Job[Any], now: float) -> None:
+        """Watch a call that begins, on the running event loop."""
+        self._job, self._began = job, now
+        self._num_jobs += 1
+        if self._timer is None and self._seconds > 0:
+            self._arm(job.loop)
+
+    def end(self, plan: StepPlan, now: float, failure: BaseException | None) -> None:
+        """Record the end of the call, which computed ``plan``."""
+        began, self._job, self._began = self._began, None, None
+        if began is not None:
+            kind = None if failure is None else type(failure).__name__
+            counts = len(plan.requests), plan.num_tokens
+            self.records.append(StepRecord(began, now - began, *counts, kind))
+
+    def seconds_under_way(self, now: float) -> float:
+        """Seconds since the present call began; 0 between two calls."""
+        return 0.0 if self._began is None else now - self._began
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._job = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(self._period, self._beat)
+
+    def _beat(self) -> None:
+        self._timer = None
+        job = self._job
+        if job is None:
+            return
+        self._num_beats = self._num_beats + 1 if self._seen == self._num_jobs else 0
+        self._seen = self._num_jobs
+        if self._num_beats < BEATS:
+            self._arm(job.loop)
+            return
+        self.gave_up = True
+        job.end(None, StepHung(f"a step took longer than {self._seconds:g} s (--step-timeout)"))

@@ -13,7 +13,7 @@ from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, St
 from ..scheduling.async_scheduling import plan_next, replan
 from ..scheduling.scheduler import Event, Scheduler
 from ..telemetry.metrics import EngineMetrics
-from .model_thread import Job, StepThread
+from .model_thread import Job, StepHung, StepThread, Watchdog
 from .step_bisection import (
     StepBisection,
     drafts,
@@ -21,7 +21,6 @@ from .step_bisection import (
     is_out_of_memory,
     may_have_lost_gpu,
 )
-from .watchdog import StepHung, Watchdog
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES = 3  # steps in a row without a successful part

@@ -119,6 +119,9 @@ class Speculator:
         """Describe the decisions since the last call, for the log."""
         return {}
 
+    def broke_step(self) -> None:
+        """Note that a step failed with drafts and succeeded without them."""
+
 
 NO_SPECULATION = Speculator()
 
@@ -149,7 +152,7 @@ class CircuitBreaker:
         self._num_failures = max(0.0, self._num_failures - self._forgiven)
 
 
-class GuardedSpeculator:
+class GuardedSpeculator(Speculator):
     """Wraps a speculator: if a call fails, the step goes on without drafts and the error is logged.
 
     After repeated failures drafting is turned off. A plan that exceeds its limits or its budget is
@@ -239,6 +242,11 @@ class GuardedSpeculator:
         if self._breaker.is_open:
             logger.error("%s repeatedly: drafting is turned off", what)
             self.inner = NO_SPECULATION
+
+
+def guarded(speculator: Speculator) -> Speculator:
+    """Wrap a speculator in a `GuardedSpeculator`; one that never drafts cannot fail."""
+    return speculator if speculator is NO_SPECULATION else GuardedSpeculator(speculator)
 
 
 def _check(plans: Sequence[DraftPlan], limits: Sequence[int], budget: int) -> None:

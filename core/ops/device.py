@@ -1,6 +1,6 @@
 """The device: which one computes, how much of its memory is free, how long it takes.
 
-Other rooms use this module or an `Ops`: `torch.cuda` is named in this folder alone.
+Other rooms use this module or an `Ops`: the engine names `torch.cuda` in this folder alone.
 """
 
 from __future__ import annotations

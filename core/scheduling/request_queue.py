@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Container, Iterator, ValuesView
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from sortedcontainers import SortedDict, SortedKeyList, SortedList
@@ -71,18 +72,20 @@ class VirtualTokenCounter:
         return other
 
 
+def _in_order() -> SortedKeyList[Request]:
+    return SortedKeyList(key=by_order)
+
+
+@dataclass(slots=True, eq=False)
 class TenantQueue:
     """The waiting requests of one tenant."""
 
-    __slots__ = ("level", "promote_at", "requests", "sort_key", "tenant")
-
-    def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
-        self.requests: SortedKeyList[Request] = SortedKeyList(key=by_order)  # at least one
-        self.level = 0  # urgency of the first request, as a priority; filed under
-        # within the level: counter when it was filed, then order
-        self.sort_key: SortKey = (0, 0.0, 0)
-        self.promote_at = (0.0, 0)  # when the level falls by one, and the first request's serial
+    tenant: Tenant
+    requests: SortedKeyList[Request] = field(default_factory=_in_order)  # at least one
+    level: int = 0  # urgency of the first request, as a priority; filed under
+    sort_key: SortKey = (0, 0.0, 0)  # in the level: counter when it was filed, then order
+    # when the level falls by one, and the first request's serial
+    promote_at: tuple[float, int] = (0.0, 0)
 
 
 class WaitingQueue:

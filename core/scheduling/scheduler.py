@@ -20,8 +20,8 @@ from ..interface.speculator import (
     NO_DRAFT_PLAN,
     NO_SPECULATION,
     DraftPlan,
-    GuardedSpeculator,
     Speculator,
+    guarded,
 )
 from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
 from .chunk_budget import ChunkBudget
@@ -49,7 +49,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.limits = limits
-        self.speculator = GuardedSpeculator(speculator)
+        self.speculator = guarded(speculator)
         # Tokens that one request may reach: the context or the whole pool, whichever is less.
         pool = cache.num_total_pages * cache.page_size
         self.capacity = min(limits.max_model_len, pool)

@@ -1,34 +1,306 @@
-"""Prometheus metrics of one engine. Names follow vLLM's where it has one."""
+"""Prometheus metrics of one engine. Names follow vLLM's where it has one.
+
+What a step counts is an addition to a list or a number: the library's own instruments take a lock
+for each observation, a dozen a step, and the event loop is the only writer. What others count
+already is read by collectors when Prometheus scrapes, at no cost to a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import platform
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from ..._version import __version__
+from ...radix_cache import PrefixCache
 from ..errors import DeadlineExceeded
 from ..interface.request import Delta, FinishReason, Request
 from ..interface.step import StepOutput, StepPlan
 from ..scheduling.scheduler import Scheduler
-from .collectors import (
-    BuildCollector,
-    EngineHealth,
-    FaultCollector,
-    PoolCollector,
-    QueueCollector,
-    TokenCollector,
-)
-from .prometheus import PREFIX, Histogram, Histograms, counters
 from .spec_decode_stats import SpecDecodeStats
 
+PREFIX = "foretoken:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
 PARTS = ("draft", "forward", "verify", "host")
 DEADLINE = "deadline"
 C = TypeVar("C", bound=Collector)
+
+
+# -- plain numbers as families that Prometheus reads -----------------------------------------------
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    """A value as it is now."""
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> Metric:
+    """A value that only grows."""
+    return CounterMetricFamily(PREFIX + name, text, value=value)
+
+
+def counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One such value for each value of a label."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+class Buckets:
+    """The observations of one histogram, by bound. Belongs to one thread."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add ``value`` ``count`` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    @property
+    def sum(self) -> float:
+        """All observations together."""
+        return self._sum
+
+    def read(self) -> tuple[list[tuple[str, float]], float]:
+        """Each bucket with all that is at most its bound, and the sum."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
+
+
+class Histogram(Buckets, Collector):
+    """A histogram without labels."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
+        self._name, self._text = PREFIX + name, text
+
+    def collect(self) -> Iterable[Metric]:
+        """As it stands now."""
+        buckets, total = self.read()
+        yield HistogramMetricFamily(self._name, self._text, buckets, total)
+
+
+class Histograms(Collector):
+    """A histogram for each value of one label, of which there must be few."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], label: str) -> None:
+        self._name, self._text, self._label = PREFIX + name, text, label
+        self.of: defaultdict[str, Buckets] = defaultdict(lambda: Buckets(bounds))
+
+    def collect(self) -> Iterator[Metric]:
+        """As they stand now."""
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
+        for value, each in self.of.items():
+            family.add_metric([value], *each.read())
+        yield family
+
+
+# -- what is read at a scrape ----------------------------------------------------------------------
+
+
+class EngineHealth(Protocol):
+    """An engine's counts of its own failures."""
+
+    @property
+    def num_failed_steps(self) -> int:
+        """Runs of the model thread that raised."""
+
+    @property
+    def num_bisections(self) -> int:
+        """Steps that were run again in parts."""
+
+    @property
+    def num_audit_failures(self) -> int:
+        """Audits that found something wrong."""
+
+    @property
+    def num_crash_dumps(self) -> int:
+        """Dumps that were written."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its loop runs."""
+
+
+class QueueCollector(Collector):
+    """Running and waiting requests."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """As it stands now; called by the registry."""
+        scheduler = self._scheduler
+        limits = scheduler.limits
+        running, waiting = len(scheduler.running), len(scheduler.waiting)
+        yield gauge("num_requests_running", "Requests that are running", running)
+        yield gauge("num_requests_waiting", "Requests that are waiting in the queue", waiting)
+        yield gauge(
+            "max_requests_running", "Largest number of running requests", limits.max_running
+        )
+        yield gauge("max_requests_waiting", "Largest number of waiting requests", limits.max_queued)
+        yield counter("num_preemptions", "Preempted requests", scheduler.num_preemptions)
+
+
+class PoolCollector(Collector):
+    """Occupancy of the KV pool. A page is either free, evictable or held."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """As it stands now; called by the registry."""
+        cache = self._cache
+        total, free, evictable = (
+            cache.num_total_pages, cache.num_free_pages, cache.num_evictable_pages
+        )  # fmt: skip
+        held = total - free - evictable
+        yield gauge(
+            "kv_cache_occupancy",
+            "Share of KV pages in use or pinned; suited to autoscaling",
+            held / total,
+        )
+        yield gauge(
+            "kv_cache_usage_perc", "Share of KV pages that running requests use", cache.usage
+        )
+        yield gauge("kv_cache_total_pages", "KV pages in the pool", total)
+        yield gauge("kv_cache_free_pages", "KV pages in the free list", free)
+        yield gauge("kv_cache_evictable_pages", "Cached KV pages that can be evicted", evictable)
+        yield gauge("kv_cache_held_pages", "KV pages that running requests and pins hold", held)
+        yield gauge("kv_cache_pinned_pages", "KV pages that pins hold", cache.num_pinned_pages)
+        yield gauge("kv_cache_page_tokens", "Tokens in one KV page", cache.page_size)
+        yield counters("kv_cache_evicted_pages", "Cached KV pages that were evicted", "cause", {
+            "pressure": cache.tree.num_evicted - cache.tree.num_evicted_by_quota,
+            "quota": cache.tree.num_evicted_by_quota,
+        })  # fmt: skip
+        yield counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", cache.num_queries
+        )
+        yield counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache", cache.num_hits
+        )
+
+
+class FaultCollector(Collector):
+    """Failures of the engine, and whether it is alive."""
+
+    def __init__(self, engine: EngineHealth) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """As it stands now; called by the registry."""
+        engine = self._engine
+        yield gauge("engine_alive", "1 while the engine's loop runs", engine.alive)
+        yield counter(
+            "failed_steps", "Model steps that raised an exception", engine.num_failed_steps
+        )
+        yield counter("bisections", "Failed steps that were run again in smaller parts",
+                      engine.num_bisections)  # fmt: skip
+        yield counter(
+            "audit_failures", "Audits of the KV pages that failed", engine.num_audit_failures
+        )
+        yield counter("crash_dumps", "Crash dumps written", engine.num_crash_dumps)
+
+
+class BuildCollector(Collector):
+    """Which build this is: a gauge that is always 1, for its labels."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        family = GaugeMetricFamily(
+            f"{PREFIX}build_info", "Versions of foretoken and Python", labels=["version", "python"]
+        )
+        family.add_metric([__version__, platform.python_version()], 1)
+        yield family
+
+
+class TokenCollector(Collector):
+    """Statistics of tokens and speculation as Prometheus families."""
+
+    def __init__(self, spec_stats: SpecDecodeStats) -> None:
+        self._spec_stats = spec_stats
+
+    def collect(self) -> Iterable[Metric]:
+        """As it stands now; called by the registry."""
+        spec_stats = self._spec_stats
+        yield counter("generation_tokens", "Output tokens served", spec_stats.num_tokens)
+        for name, text, value in (
+            ("drafts", "Drafts verified, one per request and step", spec_stats.num_drafts),
+            ("draft_tokens", "Draft tokens verified", spec_stats.num_proposed),
+            ("accepted_tokens", "Draft tokens accepted and served", spec_stats.accepted.total()),
+        ):
+            yield counter(f"spec_decode_num_{name}", text, value)
+        yield from self._by_label()
+        lengths = Histogram("spec_decode_acceptance_length", "Tokens served by a step with a "
+        "draft, per request",
+                            LENGTHS)  # fmt: skip
+        for length, count in spec_stats.lengths.items():
+            lengths.observe(length, count)
+        yield from lengths.collect()
+
+    def _by_label(self) -> Iterator[Metric]:
+        spec_stats = self._spec_stats
+        depth = max([*spec_stats.path_lens, *spec_stats.runs], default=0)
+        for name, text, label, values in (
+            ("draft_tokens_per_pos", "Drafts whose first path reaches the position", "position",
+             _reaching(spec_stats.path_lens, depth)),
+            ("accepted_tokens_per_pos", "Drafts accepted up to the position", "position",
+             _reaching(spec_stats.runs, depth)),
+            ("draft_tokens_per_source", "Draft tokens verified, by "
+            "drafter", "source", spec_stats.proposed),
+            ("accepted_tokens_per_source", "Draft tokens accepted and served, by "
+            "drafter", "source", spec_stats.accepted),
+        ):  # fmt: skip
+            yield counters(f"spec_decode_num_{name}", text, label, values)
+
+
+def _reaching(lens: Mapping[int, int], depth: int) -> dict[str, int]:
+    """How many of the runs with these lengths have a token at each position."""
+    return {
+        str(position): sum(count for length, count in lens.items() if length > position)
+        for position in range(depth)
+    }
+
+
+class _Steps(Collector):
+    """Tokens of the steps, by kind."""
+
+    def __init__(self, spec_stats: SpecDecodeStats) -> None:
+        self._spec_stats = spec_stats
+        self.num_prefill = self.num_decode = 0  # tokens
+
+    def collect(self) -> Sequence[Metric]:
+        """As it stands now; called by the registry."""
+        tokens = {
+            "prefill": self.num_prefill,
+            "decode": self.num_decode,
+            "draft": self._spec_stats.num_proposed,
+        }
+        return [counters("step_tokens", "Tokens computed in steps", "kind", tokens)]
+
+
+# -- what an engine counts ------------------------------------------------------------------------
 
 
 class EngineObserver:
@@ -48,23 +320,6 @@ class EngineObserver:
 
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """Tokens that were served, and the end: then ``delta.terminal`` holds."""
-
-
-class _Steps(Collector):
-    """Tokens of the steps, by kind."""
-
-    def __init__(self, spec_stats: SpecDecodeStats) -> None:
-        self._spec_stats = spec_stats
-        self.num_prefill = self.num_decode = 0  # tokens
-
-    def collect(self) -> Sequence[Metric]:
-        """As it stands now; called by the registry."""
-        tokens = {
-            "prefill": self.num_prefill,
-            "decode": self.num_decode,
-            "draft": self._spec_stats.num_proposed,
-        }
-        return [counters("step_tokens", "Tokens computed in steps", "kind", tokens)]
 
 
 class EngineMetrics:

@@ -1,21 +1,89 @@
 """Controller: decides how much each request drafts in a step.
 
 A token is drafted if its expected gain exceeds the price of its row, by measured acceptance and
-measured costs. A proposer that does not pay is probed at intervals, within a budget. Look-ups
-need no probes: each guess is scored against the committed tokens, verified or not.
+measured costs: `allocate` makes that choice, the `Controller` keeps what it needs from step to
+step. A proposer that does not pay is probed at intervals, within a budget. Look-ups need no
+probes: each guess is scored against the committed tokens, verified or not.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .allocation import Allocation, StepCandidates, allocate
 from .cost_model import CostModel
 
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+PAYBACK_STEPS = 12.0  # over which catching up with a request's KV must pay
+LEAST_SHOWN = 0.01  # rows that a node of the proposer takes at least
+FEW_UNCACHED_TOKENS = 4  # tokens; so many are owed after any accepted draft, and paid in full
 PROBE_SHARE = 0.01  # of all time that probes of an unused proposer may take
 FIRST_PROBE, LAST_PROBE = 32, 1024  # steps between two probes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCandidates:
+    """The drafts that a step could verify.
+
+    ``lookup`` [num_requests, F]: chances of the nodes of a known draft, those of the nodes before
+    each included, the best first; 0 beyond the last.
+    ``proposer_worth`` [num_requests, D]: accepted tokens that the proposer's b-th best node would
+    bring, 0 where it may not draft; ``proposer_shown``, alike: how often it would have such a node.
+    ``passes_per_node``: passes of the proposer for each node.
+    ``num_uncached_draft_tokens`` [num_requests]: tokens whose KV the proposer lacks. ``budget``:
+    rows that all drafts together may add. ``num_prefill``: prompt tokens of others in the same
+    pass. ``num_others``: requests that decode beside these. ``tokens_per_pass``: tokens of a
+    draft that one pass of the proposer yields. ``context_lens`` [num_requests]: tokens behind each
+    request.
+    """
+
+    lookup: FloatArray
+    proposer_worth: FloatArray
+    num_uncached_draft_tokens: IntArray
+    budget: int
+    num_prefill: int = 0
+    num_others: int = 0
+    tokens_per_pass: int = 1
+    proposer_shown: FloatArray | float = 1.0
+    passes_per_node: float = 1.0
+    context_lens: IntArray | int = 0
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that yield a token, at least."""
+        return len(self.lookup) + self.num_others
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the target's pass without drafts."""
+        return self.num_decodes + self.num_prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What each request drafts: of a known draft, or with the proposer, which begins with that.
+
+    ``net``: expected tokens beyond the price of the drafts, in tokens. ``row_prices``: tokens that
+    one more row for each request must bring it, none where the proposer is not asked;
+    ``pass_price``: that one more pass of the proposer must bring the step.
+    """
+
+    num_lookup: IntArray  # [num_requests] best nodes of the known draft
+    num_proposer: IntArray  # [num_requests] nodes that the proposer is expected to guess
+    net: float = 0.0
+    row_prices: FloatArray | None = None  # [num_requests]
+    pass_price: float = 0.0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the drafts add."""
+        return int(self.num_lookup.sum() + self.num_proposer.sum())
 
 
 class ProbeScheduler:
@@ -127,3 +195,139 @@ class Controller:
     def _row_seconds(self, num_rows: int) -> float:
         """Seconds that ``num_rows`` more rows add to the step allocated last."""
         return float(self.costs.row_seconds(self._rows, num_rows, self._num_decodes)[-1])
+
+
+def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
+    """The drafts with the highest expected net gain, at ``rate`` tokens a second.
+
+    A row's price in tokens is its seconds times ``rate``; it attends to all tokens behind its
+    request, so a row of a long request is dearer. The tokens of all drafts are sorted by what they
+    bring beyond that, and the prefix of this order with the highest net gain is taken. Chances
+    never rise along a path, so this takes a prefix of each chain, and of each tree a smaller tree.
+    The numbers of passes of the proposer are tried one by one; at each, a request takes the better
+    of its two drafts.
+
+    O(P * n log n) for n = num_requests * width tokens that could be drafted and P passes.
+    """
+    none = np.zeros(len(candidates.lookup), dtype=np.int64)
+    if candidates.budget <= 0:
+        return Allocation(none, none)
+    every = np.ones_like(candidates.lookup)
+    best = _take(candidates.lookup, every, candidates, costs, rate)
+    chosen = Allocation(best.counts, none, best.net)
+    if candidates.proposer_worth.any():
+        with_proposer = _best_with_proposer(candidates, costs, rate)
+        if with_proposer.net > chosen.net:
+            prices = _row_prices(candidates, costs, rate, with_proposer.num_rows)
+            return replace(with_proposer, row_prices=prices)
+    return chosen
+
+
+def _row_prices(
+    candidates: StepCandidates, costs: CostModel, rate: float, num_drafted: int
+) -> FloatArray:
+    """Tokens that each request's next row must bring where each gets one more, [num_requests]."""
+    count = len(candidates.lookup)
+    num_rows = candidates.num_rows + num_drafted
+    row_s = float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
+    return rate * row_s + _key_prices(candidates, costs, rate)
+
+
+def _key_prices(candidates: StepCandidates, costs: CostModel, rate: float) -> FloatArray:
+    """Tokens that a row of each request must bring for the keys it attends to, [num_requests]."""
+    context_lens = np.broadcast_to(candidates.context_lens, len(candidates.lookup))
+    prices: FloatArray = rate * costs.key_seconds(candidates.num_decodes) * context_lens
+    return prices
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The prefix of the sorted tokens that was taken."""
+
+    counts: IntArray  # [num_requests]
+    net: float
+
+
+def _take(
+    survival: FloatArray,
+    shown: FloatArray,
+    candidates: StepCandidates,
+    costs: CostModel,
+    rate: float,
+    *,
+    with_proposer: bool = False,
+) -> _Taken:
+    """The best prefix of the sorted tokens of ``survival`` [num_requests, width].
+
+    ``shown``, alike: rows that each is expected to take, above 0; the sort is by worth for a row.
+    """
+    num_requests, width = survival.shape
+    table = survival - _key_prices(candidates, costs, rate)[:, None] * shown
+    flat, num_rows = table.ravel(), shown.ravel()
+    for_a_row = np.minimum.accumulate(table / shown, axis=1).ravel()
+    most = min(candidates.budget, int(np.count_nonzero(for_a_row > 0.0)))
+    if not most:
+        return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
+    order = (-for_a_row).argsort(kind="stable") if num_requests > 1 else np.arange(width)
+    order = order[:most]
+    by_row = costs.row_seconds(candidates.num_rows, most, candidates.num_decodes)
+    seconds = np.interp(num_rows[order].cumsum(), np.arange(most + 1), by_row)
+    overhead = costs.draft_overhead(candidates.num_decodes, with_proposer=with_proposer)
+    net = flat[order].cumsum() - rate * (seconds + overhead)
+    if net.max() <= 0.0:
+        return _Taken(np.zeros(num_requests, dtype=np.int64), 0.0)
+    taken = int(net.argmax()) + 1
+    counts = np.bincount(order[:taken] // width, minlength=num_requests)
+    return _Taken(counts, float(net[taken - 1]))
+
+
+def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
+    """The best of all numbers of passes of the proposer."""
+    lookup, nodes = candidates.lookup, candidates.proposer_worth
+    uncached = candidates.num_uncached_draft_tokens
+    num_requests, num_depths = nodes.shape
+    width = max(lookup.shape[1], num_depths)
+    row_prices = _row_prices(candidates, costs, rate, 0)[:, None]
+    # A node that is not worth its row at its place is not drafted: it costs nothing.
+    node_rows = np.maximum(LEAST_SHOWN, np.broadcast_to(candidates.proposer_shown, nodes.shape))
+    passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))
+    pass_s, owed_s = float(passes[1]), float(passes[2] - passes[1])
+    # What is owed once is shared among the steps that it may serve.
+    late = np.maximum(0, uncached - FEW_UNCACHED_TOKENS) / PAYBACK_STEPS
+    owed = np.minimum(uncached, FEW_UNCACHED_TOKENS) + late
+    entry = rate * owed * (owed_s / max(1, int(uncached.max())))  # [num_requests] tokens
+    lookup_worth = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
+    none = np.zeros(num_requests, dtype=np.int64)
+    best = Allocation(none, none)
+    most_worth = np.maximum(nodes - node_rows * row_prices, 0.0).sum(axis=1) - entry
+    if np.maximum(most_worth - lookup_worth, 0.0).sum() <= rate * pass_s:
+        return best  # all that it adds, at any depth, is not worth one pass
+    for depth in _last_depths(candidates, num_depths):
+        rows = node_rows[:, :depth] * row_prices
+        worth = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - entry
+        by_proposer = (worth > lookup_worth) & (nodes[:, 0] > 0.0)
+        if not by_proposer.any():
+            continue
+        survival, shown = np.zeros((num_requests, width)), np.ones((num_requests, width))
+        survival[:, : lookup.shape[1]] = np.where(by_proposer[:, None], 0.0, lookup)
+        survival[by_proposer, :depth] = nodes[by_proposer, :depth]
+        shown[by_proposer, :depth] = node_rows[by_proposer, :depth]
+        taken = _take(survival, shown, candidates, costs, rate, with_proposer=True)
+        depths = np.where(by_proposer, taken.counts, 0)
+        num_passes = _num_passes(candidates, int(depths.max()))
+        net = taken.net - rate * pass_s * num_passes - float(entry[depths > 0].sum())
+        if depths.any() and net > best.net:
+            counts = np.where(by_proposer, 0, taken.counts)
+            best = Allocation(counts, depths, net, pass_price=rate * pass_s)
+    return best
+
+
+def _num_passes(candidates: StepCandidates, depth: int) -> int:
+    """Passes of the proposer that yield so many nodes."""
+    return max(1, ceil(candidates.passes_per_node * depth / candidates.tokens_per_pass))
+
+
+def _last_depths(candidates: StepCandidates, num_depths: int) -> list[int]:
+    """For each number of passes the most nodes that it yields: fewer are within these."""
+    by_passes = {_num_passes(candidates, depth): depth for depth in range(1, num_depths + 1)}
+    return list(by_passes.values())

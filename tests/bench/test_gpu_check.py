@@ -21,6 +21,7 @@ from foretoken.bench.lab.gpu import check, lab, report
 from foretoken.bench.lab.gpu.bed import fill
 from foretoken.bench.lab.gpu.check import PARTS, Part
 from foretoken.bench.lab.gpu.equality import difference
+from foretoken.bench.lab.gpu.gauge import Activity, Gauge, _add_up
 from foretoken.bench.lab.gpu.oracle import _compared, _ragged, _slots, tell_tests
 from foretoken.bench.lab.gpu.report import PAGE, RESULTS, read_results, render
 from foretoken.bench.lab.gpu.shapes import SHAPES, write_shape
@@ -29,7 +30,6 @@ from foretoken.bench.report import write_json
 from foretoken.bench.roofline import Limits
 from foretoken.core.errors import ForetokenError
 from foretoken.core.model.families import read_config
-from foretoken.core.ops.gauge import Activity, Gauge, _add_up
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.radix_cache import PrefixCache
 

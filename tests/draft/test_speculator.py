@@ -19,13 +19,12 @@ from foretoken.core.interface.step import (
     StepPlan,
 )
 from foretoken.draft.control.acceptance import AcceptanceModel
-from foretoken.draft.control.allocation import Allocation, StepCandidates
-from foretoken.draft.control.controller import Controller
+from foretoken.draft.control.controller import Allocation, Controller, StepCandidates
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile
 from foretoken.draft.control.request_state import FRUITLESS, MAX_PAUSE
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
-from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.source import MAX_FAILURES, Guess, Priors, Source
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import LOOKUP_LEN, PROPOSER_NODES, DraftSpeculator
@@ -109,7 +108,7 @@ class Bench:
     ) -> None:
         self.costs, self._machine = CostModel(profile), CostCurve(profile.forward)
         self.speculator = DraftSpeculator(
-            sources or [PredictionSource(), RadixSource(), SuffixSource(num_slots=2**16)],
+            sources or [PredictionSource(), PrefixSource(), SuffixSource(num_slots=2**16)],
             Controller(self.costs),
             AcceptanceModel(),
             clock=Ticking(tick_s),

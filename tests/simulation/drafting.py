@@ -22,7 +22,7 @@ from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
 from foretoken.draft.sources.prediction import PredictionSource
-from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
 from support.draft_trees import tree_of
@@ -200,7 +200,7 @@ def make_speculator(
     if kind == "forks":
         return Forks(depth, rng)
     makers = {
-        "radix": RadixSource,
+        "radix": PrefixSource,
         "suffix": lambda: SuffixSource(num_slots=SLOTS, max_tokens=200),
         "ngram": lambda: SuffixSource(num_slots=SLOTS, own_only=True),
     }

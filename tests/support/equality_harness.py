@@ -25,7 +25,7 @@ from foretoken.draft.control.cost_model import CostModel, StepProfile
 from foretoken.draft.models.draft_model import LmProposer
 from foretoken.draft.sources.oracle import OracleSource
 from foretoken.draft.sources.prediction import PredictionSource
-from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.source import Source
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
@@ -168,14 +168,14 @@ SYNTHETIC = {
 
 
 SOURCES: dict[str, Callable[[], list[Source]]] = {
-    "radix": lambda: [RadixSource()],
+    "radix": lambda: [PrefixSource()],
     "suffix": lambda: [SuffixSource()],
     "ngram": lambda: [SuffixSource(own_only=True)],
     "prediction": lambda: [PredictionSource()],
     "oracle": lambda: [OracleSource(0.7, 256)],
     "all": lambda: [
         PredictionSource(),
-        RadixSource(),
+        PrefixSource(),
         SuffixSource(),
         SuffixSource(own_only=True),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
-from foretoken.core.engine.watchdog import Supervision
+from foretoken.core.engine.model_thread import Supervision
 from foretoken.core.errors import ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason, OnToken, Request
 from foretoken.core.interface.speculator import NO_SPECULATION

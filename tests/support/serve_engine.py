@@ -23,7 +23,7 @@ from foretoken.api.serving.limits import Limits
 from foretoken.api.serving.serving_context import Settings
 from foretoken.api.text.tokenizer import Tokenizer
 from foretoken.core.engine.engine import Engine
-from foretoken.core.engine.watchdog import Supervision
+from foretoken.core.engine.model_thread import Supervision
 from support.fake_engine import make_built
 from support.fake_model import EOS, VOCAB_SIZE, FakeRunner, make_scheduler
 

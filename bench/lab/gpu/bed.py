@@ -19,9 +19,9 @@ from ....core.config import EngineConfig
 from ....core.execution.model_runner import ModelRunner
 from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest, StepPlan
 from ....core.model import Decoder
-from ....core.ops.gauge import Gauge
 from ....core.ops.kv_pool import KVPool
 from ...report import Spread
+from .gauge import Gauge
 
 PAGE_SIZE = EngineConfig().sizes("cuda").page_size  # tokens
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

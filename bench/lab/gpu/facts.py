@@ -6,7 +6,7 @@ import platform
 import subprocess
 from importlib import metadata
 
-from ....core.ops.gauge import Gauge
+from .gauge import Gauge
 from .stage import Place
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "foretoken")

@@ -20,9 +20,9 @@ import msgspec
 
 from ....core.config import EngineConfig
 from ....core.model import Decoder, load_decoder
-from ....core.ops.gauge import Gauge
 from ...report import Row, write_json
 from ...roofline import Limits
+from .gauge import Gauge
 from .shapes import TINY, write_shape
 
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....core.ops.device import choose_device
-from ....core.ops.gauge import Gauge
 from ....core.ops.triton.linear.tiles import (
     FEW_ROWS,
     MANY_ROWS,
@@ -31,6 +30,7 @@ from ....core.ops.triton.linear.tiles import (
     linear_tiles,
 )
 from ...report import command, table, write_json
+from .gauge import Gauge
 
 if TYPE_CHECKING:
     from ....core.ops.triton.linear.tiled_linear import TiledLinear

@@ -8,7 +8,7 @@ import os
 
 from foretoken.core.engine.crash_dump import make_report, stacks, write_report
 from foretoken.core.engine.engine import Engine
-from foretoken.core.engine.watchdog import Supervision, Watchdog
+from foretoken.core.engine.model_thread import Supervision, Watchdog
 from foretoken.core.errors import ForetokenError
 from support.fake_model import Driver, FakeRunner, answer, make_request, make_scheduler
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from foretoken.core.engine.watchdog import StepHung
+from foretoken.core.engine.model_thread import StepHung
 from foretoken.core.errors import EngineDead
 from foretoken.core.interface.request import FinishReason
 from foretoken.core.interface.step import StepPlan

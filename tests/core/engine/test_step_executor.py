@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from foretoken.core.engine.model_thread import Job
+from foretoken.core.engine.model_thread import Job, Watchdog
 from foretoken.core.engine.step_executor import MAX_FAILURES, OverlapWork, StepExecutor
-from foretoken.core.engine.watchdog import Watchdog
 from foretoken.core.interface.step import StepOutput, StepPlan
 from foretoken.core.scheduling.scheduler import Event
 from foretoken.core.telemetry.metrics import EngineMetrics

@@ -1,17 +1,15 @@
-"""What does not come back is given up: a step in the model thread, the event loop itself."""
+"""A step that does not come back from the model thread is given up."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable
 
 import pytest
 
 from foretoken.core.engine.engine import Engine
-from foretoken.core.engine.model_thread import Job
-from foretoken.core.engine.watchdog import BEATS, LoopGuard, StepHung, Supervision
+from foretoken.core.engine.model_thread import BEATS, Job, StepHung, Supervision
 from foretoken.core.errors import EngineDead
 from support import virtual_time
 from support.fake_model import FakeRunner, answer, make_request, make_scheduler
@@ -193,49 +191,3 @@ def test_a_hung_step_leaves_a_dump_that_says_where_everything_stood(tmp_path) ->
     assert [request["id"] for request in dump["requests"]] == ["a"]
     assert dump["steps"][-1]["failure"] == "StepHung"
     assert dump["steps"][-1]["seconds"] >= 8
-
-
-# -- the loop -----------------------------------------------------------------------------------
-
-
-class Ticks:
-    """In place of the guard's clock: at each tick it does what it is told, and ends at the last."""
-
-    def __init__(self, *actions: Callable[[], None]) -> None:
-        self.actions = list(actions)
-
-    def wait(self, seconds: float) -> bool:
-        if not self.actions:
-            return True
-        self.actions.pop(0)()
-        return False
-
-
-def guarded(*beats: bool) -> int:
-    """How often a guard of three seconds calls for help, by whether the loop beat in each."""
-    calls: list[str] = []
-    guard = LoopGuard(3, lambda: calls.append(threading.current_thread().name))
-    guard._ended = Ticks(*(guard.beat if each else lambda: None for each in beats))
-    guard._watch()
-    return len(calls)
-
-
-def test_a_loop_that_stands_still_is_reported_once() -> None:
-    assert guarded(True, False, False, False, False, False) == 1
-
-
-def test_a_loop_that_is_late_now_and_then_is_left_alone() -> None:
-    assert guarded(False, False, True, False, False, True, False) == 0
-
-
-def test_a_guard_works_in_a_thread_of_its_own_until_it_is_closed() -> None:
-    stuck = threading.Event()
-    guard = LoopGuard(0.01, stuck.set, tick=0.001)
-    guard.start()
-    assert stuck.wait(10)
-    other = LoopGuard(1000, stuck.clear)
-    other.start()
-    other.close()
-    other._thread.join(10)
-    assert not other._thread.is_alive()
-    assert stuck.is_set()

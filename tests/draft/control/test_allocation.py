@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from foretoken.draft.control.allocation import (
+from foretoken.draft.control.controller import (
     FEW_UNCACHED_TOKENS,
     PAYBACK_STEPS,
     Allocation,

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from foretoken.draft.control.allocation import Allocation, StepCandidates
 from foretoken.draft.control.controller import (
     FIRST_PROBE,
     LAST_PROBE,
     PROBE_SHARE,
+    Allocation,
     Controller,
     ProbeScheduler,
+    StepCandidates,
 )
 from foretoken.draft.control.cost_model import CostModel, StepProfile
 

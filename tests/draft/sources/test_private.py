@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.core.interface.request import CacheOptions
-from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.draft.sources.suffix import SuffixSource
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -21,7 +21,7 @@ def cache(request: pytest.FixtureRequest) -> CacheOptions:
     return request.param
 
 
-@pytest.mark.parametrize("make_source", [RadixSource, SuffixSource])
+@pytest.mark.parametrize("make_source", [PrefixSource, SuffixSource])
 def test_a_private_request_draws_on_nothing_that_others_said(
     make_source, cache, make_request
 ) -> None:
@@ -33,7 +33,7 @@ def test_a_private_request_draws_on_nothing_that_others_said(
     assert not source.propose(private, 3)
 
 
-@pytest.mark.parametrize("make_source", [RadixSource, SuffixSource])
+@pytest.mark.parametrize("make_source", [PrefixSource, SuffixSource])
 def test_nothing_that_a_private_request_said_is_kept(
     make_source, cache, make_request, index_all
 ) -> None:

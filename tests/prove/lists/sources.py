@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-keeps-all-in-one-namespace",
-        "RadixSource.leave",
+        "PrefixSource.leave",
         'array("q", bytes(8 * len(tokens))), namespace=request.namespace)',
         'array("q", bytes(8 * len(tokens))))',
         ("test_namespaces_are_apart",),
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-cursor-outlives-a-cut",
-        "RadixSource._follow",
+        "PrefixSource._follow",
         "if cursor.epoch != self._tree.epoch:",
         "if cursor.epoch > self._tree.epoch:",
         ("test_a_request_that_left_comes_back_when_another_went_its_way",),
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-keeps-what-is-private",
-        "RadixSource.leave",
+        "PrefixSource.leave",
         "if not request.num_output or request.cache.is_private:",
         "if not request.num_output:",
         ("test_nothing_that_a_private_request_said_is_kept",),
@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "radix-does-not-give-up-room",
-        "RadixSource.leave",
+        "PrefixSource.leave",
         "tree.evict(tree.num_pages - int(self._max_tokens * KEEP_SHARE))",
         "tree.evict(1)",
         ("test_the_bound_drops_what_was_used_least_recently",),

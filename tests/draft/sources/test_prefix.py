@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from foretoken.core.interface.request import Request
-from foretoken.draft.sources.radix import RadixSource
+from foretoken.draft.sources.prefix import PrefixSource
 from foretoken.radix_cache import RadixTree
 
 PROMPT = [1, 2, 3]
@@ -16,7 +16,7 @@ SINGLE, FORKED = 0, 1
 BOUNDS = (50, 200, 1000, 10_000)  # tokens
 
 
-def drafted(radix: RadixSource, request: Request, most: int = 4) -> list[int]:
+def drafted(radix: PrefixSource, request: Request, most: int = 4) -> list[int]:
     guesses = radix.propose(request, most)
     return list(guesses[0].token_ids) if guesses else []
 
@@ -25,8 +25,8 @@ def drafted(radix: RadixSource, request: Request, most: int = 4) -> list[int]:
 def after(make_request):
     """A source that has seen these answers to PROMPT, in this order."""
 
-    def after(*answers: list[int], **options: int) -> RadixSource:
-        radix = RadixSource(**options)
+    def after(*answers: list[int], **options: int) -> PrefixSource:
+        radix = PrefixSource(**options)
         for answer in answers:
             radix.leave(make_request(PROMPT, answer))
         return radix
@@ -76,7 +76,7 @@ def test_a_longer_conversation_is_followed_where_a_shorter_one_ended(after, make
 
 
 def test_a_request_that_came_before_all_others_looks_again_after_a_while(make_request) -> None:
-    radix, request = RadixSource(), make_request(PROMPT)
+    radix, request = PrefixSource(), make_request(PROMPT)
     assert drafted(radix, request) == []
     radix.leave(make_request(PROMPT, range(100, 200)))
     for token in range(100, 150):
@@ -94,7 +94,7 @@ def test_at_a_fork_the_most_recent_answer_is_continued(after, make_request) -> N
 
 
 def test_the_kind_remembers_a_fork_of_the_answer_but_not_of_the_prompt(make_request) -> None:
-    radix = RadixSource()
+    radix = PrefixSource()
     for prompt, answer in (([1, 2], [4, 5, 6, 7]), ([1, 2], [4, 8]), ([1, 3], [9])):
         radix.leave(make_request(prompt, answer))
     (guess,) = radix.propose(make_request([1, 3]), 4)
@@ -108,7 +108,7 @@ def test_the_kind_remembers_a_fork_of_the_answer_but_not_of_the_prompt(make_requ
 
 
 def test_a_prompt_that_joins_the_tree_late_passes_no_fork_of_the_answer(make_request) -> None:
-    radix, request = RadixSource(), make_request([1, 2, 3])
+    radix, request = PrefixSource(), make_request([1, 2, 3])
     radix.leave(make_request([1], [9]))
     assert drafted(radix, request) == []
     radix.leave(make_request([1, 2, 3], [4]))
@@ -117,7 +117,7 @@ def test_a_prompt_that_joins_the_tree_late_passes_no_fork_of_the_answer(make_req
 
 
 def test_namespaces_are_apart(make_request) -> None:
-    radix = RadixSource()
+    radix = PrefixSource()
     radix.leave(make_request(PROMPT, [4, 5], namespace="a"))
     assert drafted(radix, make_request(PROMPT)) == []
     assert drafted(radix, make_request(PROMPT, namespace="b")) == []
@@ -125,7 +125,7 @@ def test_namespaces_are_apart(make_request) -> None:
 
 
 def test_a_flush_forgets_under_way(make_request) -> None:
-    radix, request = RadixSource(), make_request(PROMPT, namespace="a")
+    radix, request = PrefixSource(), make_request(PROMPT, namespace="a")
     for namespace in ("a", "b"):
         radix.leave(make_request(PROMPT, [4, 5], namespace=namespace))
     assert drafted(radix, request) == [4, 5]
@@ -137,7 +137,7 @@ def test_a_flush_forgets_under_way(make_request) -> None:
 
 
 def test_the_bound_drops_what_was_used_least_recently(make_request) -> None:
-    radix = RadixSource(max_tokens=100)
+    radix = PrefixSource(max_tokens=100)
     for first in range(0, 200, 20):
         radix.leave(make_request([first], range(first + 1, first + 20)))
     assert drafted(radix, make_request([180])) == [181, 182, 183, 184]
@@ -145,7 +145,7 @@ def test_the_bound_drops_what_was_used_least_recently(make_request) -> None:
 
 
 def test_requests_that_said_nothing_leave_nothing(make_request) -> None:
-    radix = RadixSource()
+    radix = PrefixSource()
     radix.leave(make_request([1, 2, 3, 4]))
     assert drafted(radix, make_request([1, 2])) == []
 
@@ -153,7 +153,7 @@ def test_requests_that_said_nothing_leave_nothing(make_request) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_cursors_stay_true_while_the_tree_is_cut_and_dropped(seed, make_request) -> None:
     """Random actors: what is proposed is in the tree, from the first token of the request on."""
-    rng, radix = random.Random(seed), RadixSource(max_tokens=BOUNDS[seed % 4])
+    rng, radix = random.Random(seed), PrefixSource(max_tokens=BOUNDS[seed % 4])
     live: list[Request] = []
     num_guesses = 0
     for _ in range(1500):
@@ -176,7 +176,7 @@ def test_cursors_stay_true_while_the_tree_is_cut_and_dropped(seed, make_request)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_without_a_bound_a_cursor_finds_all_that_a_search_would(seed, make_request) -> None:
-    rng, radix = random.Random(seed), RadixSource()
+    rng, radix = random.Random(seed), PrefixSource()
     radix.leave(make_request([0], [0]))
     live = [make_request([0]) for _ in range(40)]
     while live:
@@ -189,6 +189,6 @@ def test_without_a_bound_a_cursor_finds_all_that_a_search_would(seed, make_reque
             radix.leave(request)
 
 
-def known(radix: RadixSource, tokens: list[int]) -> bool:
+def known(radix: PrefixSource, tokens: list[int]) -> bool:
     tree: RadixTree = radix._tree
     return tree.match(array("q", tokens), namespace="a").num_tokens == len(tokens)

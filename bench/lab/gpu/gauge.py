@@ -1,7 +1,4 @@
-"""Gauge: what a device is and how long it takes, by its own clock. For benchmarks, not for steps.
-
-Here, because nothing outside of ops names a kind of device.
-"""
+"""Gauge: what a device is and how long it takes, by its own clock."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .device import make_stopwatch
+from ....core.ops.device import make_stopwatch
 
 WARM_UP = 3  # calls before those that are timed
 

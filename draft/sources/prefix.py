@@ -1,4 +1,7 @@
-"""RadixSource: continues an earlier request that began with all tokens of this one."""
+"""PrefixSource: continues an earlier request that began with all tokens of this one.
+
+Its name in ``--draft``, usage and metrics is ``radix``, after the tree in which it looks up.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class _Cursor:
     forked: bool = False  # whether the answer has passed a fork
 
 
-class RadixSource:
+class PrefixSource:
     """Continues the most recent request that began with all of this one's tokens.
 
     It has a radix tree of token ids without KV, so tokens outlive their KV: ``max_tokens`` in all,
