@@ -66,6 +66,39 @@ def to_scaled(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def norm_factor(
+    x, at, head, eps, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The factor of the RMS norm of a head ``x``, at ``at``, or of all heads of its kind."""
+    squares, num_normed = x * x, 1
+    if IS_WHOLE:
+        squares = tl.zeros([HEAD_DIM], tl.float32)
+        is_query = head < NUM_HEADS
+        num_normed = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
+        others = at + (tl.where(is_query, 0, NUM_HEADS) - head) * HEAD_DIM + tl.arange(0, HEAD_DIM)
+        for other in range(num_normed):
+            each = tl.load(others + other * HEAD_DIM).to(tl.float32)
+            squares += each * each
+    return 1.0 / tl.sqrt(tl.sum(squares, 0) / (HEAD_DIM * num_normed) + eps)
+
+
+@triton.jit
+def write_to_pool(
+    x, kv_ptr, scales_ptr, block, place,
+    HEAD_DIM: tl.constexpr, NUM_ITEMS: tl.constexpr, SCALES_AT: tl.constexpr,
+):  # fmt: skip
+    """Write a head's keys or values to a place of a block, scaled where the pool has scales."""
+    items_at = block * NUM_ITEMS + place * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    if SCALES_AT == 0:
+        tl.store(kv_ptr + items_at, x.to(kv_ptr.dtype.element_ty))
+    else:
+        items, scale = to_scaled(x, kv_ptr.dtype.element_ty)
+        tl.store(kv_ptr + items_at, items)
+        tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + place, scale)
+
+
+@triton.jit
 def rope_write_kernel(
     qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     q_ptr,  # [T, NUM_HEADS * HEAD_DIM], written
@@ -104,16 +137,7 @@ def rope_write_kernel(
     if head < NUM_HEADS + NUM_KV_HEADS:
         swapped = tl.load(at + (dims + HALF) % HEAD_DIM).to(tl.float32)
         if HAS_NORM and not IS_BEHIND:
-            squares, num_normed = x * x, 1
-            if IS_WHOLE:
-                squares = tl.zeros([HEAD_DIM], tl.float32)
-                is_query = head < NUM_HEADS
-                num_normed = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
-                others = at + (tl.where(is_query, 0, NUM_HEADS) - head) * HEAD_DIM + dims
-                for other in range(num_normed):
-                    each = tl.load(others + other * HEAD_DIM).to(tl.float32)
-                    squares += each * each
-            factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / (HEAD_DIM * num_normed) + eps)
+            factor = norm_factor(x, at, head, eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, IS_WHOLE)
             x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
             other = tl.load(norm_ptr + head * HEAD_DIM + (dims + HALF) % HEAD_DIM).to(tl.float32)
             swapped = swapped * factor * other
@@ -124,7 +148,7 @@ def rope_write_kernel(
             cos, sin = tl.load(k_cos_ptr + turn), tl.load(k_sin_ptr + turn)
         x = x * cos + tl.where(dims < HALF, -swapped, swapped) * sin
         if HAS_NORM and IS_BEHIND:
-            factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HEAD_DIM + eps)
+            factor = norm_factor(x, at, head, eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, False)
             x = x * factor * tl.load(norm_ptr + head * HEAD_DIM + dims).to(tl.float32)
     if head < NUM_HEADS:
         out = (x * scale).to(q_ptr.dtype.element_ty)
@@ -132,13 +156,7 @@ def rope_write_kernel(
         return
     # Blocks of a layer: keys of each head, then values; as the heads come in the row.
     block = slot // PAGE_SIZE * page_blocks + layer_block + head - NUM_HEADS
-    place = block * NUM_ITEMS + slot % PAGE_SIZE * HEAD_DIM + dims
-    if SCALES_AT == 0:
-        tl.store(kv_ptr + place, x.to(kv_ptr.dtype.element_ty))
-        return
-    items, item_scale = to_scaled(x, kv_ptr.dtype.element_ty)
-    tl.store(kv_ptr + place, items)
-    tl.store(scales_ptr + (block * NUM_ITEMS + SCALES_AT) // 4 + slot % PAGE_SIZE, item_scale)
+    write_to_pool(x, kv_ptr, scales_ptr, block, slot % PAGE_SIZE, HEAD_DIM, NUM_ITEMS, SCALES_AT)
 
 
 @triton.jit

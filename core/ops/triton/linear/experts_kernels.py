@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .linear import halves_of, x_tile
+from .linear import add_products, scaled_and_biased
 
 
 @triton.jit
@@ -217,33 +217,17 @@ def expert_linear_kernel(
     else:
         total = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
     for step in range(num_steps):
-        lo = step * TILE_IN
-        x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
-        if IS_EVEN or IS_INT8:
-            weight = tl.load(weight_at + step * WIDTH)
-        else:
-            weight = tl.load(weight_at + lo, mask=(inner < IN - lo)[None, :], other=0.0)
-        if IS_INT8:
-            x_high = x_tile(x_at + lo + WIDTH, is_row, inner, IN - lo - WIDTH, IS_EVEN)
-            low, high = halves_of(weight, x.dtype)
-            total = tl.dot(low, tl.trans(x), total, input_precision="ieee")
-            total = tl.dot(high, tl.trans(x_high), total, input_precision="ieee")
-        else:
-            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+        total = add_products(
+            total, x_at, weight_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, IS_INT8, ""
+        )
     if IS_INT8:
         total = tl.trans(total)
 
-    bias = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
-    if HAS_BIAS:
-        bias_ptr = address_of(biases_ptr, expert, x_ptr)
-        bias += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if IS_INT8:
-        scale_ptr = address_of(scales_ptr, expert, floats_ptr)
-        scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
-        # Rounded once, whether a compiler likes to join the two or not.
-        total = tl.fma(total, tl.broadcast_to(scale, [TILE_ROWS, TILE_OUT]), bias)
-    else:
-        total += bias
+    bias_ptr = address_of(biases_ptr, expert, x_ptr) if HAS_BIAS else x_ptr
+    scale_ptr = address_of(scales_ptr, expert, floats_ptr) if IS_INT8 else floats_ptr
+    total = scaled_and_biased(
+        total, scale_ptr, bias_ptr, column, is_column, TILE_ROWS, TILE_OUT, IS_INT8, HAS_BIAS
+    )
     at = pair[:, None] * OUT + column[None, :]
     is_out = is_row[:, None] & is_column[None, :]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_out)

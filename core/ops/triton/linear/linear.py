@@ -51,6 +51,48 @@ def x_tile(x_at, is_row, inner, num_inner, IS_EVEN: tl.constexpr):
     return tl.load(x_at, mask=is_row[:, None] & (inner < num_inner)[None, :], other=0.0)
 
 
+@triton.jit
+def add_products(
+    total, x_at, weight_at, step, is_row, inner, IN,
+    TILE_IN: tl.constexpr, IS_EVEN: tl.constexpr, IS_INT8: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """``total`` and what one step's inputs add to it; turned where the weight is int8."""
+    WIDTH: tl.constexpr = TILE_IN // 2 if IS_INT8 else TILE_IN
+    lo = step * TILE_IN
+    x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
+    if IS_EVEN or IS_INT8:
+        weight = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
+    else:
+        is_inner = (inner < IN - lo)[None, :]
+        weight = tl.load(weight_at + lo, mask=is_inner, other=0.0, eviction_policy=POLICY)
+    if IS_INT8:
+        x_high = x_tile(x_at + lo + WIDTH, is_row, inner, IN - lo - WIDTH, IS_EVEN)
+        low, high = halves_of(weight, x.dtype)
+        total = tl.dot(low, tl.trans(x), total, input_precision="ieee")
+        total = tl.dot(high, tl.trans(x_high), total, input_precision="ieee")
+    else:
+        total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def scaled_and_biased(
+    total, scale_ptr, bias_ptr, column, is_column,
+    TILE_ROWS: tl.constexpr, TILE_OUT: tl.constexpr, IS_INT8: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Outputs from sums [TILE_ROWS, TILE_OUT]."""
+    bias = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
+    if HAS_BIAS:
+        bias += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if IS_INT8:
+        scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
+        # Rounded once, whether a compiler likes to join the two or not.
+        total = tl.fma(total, tl.broadcast_to(scale, [TILE_ROWS, TILE_OUT]), bias)
+    else:
+        total += bias
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows", "pieces"])
 def linear_kernel(
     x_ptr,  # [num_rows, IN]
@@ -102,20 +144,9 @@ def linear_kernel(
     part = tl.zeros_like(total)
     end = steps  # of the piece that is being added up
     for step in range(piece * steps, stop):
-        lo = step * TILE_IN
-        x = x_tile(x_at + lo, is_row, inner, IN - lo, IS_EVEN)
-        if IS_EVEN or IS_INT8:
-            weight = tl.load(weight_at + step * WIDTH, eviction_policy=POLICY)
-        else:
-            is_inner = (inner < IN - lo)[None, :]
-            weight = tl.load(weight_at + lo, mask=is_inner, other=0.0, eviction_policy=POLICY)
-        if IS_INT8:
-            x_high = x_tile(x_at + lo + WIDTH, is_row, inner, IN - lo - WIDTH, IS_EVEN)
-            low, high = halves_of(weight, x.dtype)
-            part = tl.dot(low, tl.trans(x), part, input_precision="ieee")
-            part = tl.dot(high, tl.trans(x_high), part, input_precision="ieee")
-        else:
-            part = tl.dot(x, tl.trans(weight), part, input_precision="ieee")
+        part = add_products(
+            part, x_at, weight_at, step, is_row, inner, IN, TILE_IN, IS_EVEN, IS_INT8, POLICY
+        )
         # Not a loop around this one, which would wait for its first bytes once per piece.
         if IS_CUT and not IS_APART:  # noqa: SIM102  (decided by the compiler; the other is not)
             if step + 1 == end:
@@ -140,13 +171,7 @@ def linear_kernel(
         for each in range(pieces):
             part_at = parts_ptr + each * part_size + at
             total += tl.load(part_at, mask=is_out, other=0.0, cache_modifier=".cg")
-    bias = tl.zeros([TILE_ROWS, TILE_OUT], tl.float32)
-    if HAS_BIAS:
-        bias += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if IS_INT8:
-        scale = tl.load(scale_ptr + column, mask=is_column, other=0.0)[None, :]
-        # Rounded once, whether a compiler likes to join the two or not.
-        total = tl.fma(total, tl.broadcast_to(scale, [TILE_ROWS, TILE_OUT]), bias)
-    else:
-        total += bias
+    total = scaled_and_biased(
+        total, scale_ptr, bias_ptr, column, is_column, TILE_ROWS, TILE_OUT, IS_INT8, HAS_BIAS
+    )
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=is_out)

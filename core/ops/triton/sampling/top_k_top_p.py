@@ -228,6 +228,58 @@ def kth_tile(
 
 
 @triton.jit
+def bound_of(
+    list_ptr, ranks_ptr, floor_key, top_k, top_p,
+    logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, NUM_TILES: tl.constexpr, TILES: tl.constexpr,
+    MASS_SCALE: tl.constexpr, LIST_TILE: tl.constexpr,
+):  # fmt: skip
+    """A key beyond which surely nothing of a row stays, and the row's mass or -1 if not needed.
+
+    Works in the list's place.
+    """
+    bound, total = floor_key, tl.full([], -1, tl.int64)
+    if (top_k > 0) & (top_k <= NUM_TILES):
+        kth = kth_tile(list_ptr, top_k, ranks_ptr, top, temperature, NUM_TILES, TILES, LIST_TILE)
+        bound = tl.minimum(bound, kth)
+    if (top_k == 0) & (floor_key == NO_KEY):
+        total = row_mass(
+            logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+            VOCAB, TILE, NUM_TILES, MASS_SCALE,
+        )  # fmt: skip
+        # Lighter ones than an equal share of what top-p leaves out cannot be inside it.
+        left_out = total - limit_of(total, top_p)
+        share = tl.maximum(left_out, 1).to(tl.float32) / (VOCAB * MASS_SCALE)
+        if left_out > 0:
+            bound = key_of(tl.log(share) - 1e-5)
+    return bound, total
+
+
+@triton.jit
+def last_of_list(
+    list_ptr, count, low, floor_key, top_k, top_p, total,
+    VOCAB: tl.constexpr, MASS_SCALE: tl.constexpr, LIST_TILE: tl.constexpr,
+):  # fmt: skip
+    """The last key that min-p, top-k and top-p leave, and how many tokens that have it stay."""
+    last, ties = floor_key, tl.full([], VOCAB, tl.int64)
+    if top_k > 0:
+        count = narrowed(list_ptr, count, low, top_k, False, MASS_SCALE, LIST_TILE)
+        key, before = last_key(list_ptr, count, top_k, False, MASS_SCALE, LIST_TILE)
+        if key <= last:
+            last, ties = key, top_k - before
+    if top_p < 1.0:
+        if total < 0:
+            total = list_mass(list_ptr, count, last, ties, MASS_SCALE, LIST_TILE)
+        limit = limit_of(total, top_p)
+        count = narrowed(list_ptr, count, low, limit, True, MASS_SCALE, LIST_TILE)
+        key, before = last_key(list_ptr, count, limit, True, MASS_SCALE, LIST_TILE)
+        if key <= last:
+            each = tl.maximum(mass_at(key, MASS_SCALE), 1)
+            last, ties = key, (limit - before + each - 1) // each
+    return last, ties
+
+
+@triton.jit
 def cut_kernel(
     logits_ptr,  # [num_rows, VOCAB]
     logits_stride,
@@ -258,20 +310,11 @@ def cut_kernel(
     top_k, top_p = tl.load(control_ptr + TOP_K), number(control_ptr + TOP_P)
     floor_key = key_of(number(control_ptr + MIN_P_LOGIT).to(tl.float32))
 
-    bound, total = floor_key, tl.full([], -1, tl.int64)
-    if (top_k > 0) & (top_k <= NUM_TILES):
-        kth = kth_tile(list_ptr, top_k, ranks_ptr, top, temperature, NUM_TILES, TILES, LIST_TILE)
-        bound = tl.minimum(bound, kth)
-    if (top_k == 0) & (floor_key == NO_KEY):
-        total = row_mass(
-            logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
-            VOCAB, TILE, NUM_TILES, MASS_SCALE,
-        )  # fmt: skip
-        # Lighter ones than an equal share of what top-p leaves out cannot be inside it.
-        left_out = total - limit_of(total, top_p)
-        share = tl.maximum(left_out, 1).to(tl.float32) / (VOCAB * MASS_SCALE)
-        if left_out > 0:
-            bound = key_of(tl.log(share) - 1e-5)
+    bound, total = bound_of(
+        list_ptr, ranks_ptr, floor_key, top_k, top_p,
+        logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
+        VOCAB, TILE, NUM_TILES, TILES, MASS_SCALE, LIST_TILE,
+    )  # fmt: skip
     count = list_row(
         list_ptr, bound, ranks_ptr,
         logits_ptr, logits_stride, values_ptr, control_ptr, top, temperature,
@@ -281,21 +324,9 @@ def cut_kernel(
     if bound == NO_KEY:
         low = scaled_of(value_of(worst_tile(ranks_ptr, NUM_TILES, TILES)), top, temperature)
 
-    last, ties = floor_key, tl.full([], VOCAB, tl.int64)
-    if top_k > 0:
-        count = narrowed(list_ptr, count, low, top_k, False, MASS_SCALE, LIST_TILE)
-        key, before = last_key(list_ptr, count, top_k, False, MASS_SCALE, LIST_TILE)
-        if key <= last:
-            last, ties = key, top_k - before
-    if top_p < 1.0:
-        if total < 0:
-            total = list_mass(list_ptr, count, last, ties, MASS_SCALE, LIST_TILE)
-        limit = limit_of(total, top_p)
-        count = narrowed(list_ptr, count, low, limit, True, MASS_SCALE, LIST_TILE)
-        key, before = last_key(list_ptr, count, limit, True, MASS_SCALE, LIST_TILE)
-        if key <= last:
-            each = tl.maximum(mass_at(key, MASS_SCALE), 1)
-            last, ties = key, (limit - before + each - 1) // each
+    last, ties = last_of_list(
+        list_ptr, count, low, floor_key, top_k, top_p, total, VOCAB, MASS_SCALE, LIST_TILE
+    )
     last_id = VOCAB
     if ties < VOCAB:  # of those with the last key, the lowest ids stay
         last_id = last_tie(
