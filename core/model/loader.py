@@ -97,7 +97,7 @@ def load_decoder(
     device = choose_device(device)
     options = _Options(dtype, device, load_format, exact, backend, quantize, kv_dtype)
     if impl == "transformers":
-        return _by_transformers(Path(path), options, "it was asked for")
+        return _by_transformers(Path(path), options, "--model-impl transformers")
     try:
         decoder = _own(path, options)
     except UnsupportedConfig as reason:

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OWN_CACHE = "its layers keep a state beside keys and values, which pages do not hold yet"
-_INDEXER = "an indexer chooses the keys of each row"
-OTHER_ENGINE = "serve it by transformers itself, or by vLLM"
+_OWN_CACHE = "its layers keep a state besides keys and values, which KV pages do not hold yet"
+_INDEXER = "an indexer chooses the keys of each query"
+OTHER_ENGINE = "serve it with transformers or vLLM"
 # Model types that are refused by name, and why.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
@@ -77,9 +77,9 @@ REFUSED: dict[str, str] = {
         _OWN_CACHE,
     ),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
-    **dict.fromkeys(("bloom", "mpt"), "its scores are biased by distance (ALiBi)"),
-    "ctrl": "its tokens were not those that transformers generates",
-    **dict.fromkeys(("diffllama", "hrm_text"), "a layer attends twice in a pass"),
+    **dict.fromkeys(("bloom", "mpt"), "its attention scores depend on the distance (ALiBi)"),
+    "ctrl": "its tokens differed from those that transformers generates",
+    **dict.fromkeys(("diffllama", "hrm_text"), "a layer calls attention twice in a pass"),
 }
 _TEST_TOKENS = 12
 _TEST_PAGE = 4
@@ -117,7 +117,7 @@ def read_text_model(folder: Path) -> TextModel:
     is_quantized = gguf is None and _forget_quantization(folder, config, text)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     if model_class is None:
-        problem = f"transformers {transformers.__version__} has no causal language model of it"
+        problem = f"transformers {transformers.__version__} has no such causal language model"
         raise _refusal(folder, text.model_type, problem)
     text._attn_implementation = HOOKS
     with _quiet():
@@ -183,7 +183,7 @@ def read_text_config(folder: Path) -> dict[str, Any]:
 def _read_config(folder: Path) -> PreTrainedConfig:
     values = read_json(folder / "config.json")
     if "auto_map" in values and "model_type" not in values:
-        raise ModelLoadError(f"{folder}: code of the checkpoint's own is never run")
+        raise ModelLoadError(f"{folder}: needs code of the checkpoint, which is never run")
     Fields(values, str(folder / "config.json")).text("model_type")
     try:
         with _quiet():
@@ -204,7 +204,7 @@ def _read_gguf(path: Path) -> GgufFile:
     if unknown:
         raise ModelLoadError(f"{path} has unexpected tensors: {', '.join(unknown[:4])}")
     if any(each != 1 for each in file.divisors):
-        problem = "its RoPE has a divisor for each frequency, which its modules do not take"
+        problem = "RoPE factors for each frequency are not supported by its modules"
         raise ModelLoadError(f"{path}: {problem}; take the model's safetensors")
     return file
 
@@ -223,9 +223,9 @@ def _refuse(folder: Path, config: PreTrainedConfig, text: PreTrainedConfig) -> N
         if each.model_type in REFUSED:
             raise _refusal(folder, each.model_type, REFUSED[each.model_type])
         if getattr(each, "is_encoder_decoder", False):
-            raise _refusal(folder, each.model_type, "is_encoder_decoder: decoders only are served")
+            raise _refusal(folder, each.model_type, "only decoders are supported")
     if _rope_kind(text) == "dynamic":
-        problem = "RoPE of the kind dynamic turns with the length of the batch"
+        problem = "the angles of dynamic RoPE depend on the longest sequence of a batch"
         raise _refusal(folder, text.model_type, problem)
 
 
@@ -360,9 +360,9 @@ def _meta_twin(folder: Path, model_class: type[Any], text: PreTrainedConfig) -> 
                 twin.set_experts_implementation(HOOKS)
             return twin
     except Exception as error:
-        problem = f"transformers cannot make it: {_short(error)}"
+        problem = f"transformers cannot construct it: {_short(error)}"
         if isinstance(error, KeyError) and HOOKS in str(error):
-            problem = "it does not attend through transformers' attention interface"
+            problem = "it does not use transformers' attention interface"
         raise _refusal(folder, text.model_type, problem) from error
 
 
@@ -372,7 +372,9 @@ def _probed(folder: Path, model_type: str, twin: Any) -> Asked | None:  # noqa: 
     except ModelLoadError as error:
         raise _refusal(folder, model_type, str(error)) from None
     except Exception as error:  # what reads values cannot run without them
-        logger.info("%s: how it attends shows when it is loaded (%s)", model_type, _short(error))
+        logger.info(
+            "%s: its attention is inspected once it is loaded (%s)", model_type, _short(error)
+        )
         return None
 
 
@@ -461,8 +463,8 @@ def startup_test(decoder: TransformersDecoder) -> bool:
         off = float(errors.median() if decoder.has_experts else errors.max())
         if not off <= _TOLERANCE[decoder.dtype]:
             raise ModelLoadError(
-                f"by pages its logits are off by {off:.1g} of their deviation, so it keeps more "
-                "than keys and values"
+                f"its logits computed with pages differ by {off:.1g} standard deviations from "
+                "those without, so it keeps more than keys and values"
             )
     return torch.equal(whole, pieces)
 

@@ -151,7 +151,7 @@ class _Probe:
     ) -> Tensor:
         name = self._names[module]
         if name in self.sites:
-            raise ModelLoadError(f"{name} attends twice in a pass: KV pages have room for one")
+            raise ModelLoadError(f"{name} calls attention twice in a pass; KV pages hold one call")
         window, max_len = self._reach(name, call.mask)
         sinks = call.sinks if call.sinks is not None else getattr(module, "sinks", None)
         self.sites[name] = AttentionSite(
@@ -174,7 +174,7 @@ class _Probe:
     def _reach(self, name: str, mask: Tensor | None) -> tuple[int | None, int | None]:
         """The window of a rule, and up to where the rule is causal with that window alone."""
         if mask is None or mask.shape != (1, 1, 1, 1) or mask.is_floating_point():
-            raise ModelLoadError(f"{name} masks in a way of its own (ALiBi, or no mask at all)")
+            raise ModelLoadError(f"{name} has no mask, or one of an unknown kind, such as ALiBi")
         function, size = self._rules[int(mask)]
         if _is_causal(function, None, size):
             return None, None
@@ -229,7 +229,7 @@ def probe(model: nn.Module, device: torch.device | str) -> Asked:
             use_cache=False,
         )
     if not hooks.sites:
-        raise ModelLoadError("no layer attends through transformers' attention interface")
+        raise ModelLoadError("no layer uses transformers' attention interface")
     return Asked(tuple(hooks.sites.values()), frozenset(read))
 
 

@@ -128,7 +128,7 @@ class GgufFile:
         found = architecture_of(name, self._meta)
         if name in REFUSED:
             message = f"architecture {name!r} is not supported: {REFUSED[name]}"
-            raise ModelLoadError(f"{self.where}: {message}; serve it by llama.cpp")
+            raise ModelLoadError(f"{self.where}: {message}; serve it with llama.cpp")
         if found is None:
             supported = ", ".join(sorted(ARCHITECTURES))
             message = f"architecture {name!r} is not supported; {supported} are"

@@ -197,7 +197,7 @@ def test_divided_frequencies_are_refused_where_modules_do_not_take_them(tmp_path
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_divisors)
         write_gguf(tmp_path / "plain", file)
     with pytest.raises(
-        ModelLoadError, match=r"a divisor for each frequency.*take the model's safe"
+        ModelLoadError, match=r"factors for each frequency.*take the model's safetensors"
     ):
         load_decoder(file)
 
@@ -216,7 +216,8 @@ def test_what_cannot_be_served_is_refused_by_name(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match=rf"'{architecture}'.*{reason}.*serve it by llama.cpp"):
+    refusal = rf"'{architecture}'.*{reason}.*serve it with llama.cpp"
+    with pytest.raises(ModelLoadError, match=refusal):
         load_decoder(file)
     assert not set(REFUSED) & {*ARCHITECTURES, *ALIASES}
 

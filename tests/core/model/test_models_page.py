@@ -66,7 +66,7 @@ def test_check_says_why_a_model_is_refused(
 ) -> None:
     tiny_config("qwen3_next").save_pretrained(tmp_path)
     assert main(["models", "check", str(tmp_path)]) == 1
-    assert "keep a state beside keys and values" in capsys.readouterr().out
+    assert "keep a state besides keys and values" in capsys.readouterr().out
     assert main(["models", "check", str(tmp_path / "nowhere")]) == 1
 
 

@@ -345,10 +345,10 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown": ("qwen3", {"model_type": "nobodys"}, "nobodys"),
-    "state": ("stablelm", {"model_type": "bamba"}, "keep a state beside keys and values"),
+    "state": ("stablelm", {"model_type": "bamba"}, "keep a state besides keys and values"),
     "indexer": ("stablelm", {"model_type": "deepseek_v32"}, "an indexer chooses the keys"),
     "alibi": ("stablelm", {"model_type": "bloom"}, "ALiBi"),
-    "dynamic": ("stablelm", DYNAMIC, "RoPE of the kind dynamic"),
+    "dynamic": ("stablelm", DYNAMIC, "dynamic RoPE"),
     "encoder": ("stablelm", {"model_type": "t5"}, "is not supported"),
     "quantised": ("stablelm", {"quantization_config": {"quant_method": "aqlm"}}, "take the plain"),
     "no type": ("stablelm", {"model_type": None}, "model_type is missing"),
@@ -372,7 +372,7 @@ def test_attention_of_a_models_own_is_refused_before_weights_are_read(
     tmp_path: Path, no_weights: None
 ) -> None:
     tiny_config("falcon").save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="attend through transformers' attention interface"):
+    with pytest.raises(ModelLoadError, match="use transformers' attention interface"):
         load_decoder(tmp_path)
 
 
