@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
-    from ...draft.training.drafts.conversations import Conversation, Messages
-    from ...draft.training.drafts.making import Target
-    from ...draft.training.drafts.measuring import Acceptance
-    from ...draft.training.drafts.run import TrainOptions
+    from ...draft.training.conversations import Conversation, Messages
+    from ...draft.training.making import Target
+    from ...draft.training.measuring import Acceptance
+    from ...draft.training.trainer import TrainOptions
     from ..text.tokenizer import Tokenizer
 
 DEFAULT_MINUTES = 10.0
@@ -158,10 +158,10 @@ def _above_zero(text: str) -> float:
 def train_draft(parsed: argparse.Namespace) -> int:
     """Run the command; raises `InvalidRequest` for wrong data or folders."""
     _check(parsed)
-    from ...draft.training.drafts.answers import AnswerOptions
-    from ...draft.training.drafts.conversations import read_data
-    from ...draft.training.drafts.gathering import GatherOptions, gather
-    from ...draft.training.drafts.run import MAX_LEN, Trainer, write_report
+    from ...draft.training.answers import AnswerOptions
+    from ...draft.training.conversations import read_data
+    from ...draft.training.gathering import GatherOptions, gather
+    from ...draft.training.trainer import MAX_LEN, Trainer, write_report
 
     target = _load_target(parsed)
     target.decoder.ops.set_threads(parsed.threads or len(os.sched_getaffinity(0)))
@@ -213,7 +213,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _options(parsed: argparse.Namespace) -> TrainOptions:
-    from ...draft.training.drafts.run import TrainOptions
+    from ...draft.training.trainer import TrainOptions
 
     minutes = parsed.minutes
     if minutes is None and parsed.tokens is None:
@@ -234,7 +234,7 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
 def _load_target(parsed: argparse.Namespace) -> Target:
     from ...core.model.loader import load_decoder
     from ...core.ops.device import choose_device
-    from ...draft.training.drafts.making import Target
+    from ...draft.training.making import Target
     from ..build.drafts import tokenizer_json
     from ..build.model_files import find_model
 

@@ -1,5 +1,7 @@
-"""The built-in model pair: a small target and a smaller draft, trained on Python's library.
+"""`foretoken train-draft`: a draft for a target, trained on the target's own answers.
 
-Ordinary Hugging Face folders in `builtin/target/` and `builtin/draft/`; `python -m
-foretoken.draft.training.train` rebuilds them.
+`conversations` reads data, `traffic` records it, `gathering` and `answers` have the target answer
+prompts, `teacher` computes the target's distributions, `students` are the kinds of drafts, `making`
+writes their files, `trainer` is the training loop, `measuring` evaluates. `builtin/` has the model
+pair that comes with the package: ordinary Hugging Face folders.
 """

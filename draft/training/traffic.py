@@ -21,7 +21,7 @@ import msgspec
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Delta, FinishReason, Request
-from .drafts.records import VERSION, Record, write_line
+from .records import VERSION, Record, write_line
 
 logger = logging.getLogger(__name__)
 QUEUE_LEN = 256  # answers that wait for the thread; beyond it they are left out

@@ -1,239 +1,385 @@
-"""The training loop of one stage: steps against the clock, checkpoints, resuming."""
+"""Trainer of drafts: batches within a budget, checkpoints, a log; the best draft is kept."""
+
+from __future__ import annotations
 
 import json
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from torch import Tensor
 
-from . import models
-from .measure import cpu_model
-from .packing import Ids, Packer, in_order
-from .recipe import Stage, cross_entropy
+from ...core.errors import InvalidRequest
+from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
+from .making import Kind, Shape, Target, make_student, save_student
+from .measuring import FIRST_ODDS, TEMPERATURES, Acceptance, Evaluator, fit_odds
+from .students import Student
+from .teacher import Teacher
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-WARM_UP = 0.02
-DECAY_FROM = 0.35
-LONG_ROW = 4096
-LOG_SECONDS = 30.0
-HELD_OUT_ROWS = 40
+BATCH_TOKENS = 1024  # of small batches there are more: early on, steps count for more than noise
+MAX_LEN = 1024  # tokens of a conversation; what is behind is left out
+WARM_UP, DECAY_FROM = 0.03, 0.4  # shares of the budget
+MUON_RATE, ADAM_RATE, NORM_RATE = 0.01, 2e-3, 1e-2
+LM_RATE = 0.3  # a language model begins as trained layers: both rates are lower
+NUM_SCALED = 8  # conversations by which taps are scaled to one size
+CHECKPOINT_SECONDS, LOG_SECONDS = 60.0, 5.0
+NUM_CHECKS = 10  # evaluations on held-out conversations on the way
+CHECKED, REPORTED = 8, 24  # conversations of each temperature, on the way and at the end
+STATE, LOG, REPORT, PLOT = "state.pt", "log.jsonl", "report.json", "curves.png"
 
-Loss = Callable[[torch.Tensor, float], torch.Tensor]
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """The options of `foretoken train-draft`. One of ``minutes`` and ``tokens`` is the budget.
 
-@dataclass(frozen=True)
-class Settings:
-    """One stage's recipe. `minutes` is wall-clock time; `tokens` is tokens per optimiser step."""
+    ``tokens`` counts all tokens that the target computes for the draft to learn from.
+    """
 
-    stage: Stage
-    minutes: float
+    kind: Kind
+    minutes: float | None = None
+    tokens: int | None = None
+    init: str | None = "target"
+    layers: int = 2
+    block: int = 7
+    draft_vocab: int | None = None  # ids that a head can draft, the most frequent; None: all
+    resume: bool = False
     seed: int = 0
-    threads: int = 1
-    row: int = 512
-    micro_rows: int = 8
-    tokens: int = 4096
-    muon_lr: float = 0.01
-    adam_lr: float = 3e-3
-    weight_decay: float = 0.1
-    checkpoint_minutes: float = 5.0
-    long_from: float = 0.9
-    compile: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Progress:
-    """What a stopped run needs besides weights and moments; `seconds` includes checkpoints."""
+    """What a stopped run needs besides weights, moments and the generator."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     epoch: int = 0
     cursor: int = 0
+    num_checks: int = 0
+    best: float = 0.0  # tokens a step at the best check
 
 
-def learning_rate_factor(done: float) -> float:
-    """The share of the peak rate at the share `done` of the time: up, flat, straight to zero."""
-    return max(0.0, min(done / WARM_UP, (1 - done) / (1 - DECAY_FROM), 1.0))
+@dataclass(slots=True)
+class Outcome:
+    """The result of a run."""
 
-
-def optimizers(model: Qwen3ForCausalLM, settings: Settings) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding (decayed) and the norms (not)."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    embedding = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" in name]
-    norms = [p for p in model.parameters() if p.ndim < 2]
-    adam = torch.optim.AdamW(
-        [
-            {"params": embedding, "weight_decay": settings.weight_decay},
-            {"params": norms, "weight_decay": 0.0},
-        ],
-        lr=settings.adam_lr * settings.stage.rate,
-        betas=(0.9, 0.95),
-    )
-    muon = torch.optim.Muon(
-        matrices,
-        lr=settings.muon_lr * settings.stage.rate,
-        weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    for optimizer in (muon, adam):
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-    return [muon, adam]
-
-
-@torch.inference_mode()
-def held_out_loss(model: Qwen3ForCausalLM, documents: list[Ids], limit: int | None = None) -> float:
-    """Mean nats per token over the first `limit` windows of 1,024 tokens."""
-    total, count = 0.0, 0
-    for index, rows in enumerate(in_order(documents, 1024)):
-        if index == limit:
-            break
-        with torch.autocast("cpu", torch.bfloat16):
-            total += cross_entropy(model, rows).item() * (rows.shape[1] - 1)
-        count += rows.shape[1] - 1
-    return total / max(count, 1)
+    progress: Progress
+    was_stopped: bool
+    acceptance: list[Acceptance] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
-    """One stage: a model, its optimisers, and the place in the data."""
+    """One draft, its optimisers, and the place in the data.
+
+    ``folder`` receives the draft; what only training needs lies in ``folder``/training.
+    """
 
     def __init__(
         self,
-        settings: Settings,
-        model: Qwen3ForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
+        target: Target,
+        found: Sequence[Conversation],
+        options: TrainOptions,
         folder: Path,
-        loss: Loss,
-        train: list[Ids],
-        held: list[Ids],
     ) -> None:
-        """`loss(rows, done)` is the training loss; `train` and `held` are documents of ids."""
-        self.settings, self.model, self.tokenizer, self.folder = settings, model, tokenizer, folder
-        self.loss, self.train, self.held = loss, train, held
-        self.state_path = folder / ".state" / f"{settings.stage.name}.pt"
-        self.optimizers = optimizers(model, settings)
-        self.progress = Progress()
-        self._resume()
-        self.packer = Packer(
-            train, settings.row, settings.seed, self.progress.epoch, self.progress.cursor
+        """Raises `InvalidRequest` where there is nothing to learn from or to resume."""
+        self._target, self._options, self._folder = target, options, folder
+        max_len = min(MAX_LEN, target.config.max_model_len)
+        train, held = split(conversation.cut(max_len) for conversation in found)
+        if not train:
+            raise InvalidRequest("data contains no answer to train on", param="data")
+        self.num_train, self.num_held = len(train), len(held)
+        torch.manual_seed(options.seed)
+        draft_ids = self._draft_ids(train)
+        shape = Shape(
+            kind=options.kind,
+            layers=options.layers,
+            block=options.block,
+            draft_ids=draft_ids,
+            pairs=answer_pairs(train),
         )
+        self.student: Student = make_student(target, shape, options.init)
+        teacher = Teacher(target.decoder, self.student.taps, self._taught_ids(), max_len)
+        self._teacher = teacher
+        if options.init is None and self.student.taps:
+            teacher.fit_tap_scale(train[:NUM_SCALED])
+        self._evaluator = Evaluator(teacher, held, seed=options.seed)
+        self._shuffler = Shuffler(train, BATCH_TOKENS, options.seed)
+        self._generator = torch.Generator().manual_seed(options.seed)
+        self._optimizers = make_optimizers(self.student, options.kind)
+        self.progress = Progress()
+        self._stopped = False
+        work = folder / "training"
+        work.mkdir(parents=True, exist_ok=True)
+        self._state, self._log = work / STATE, work / LOG
+        if options.resume:
+            self._load_state()
+        else:
+            self._log.unlink(missing_ok=True)
+
+    def _draft_ids(self, train: Sequence[Conversation]) -> Tensor | None:
+        config, count = self._target.config, self._options.draft_vocab
+        if count is None or count >= config.vocab_size:
+            return None
+        return frequent_ids(train, count, config.vocab_size, config.eos_token_ids)
+
+    def _taught_ids(self) -> Tensor | None:
+        """A head from a folder may bring other ids than were chosen here."""
+        ids = getattr(self.student.module, "draft_ids", None)
+        return ids if isinstance(ids, Tensor) else None
 
     @property
     def done(self) -> float:
-        """The share of the time budget that is spent."""
-        return self.progress.seconds / (60 * self.settings.minutes)
+        """The share of the budget that is spent."""
+        if self._options.tokens is not None:
+            return self.progress.tokens / self._options.tokens
+        return self.progress.seconds / (60 * (self._options.minutes or 1))
 
-    def _resume(self) -> None:
-        if not self.state_path.exists():
-            return
-        state = torch.load(self.state_path, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.progress = Progress(**state["progress"])
-        log.info("%s: resumed at step %d", self.settings.stage.name, self.progress.step)
+    # -- the loop -------------------------------------------------------------------------------
 
-    def checkpoint(self) -> None:
-        """Save the model folder and the state to resume from, each atomically."""
-        models.save(self.model, self.tokenizer, self.folder / self.settings.stage.role)
-        self._record()
-        self.progress.epoch, self.progress.cursor = self.packer.epoch, self.packer.cursor
-        self.state_path.parent.mkdir(exist_ok=True)
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": asdict(self.progress),
-        }
-        temporary = self.state_path.with_suffix(".tmp")
-        torch.save(state, temporary)
-        temporary.replace(self.state_path)
-        held = held_out_loss(self.model, self.held, HELD_OUT_ROWS)
-        log.info(
-            "%s: checkpoint at step %d, held-out %.4f",
-            self.settings.stage.name,
-            self.progress.step,
-            held,
-        )
-
-    def _record(self) -> None:
-        """Write what the model card says of this stage beside the weights."""
-        path = self.folder / self.settings.stage.role / "training.json"
-        records = json.loads(path.read_text()) if path.exists() else {}
-        records[self.settings.stage.name] = {
-            "settings": asdict(self.settings),
-            "steps": self.progress.step,
-            "tokens_seen": self.progress.tokens,
-            "seconds": round(self.progress.seconds, 1),
-            "cpu": cpu_model(),
-            "torch": torch.__version__,
-        }
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(records, indent=2) + "\n")
-        os.replace(temporary, path)
-
-    def _batches(self) -> list[torch.Tensor]:
-        """The micro-batches of one step; rows are long in the last part of the run."""
-        settings = self.settings
-        micro_rows = settings.micro_rows
-        if self.done >= settings.long_from:
-            micro_rows = 1
-            if self.packer.row != LONG_ROW:
-                self.packer = Packer(self.train, LONG_ROW, settings.seed + 1000)
-        count = max(1, settings.tokens // (micro_rows * self.packer.row))
-        return [self.packer.next(micro_rows) for _ in range(count)]
+    def run(self) -> Outcome:
+        """Train until the budget is spent or Ctrl-C; the folder then holds the best draft."""
+        with self._stopping_gently(), self._bar() as show:
+            saved = logged = time.monotonic()
+            losses: list[float] = []
+            while self.done < 1 and not self._stopped:
+                losses.append(self.step())
+                show(losses[-1])
+                now = time.monotonic()
+                if now - logged > LOG_SECONDS:
+                    self._note(loss=sum(losses) / len(losses), rate=self._rate())
+                    logged, losses = now, []
+                if self.done * NUM_CHECKS >= self.progress.num_checks + 1:
+                    self._check()
+                if now - saved > CHECKPOINT_SECONDS:
+                    self.save_state()
+                    saved = now
+        self.save_state()
+        if not self.progress.best:  # stopped before the first check
+            self._keep()
+        return self._report()
 
     def step(self) -> float:
-        """One optimiser step; the mean loss of its batches, in nats per token."""
-        for optimizer in self.optimizers:
+        """One batch; its loss."""
+        began = time.monotonic()
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * learning_rate_factor(self.done)
-        batches = self._batches()
-        total = 0.0
-        for rows in batches:
-            loss = self.loss(rows, self.done) / len(batches)
-            torch.autograd.backward(loss)
-            total += loss.item()
-            self.progress.tokens += rows.shape[0] * (rows.shape[1] - 1)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
+                group["lr"] = group["peak"] * self._rate()
+        taught = self._teacher(self._shuffler.next())
+        with torch.autocast(taught.taps.device.type, torch.bfloat16):
+            loss = self.student.loss(taught, self._generator)
+        for optimizer in self._optimizers:
             optimizer.zero_grad()
-        self.progress.step += 1
-        return total
-
-    def run(self) -> None:
-        """Step until the time is spent, with a checkpoint now and then."""
-        origin = time.monotonic() - self.progress.seconds
-        logged, saved = self.progress.seconds, self.progress.seconds
-        with tqdm(disable=not sys.stderr.isatty(), unit="step", initial=self.progress.step) as bar:
-            while self.done < 1:
-                loss = self.step()
-                self.progress.seconds = time.monotonic() - origin
-                bar.update()
-                if self.progress.seconds - logged > LOG_SECONDS:
-                    logged = self.progress.seconds
-                    self._log(loss)
-                if self.progress.seconds - saved > 60 * self.settings.checkpoint_minutes:
-                    saved = self.progress.seconds
-                    self.checkpoint()
-        self.checkpoint()
-
-    def _log(self, loss: float) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.student.module.parameters(), 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
         progress = self.progress
-        log.info(
-            "%s: step %d, %.1f%%, loss %.4f, %d tokens, %.0f tokens/s",
-            self.settings.stage.name,
-            progress.step,
-            100 * self.done,
-            loss,
-            progress.tokens,
-            progress.tokens / progress.seconds,
-        )
+        progress.step += 1
+        progress.tokens += taught.num_tokens
+        progress.seconds += time.monotonic() - began
+        progress.epoch, progress.cursor = self._shuffler.epoch, self._shuffler.cursor
+        return loss.item()
+
+    def _rate(self) -> float:
+        """The share of the peak learning rate: up, flat, straight to zero."""
+        done = self.done
+        return max(0.0, min(done / WARM_UP + 0.02, (1 - done) / (1 - DECAY_FROM), 1.0))
+
+    def _check(self) -> None:
+        """Evaluate on held-out answers; the draft is written if it is the best so far."""
+        self.progress.num_checks += 1
+        found = [self._evaluator.acceptance(self.student, t, CHECKED)[0] for t in (0.0, 1.0)]
+        score = sum(each.tokens_per_step for each in found) / len(found)
+        self._note(held_out=[each.to_dict() for each in found])
+        if score > self.progress.best:
+            self.progress.best = score
+            self._keep()
+
+    def _keep(self) -> None:
+        self._save({})
+
+    def _save(self, extra: Mapping[str, object]) -> None:
+        scale = self._teacher.tap_scale
+        save_student(self.student, self._target, self._folder, extra, scale)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def save_state(self) -> None:
+        """Write a checkpoint from which a run goes on to the bit."""
+        state = {
+            "options": asdict(self._options) | {"resume": False},
+            "module": self.student.module.state_dict(),
+            "draft_ids": self._taught_ids(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "generator": self._generator.get_state(),
+            "tap_scale": self._teacher.tap_scale,
+            "progress": asdict(self.progress),
+        }
+        new = self._state.with_suffix(".new")
+        torch.save(state, new)
+        os.replace(new, self._state)
+
+    def _load_state(self) -> None:
+        if not self._state.exists():
+            raise InvalidRequest(f"resume: {self._folder} contains no checkpoint", param="resume")
+        state = torch.load(self._state, weights_only=True)
+        wanted = asdict(self._options) | {"resume": False}
+        budget = {"minutes", "tokens"}
+        for name in wanted.keys() - budget:
+            if wanted[name] != state["options"][name]:
+                was = state["options"][name]
+                message = f"resume: the run in {self._folder} had {name} {was}, not {wanted[name]}"
+                raise InvalidRequest(message, param=name)
+        if not _same(state["draft_ids"], self._taught_ids()):
+            message = (
+                "resume: the data has changed: its most frequent token ids are others than before"
+            )
+            raise InvalidRequest(message, param="data")
+        self.student.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._generator.set_state(state["generator"])
+        self._teacher.tap_scale = state["tap_scale"]
+        self.progress = Progress(**state["progress"])
+        self._shuffler.place(self.progress.epoch, self.progress.cursor)
+
+    @contextmanager
+    def _stopping_gently(self) -> Iterator[None]:
+        """The first Ctrl-C ends the loop behind the present batch, the second at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signals are
+            if self._stopped:
+                raise KeyboardInterrupt
+            self._stopped = True
+            print("stopping; the best draft is kept", file=sys.stderr)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    # -- what is shown --------------------------------------------------------------------------
+
+    def _note(self, **values: object) -> None:
+        """A line of the log."""
+        progress = self.progress
+        known = {"step": progress.step, "tokens": progress.tokens}
+        line = known | {"seconds": round(progress.seconds, 3)} | values
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+
+    @contextmanager
+    def _bar(self) -> Iterator[Callable[[float], None]]:
+        """On a terminal a progress bar, else a line in the log of the program now and then."""
+        if not sys.stderr.isatty():
+            yield lambda loss: logger.debug("loss %.3f", loss)
+            return
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {postfix}") as bar:
+
+            def show(loss: float) -> None:
+                bar.n = round(min(1.0, self.done) * 100, 1)
+                rate = self.progress.tokens / max(self.progress.seconds, 1e-9)
+                best = self.progress.best
+                bar.set_postfix_str(f"loss {loss:.3f}, {rate:.0f} tokens/s, best {best:.2f}")
+
+            yield show
+
+    def _report(self) -> Outcome:
+        """Measure what was kept, fit the odds of its candidates, and write both down."""
+        outcome = Outcome(self.progress, self._stopped)
+        odds: dict[str, object] = {}
+        for temperature in TEMPERATURES:
+            acceptance, ranked = self._evaluator.acceptance(self.student, temperature, REPORTED)
+            outcome.acceptance.append(acceptance)
+            kind = {0.0: "greedy", 1.0: "sampled"}.get(temperature)
+            if kind is not None:
+                odds[kind] = [round(n, 3) for n in fit_odds(ranked, FIRST_ODDS[kind])]
+        outcome.report = {
+            "options": asdict(self._options),
+            "progress": asdict(self.progress),
+            "conversations": {"learnt": self.num_train, "held_out": self.num_held},
+            "acceptance": [each.to_dict() for each in outcome.acceptance],
+            "odds": odds,
+        }
+        final = sum(each.tokens_per_step for each in outcome.acceptance[::2]) / 2
+        if final >= self.progress.best or self.done >= 1:
+            self._save({"odds": odds})
+        write_report(self._folder, outcome.report)
+        return outcome
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Write ``training/report.json``, and the plot where matplotlib is installed."""
+    work = folder / "training"
+    (work / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    plot(work / LOG, work / PLOT)
+
+
+def make_optimizers(student: Student, kind: Kind) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, AdamW for tables, norms and biases."""
+    named = [(n, p) for n, p in student.module.named_parameters() if p.requires_grad]
+    is_table = {n: any(word in n for word in ("embed", "markov", "lm_head")) for n, _ in named}
+    matrices = [p for n, p in named if p.ndim == 2 and not is_table[n]]
+    tables = [p for n, p in named if p.ndim == 2 and is_table[n]]
+    vectors = [p for _, p in named if p.ndim == 1]
+    scale = LM_RATE if kind == "lm" else 1.0
+    muon = torch.optim.Muon(
+        matrices, lr=MUON_RATE * scale, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    groups: list[dict[str, Any]] = [
+        {"params": tables, "lr": ADAM_RATE * scale},
+        {"params": vectors, "lr": NORM_RATE * scale},
+    ]
+    adam = torch.optim.AdamW(groups, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizers: list[torch.optim.Optimizer] = [muon, adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def _same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return torch.equal(ours.cpu(), theirs.cpu())
+
+
+def plot(log: Path, image: Path) -> bool:
+    """Loss and tokens a step over training tokens; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    losses = [(each["tokens"], each["loss"]) for each in lines if "loss" in each]
+    checks = [(each["tokens"], each["held_out"]) for each in lines if "held_out" in each]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    left.plot(*zip(*losses, strict=True) if losses else ((), ()))
+    left.set(xlabel="training tokens", ylabel="loss")
+    for index, label in enumerate(("T 0", "T 1")):
+        points = [(tokens, found[index]["tokens_per_step"]) for tokens, found in checks]
+        right.plot(*zip(*points, strict=True) if points else ((), ()), label=label, marker="o")
+    right.set(xlabel="training tokens", ylabel="tokens a step, held out")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(image)
+    pyplot.close(figure)
+    return True

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from foretoken.draft.training.drafts.answers import AnswerOptions
+from foretoken.draft.training.answers import AnswerOptions
 
 ASKING = AnswerOptions(max_tokens=24, num_running=8)

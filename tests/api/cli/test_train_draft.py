@@ -11,8 +11,8 @@ from foretoken.api.cli import commands
 from foretoken.api.cli.flags import observing
 from foretoken.core.ops.native.native_ops import NativeOps
 from foretoken.core.ops.torch.torch_ops import TorchOps
-from foretoken.draft.training.drafts import run as training
-from foretoken.draft.training.drafts.records import read_records
+from foretoken.draft.training import trainer as training
+from foretoken.draft.training.records import read_records
 
 
 def failed(capsys, *args):

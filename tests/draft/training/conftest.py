@@ -8,10 +8,10 @@ import pytest
 
 from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.model.loader import load_decoder
-from foretoken.draft.training.drafts.answers import AnswerStore, answer_prompts
-from foretoken.draft.training.drafts.conversations import Conversation
-from foretoken.draft.training.drafts.making import Target
-from foretoken.draft.training.drafts.records import read_records
+from foretoken.draft.training.answers import AnswerStore, answer_prompts
+from foretoken.draft.training.conversations import Conversation
+from foretoken.draft.training.making import Target
+from foretoken.draft.training.records import read_records
 from support.draft_training import ASKING
 
 

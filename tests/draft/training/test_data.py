@@ -7,8 +7,8 @@ import json
 import pytest
 
 from foretoken.core.errors import InvalidRequest, PromptTooLong
-from foretoken.draft.training.drafts.answers import AnswerStore, answer_prompts
-from foretoken.draft.training.drafts.conversations import (
+from foretoken.draft.training.answers import AnswerStore, answer_prompts
+from foretoken.draft.training.conversations import (
     Conversation,
     Shuffler,
     answer_pairs,
@@ -16,8 +16,8 @@ from foretoken.draft.training.drafts.conversations import (
     read_data,
     split,
 )
-from foretoken.draft.training.drafts.gathering import GatherOptions, gather
-from foretoken.draft.training.drafts.records import VERSION, Record, read_records, write_line
+from foretoken.draft.training.gathering import GatherOptions, gather
+from foretoken.draft.training.records import VERSION, Record, read_records, write_line
 from support.draft_training import ASKING
 
 

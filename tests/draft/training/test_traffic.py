@@ -13,7 +13,7 @@ from foretoken.core.interface.request import CacheOptions, Delta, FinishReason, 
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
 from foretoken.draft.training import traffic
-from foretoken.draft.training.drafts.records import read_records
+from foretoken.draft.training.records import read_records
 from foretoken.draft.training.traffic import TrafficRecorder
 
 STOP = Delta(finish_reason=FinishReason.STOP)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.errors import InvalidRequest, PromptTooLong
+from ...core.errors import InvalidRequest, PromptTooLong
 from .records import Record, digest, read_records
 
 Origin: TypeAlias = Literal["text", "chat", "traffic"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ....core.errors import InvalidRequest
+from ...core.errors import InvalidRequest
 
 VERSION = 1
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from ....core.engine.engine import Engine
-from ....core.execution.model_runner import ModelRunner
-from ....core.interface.request import Request
-from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.step import SamplingMetadata
-from ....core.model.decoder import Decoder
-from ....core.scheduling.request_table import SchedulerLimits
-from ....core.scheduling.scheduler import Scheduler
-from ....radix_cache import PrefixCache
+from ...core.engine.engine import Engine
+from ...core.execution.model_runner import ModelRunner
+from ...core.interface.request import Request
+from ...core.interface.sampling_params import TokenSamplingParams
+from ...core.interface.step import SamplingMetadata
+from ...core.model.decoder import Decoder
+from ...core.scheduling.request_table import SchedulerLimits
+from ...core.scheduling.scheduler import Scheduler
+from ...radix_cache import PrefixCache
 from .records import VERSION, Record, digest, read_records, write_line
 
 PAGE_SIZE = 16

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ....core.ops.batch import Taps
-from ...models.heads.block import BlockHead
-from ...models.heads.eagle import EagleHead
+from ...core.ops.batch import Taps
+from ..models.heads.block import BlockHead
+from ..models.heads.eagle import EagleHead
 from .losses import kl_overlap_loss, pass_weights, slot_weights
 from .teacher import TeacherOutput
 

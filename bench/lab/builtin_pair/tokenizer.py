@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ....api.build.model_files import BUILTIN
 from .data import END_OF_TEXT, IM_END, IM_START
 
 VOCAB_SIZE = 4096
@@ -24,9 +25,7 @@ SPECIAL_TOKENS = [
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|[^\S\r\n]+(?=[\r\n])|[^\S\r\n]+(?!\S)|\s"
 
 # ChatML, and tools in the form of Hermes: see docs/tools.md.
-CHAT_TEMPLATE = (Path(__file__).parent / "builtin" / "target" / "chat_template.jinja").read_text(
-    "utf-8"
-)
+CHAT_TEMPLATE = (BUILTIN / "target" / "chat_template.jinja").read_text("utf-8")
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ....core.errors import InvalidRequest
+from ...core.errors import InvalidRequest
 from .answers import AnswerOptions, AnswerStore, answer_prompts
 from .conversations import Conversation
 from .making import Target

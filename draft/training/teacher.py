@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....core.model.decoder import Decoder
-from ....core.ops.batch import Segment, Taps, Wanted
+from ...core.model.decoder import Decoder
+from ...core.ops.batch import Segment, Taps, Wanted
 from .conversations import Conversation
 
 PAGE_SIZE = 16
