@@ -26,10 +26,10 @@ from ...core.ops.kv_pool import KvDtype, KVPool
 from ...core.ops.native.linear import NativeLinear
 from ...core.ops.quantize import Quantize
 from ...draft import training
+from ...draft.training.builtin.data import is_held_out, read_modules
+from ...draft.training.builtin.packing import encode
+from ...draft.training.builtin.tokenizer import load_tokenizer
 from ..report import RESULTS, command, machine, table, write_json
-from .builtin_pair.data import is_held_out, read_modules
-from .builtin_pair.packing import encode
-from .builtin_pair.tokenizer import load_tokenizer
 
 WINDOW = 512  # tokens
 CHUNK = 128  # tokens of a pass

@@ -3,5 +3,5 @@
 `conversations` reads data, `traffic` records it, `gathering` and `answers` have the target answer
 prompts, `teacher` computes the target's distributions, `students` are the kinds of drafts, `making`
 writes their files, `trainer` is the training loop, `measuring` evaluates. `builtin/` has the model
-pair that comes with the package: ordinary Hugging Face folders.
+pair that comes with the package, ordinary Hugging Face folders, and how it was made.
 """

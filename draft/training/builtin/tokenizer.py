@@ -6,9 +6,9 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ....api.build.model_files import BUILTIN
 from .data import END_OF_TEXT, IM_END, IM_START
 
+FOLDER = Path(__file__).parent  # of the pair
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
 NUM_RESERVED = 5
@@ -25,7 +25,7 @@ SPECIAL_TOKENS = [
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|[^\S\r\n]+(?=[\r\n])|[^\S\r\n]+(?!\S)|\s"
 
 # ChatML, and tools in the form of Hermes: see docs/tools.md.
-CHAT_TEMPLATE = (BUILTIN / "target" / "chat_template.jinja").read_text("utf-8")
+CHAT_TEMPLATE = (FOLDER / "target" / "chat_template.jinja").read_text("utf-8")
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""Train the built-in pair: `python -m foretoken.bench.lab.builtin_pair.train all`.
+"""Train the built-in pair: `python -m foretoken.draft.training.builtin.train all`.
 
 Every stage has a budget of wall-clock time, and the learning rate follows the share of it that is
 spent: it reaches zero at the deadline, however fast the machine is. A stage that was stopped goes
@@ -14,7 +14,6 @@ import torch
 from transformers import Qwen3ForCausalLM
 from transformers.utils import logging as hf_logging
 
-from ....api.build.model_files import BUILTIN
 from . import models
 from .data import Corpus, load_corpus
 from .measure import measure, write_metrics
@@ -29,7 +28,7 @@ from .recipe import (
     mixed_loss,
     with_repeats,
 )
-from .tokenizer import load_tokenizer, train_tokenizer
+from .tokenizer import FOLDER, load_tokenizer, train_tokenizer
 from .trainer import Loss, Settings, Trainer
 
 log = logging.getLogger(__name__)
@@ -108,12 +107,10 @@ def train_stage(settings: Settings, corpus: Corpus, folder: Path) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m foretoken.bench.lab.builtin_pair.train", description=__doc__
+        prog="python -m foretoken.draft.training.builtin.train", description=__doc__
     )
     parser.add_argument("steps", nargs="+", choices=("tokenizer", *STAGES, "measure", "all"))
-    parser.add_argument(
-        "--folder", type=Path, default=BUILTIN, help="folder for target/ and draft/"
-    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for target/ and draft/")
     for name, minutes in MINUTES.items():
         parser.add_argument(f"--{name}-minutes", type=float, default=minutes)
     parser.add_argument("--threads", type=int, default=1)
