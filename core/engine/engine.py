@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import weakref
 from array import array
 from collections.abc import Callable
 
@@ -67,6 +68,7 @@ class Engine:
         self._clock = clock
         self._warm_up = warm_up
         self._thread = make_thread("foretoken-model", on_thread_start)
+        weakref.finalize(self, self._thread.close)  # of an engine that was left open
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._round_began = 0.0

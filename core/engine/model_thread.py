@@ -73,94 +73,79 @@ class StepThread(Protocol):
         """Begin nothing more."""
 
 
-class _JobQueue:
-    """Calls for one thread, in order, and its end."""
-
-    current: Job[Any] | None = None  # the call that the thread is in
-    _latest: weakref.ref[Job[Any]] | None = None  # that was put in
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # no job behind the end
-        self._is_closed = False
-
-    def put(self, job: Job[Any]) -> None:
-        with self._lock:
-            if self._is_closed:
-                raise EngineDead("the engine was closed")
-            self._jobs.put(job)
-            self._latest = weakref.ref(job)
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._jobs.put(None)
-
-    def get(self) -> Job[Any] | None:
-        self.current = None  # while it waits it holds nothing
-        self.current = self._jobs.get()
-        return self.current
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether the thread is in a call that was abandoned.
-
-        A launch has no waiting caller; then the call put in behind it decides.
-        """
-        job, latest = self.current, None if self._latest is None else self._latest()
-        return job is not None and (job.is_over or (latest is not None and latest.is_over))
-
-
 class ModelThread:
-    """Runs one call after the other until it is closed or no reference to it is left.
+    """Runs one call after the other until it is closed; whoever makes one closes it.
 
     ``on_start`` runs in it first; every call raises what that raises.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
-        self._inbox = _JobQueue()
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # no job behind the end
+        self._is_closed = False
+        self._current: Job[Any] | None = None  # the call that the thread is in
+        self._latest: weakref.ref[Job[Any]] | None = None  # that was started
         # A daemon: an engine that was not closed must not keep the interpreter from exiting.
         self._thread = threading.Thread(
-            target=_serve, args=(self._inbox, on_start), name=name, daemon=True
+            target=self._serve, args=(on_start,), name=name, daemon=True
         )
-        _RUNNING[self._thread] = self._inbox
+        _RUNNING.add(self)
         self._thread.start()
-        weakref.finalize(self, self._inbox.close)
 
     def start(self, work: Callable[[], T]) -> Job[T]:
         """Begin a call on behalf of the running event loop. Raises `EngineDead` once closed."""
         job = Job(work)
-        self._inbox.put(job)
+        with self._lock:
+            if self._is_closed:
+                raise EngineDead("the engine was closed")
+            self._jobs.put(job)
+            self._latest = weakref.ref(job)
         return job
 
     def close(self) -> None:
         """End the thread after the calls that it was given."""
-        self._inbox.close()
+        with self._lock:
+            self._is_closed = True
+            self._jobs.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the call under way, unless it was abandoned."""
+        if not self._is_given_up:
+            self._thread.join(EXIT_SECONDS)
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether the thread is in a call that was abandoned.
+
+        A launch has no waiting caller; then the call started behind it decides.
+        """
+        job, latest = self._current, None if self._latest is None else self._latest()
+        return job is not None and (job.is_over or (latest is not None and latest.is_over))
+
+    def _serve(self, on_start: Callable[[], None]) -> None:
+        """The thread; while it waits it holds no call."""
+        _, failure = _outcome(on_start)
+        del on_start
+        while (job := self._jobs.get()) is not None:
+            self._current = job
+            outcome = _outcome(job.work) if failure is None else (None, failure)
+            self._current = None
+            with contextlib.suppress(RuntimeError):  # its loop is closed: no caller waits
+                job.loop.call_soon_threadsafe(job.end, *outcome)
+            del job, outcome
 
 
-_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _JobQueue] = weakref.WeakKeyDictionary()
+_RUNNING: weakref.WeakSet[ModelThread] = weakref.WeakSet()  # a running thread holds its own
 
 
 @atexit.register
 def _end_all() -> None:
     """Kernels must not run while the memory that they read is torn down."""
-    running = list(_RUNNING.items())
-    for _, inbox in running:
-        inbox.close()
-    for thread, inbox in running:
-        if not inbox.is_given_up:
-            thread.join(EXIT_SECONDS)
-
-
-def _serve(inbox: _JobQueue, on_start: Callable[[], None]) -> None:
-    """The thread: it holds nothing but what it runs, so that it ends with its `ModelThread`."""
-    _, failure = _outcome(on_start)
-    del on_start
-    while (job := inbox.get()) is not None:
-        outcome = _outcome(job.work) if failure is None else (None, failure)
-        with contextlib.suppress(RuntimeError):  # its loop is closed: no caller waits
-            job.loop.call_soon_threadsafe(job.end, *outcome)
-        del job, outcome
+    running = list(_RUNNING)
+    for thread in running:
+        thread.close()
+    for thread in running:
+        thread.join()
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -10,8 +10,10 @@ import threading
 
 import pytest
 
+from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.model_thread import ModelThread
 from foretoken.core.errors import EngineDead
+from support.fake_model import FakeRunner, make_scheduler
 
 
 @pytest.fixture
@@ -165,14 +167,13 @@ def test_who_is_cancelled_twice_waits_all_the_same(thread) -> None:
     asyncio.run(scenario())
 
 
-def test_a_thread_that_nobody_has_any_more_ends() -> None:
-    started = threading.Event()
-    names = [f"forgotten-{index}" for index in range(3)]
-    for name in names:
-        ModelThread(name, started.set)
+def test_the_thread_of_an_engine_that_nobody_has_any_more_ends() -> None:
+    before = set(threading.enumerate())
+    for _ in range(3):
+        Engine(make_scheduler(), FakeRunner(4))
+    threads = set(threading.enumerate()) - before
     gc.collect()
-    left = [each for each in threading.enumerate() if each.name in names]
-    for each in left:
+    for each in threads:
         each.join(10)
         assert not each.is_alive()
 

@@ -231,7 +231,7 @@ MUTATIONS = (
     ),
     Mutation(
         "thread-takes-calls-after-its-end",
-        "_JobQueue.put",
+        "ModelThread.start",
         "            if self._is_closed:\n",
         "            if self._is_closed and job is None:\n",
         ("test_a_call_after_the_end_is_refused_and_not_forgotten",),
