@@ -179,12 +179,19 @@ class Turn:
             raise
 
     async def collect(self) -> list[TurnChoice]:
-        """Read all of it and close it."""
-        choices = [TurnChoice(index=index) for index in range(len(self._readers))]
+        """Read all of it, one choice after the other, and close it."""
+        choices = []
         try:
-            async with aclosing(self.deltas()) as deltas:
-                async for delta in deltas:
-                    choices[delta.index].add(delta)
+            for reader, generation in zip(self._readers, self.answer.generations, strict=True):
+                choices.append(TurnChoice(index=generation.index))
+                async for delta in generation:
+                    for turned in reader.read(delta):
+                        choices[-1].add(turned)
+                    if reader.is_done:
+                        generation.close()
+        except InvalidRequest as error:
+            _name_field(error, self._ask)
+            raise
         finally:
             self.close()
         return choices
@@ -303,7 +310,9 @@ class Turns:
         return replace(ask.params, grammar=grammar, json_schema=None, regex=None, choice=None)
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
-        """The end of the prompt, which may open the reasoning."""
+        """The end of the prompt, which may open the reasoning of a model that thinks."""
+        if self.syntax.thinking is None:
+            return ""
         return self._llm.tokenizer.decode(prompt_ids[-TAIL_IDS:], skip_special_tokens=False)
 
     async def prewarm(

@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import ForetokenError
@@ -67,10 +67,16 @@ class Generation:
         if not self.ended:
             self._abort(self.request.request_id)
 
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        return self._dress(await anext(self._stream))
+
     async def deltas(self) -> AsyncGenerator[TextDelta]:
         """All deltas."""
-        async for delta in self._stream:
-            yield self._dress(delta)
+        async for delta in self:
+            yield delta
 
     def _dress(self, delta: Delta) -> TextDelta:
         if not self._text.watches:
@@ -138,6 +144,8 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """The prompt counted once, the rest summed."""
+        if len(self.generations) == 1:
+            return self.generations[0].usage
         return total_usage([generation.usage for generation in self.generations])
 
     def close(self) -> None:
@@ -152,11 +160,12 @@ class Answer:
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:
-        """Read the whole answer."""
-        parts = [_Part() for _ in self.generations]
-        async with aclosing(self.deltas()) as deltas:
-            async for delta in deltas:
-                parts[delta.index].add(delta)
+        """Read the whole answer, one choice after the other: the streams keep what comes."""
+        parts = []
+        for generation in self.generations:
+            parts.append(_Part())
+            async for delta in generation:
+                parts[-1].add(delta)
         return Completion(
             request_id=self.request_id,
             prompt_token_ids=list(self.prompt_token_ids),

@@ -197,7 +197,7 @@ def make_request(
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids,
         constraint=None if grammar is None else grammar.matcher(stop_ids, limit),
-        constraint_param=params.structured_field,
+        constraint_param=None if grammar is None else params.structured_field,
     )
     return Request(
         request_id=request_id,

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...core.errors import InvalidRequest
-from ...core.interface.request import CacheOptions, Pin
+from ...core.interface.request import DEFAULT_CACHE, CacheOptions, Pin
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import MAX_CHOICES, MAX_GRAMMAR_CHARS
 
@@ -171,6 +171,8 @@ def read_cache(
     spec: CacheSpec | None, retention: str | None, options: PromptCacheOptions | None
 ) -> CacheOptions:
     """``cache``, ``prompt_cache_retention`` and ``prompt_cache_options.ttl``; the longest holds."""
+    if spec is None and retention is None and options is None:
+        return DEFAULT_CACHE
     seconds = max(
         SECONDS.get(retention or "", 0.0), SECONDS.get((options and options.ttl) or "", 0.0)
     )

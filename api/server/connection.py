@@ -10,7 +10,7 @@ from contextvars import Context
 from typing import ClassVar, cast
 
 import h11
-from h11._writers import ChunkedWriter
+from h11._writers import ChunkedWriter, ContentLengthWriter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -31,20 +31,30 @@ _http_logger = logging.getLogger("uvicorn.error.connection")
 _http_logger.setLevel(logging.ERROR)
 
 
-class QuickChunks(h11.Connection):
-    """h11's connection, which frames the pieces of a stream by itself.
+class QuickSends(h11.Connection):
+    """h11's connection, with less work for what a server sends most.
 
-    No piece changes the state of the connection; h11's way through its state machine took a tenth
-    of what a streamed token costs.
+    It frames the pieces of a stream by itself: no piece changes the state of the connection, and
+    h11's way through its state machine took a tenth of what a streamed token costs. The header of
+    an answer whose length is known waits for the body, which its application sends at once: both
+    go out together, in one call of the kernel.
     """
 
+    _header = b""  # that waits for its body
+
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override] # deprecated ones
-        """The bytes of an event."""
+        """The bytes of an event, behind those that waited for it."""
         if isinstance(event, h11.Data) and event.data:
             is_chunked = isinstance(self._writer, ChunkedWriter)
             if is_chunked and self.our_state is h11.SEND_BODY:
                 return b"%x\r\n%b\r\n" % (len(event.data), event.data)
-        return super().send(event)
+        data = super().send(event)
+        if isinstance(event, h11.Response) and isinstance(self._writer, ContentLengthWriter):
+            self._header = data or b""
+            return b""
+        if self._header and data is not None:
+            data, self._header = self._header + data, b""
+        return data
 
 
 class Connection(H11Protocol):
@@ -65,7 +75,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first header."""
         super().connection_made(transport)
-        self.conn = QuickChunks(h11.SERVER, self.limits.max_header_bytes)
+        self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
         # Else up to 64 KiB that the client does not read would pass for written.

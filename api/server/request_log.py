@@ -113,7 +113,8 @@ def identify(scope: Scope) -> str:
     state: dict[str, str] = scope.setdefault("state", {})
     if "request_id" not in state:
         given = header(scope, b"x-request-id")
-        state["request_id"] = given if _REQUEST_ID.fullmatch(given) else f"req_{random_id()}"
+        is_valid = given and _REQUEST_ID.fullmatch(given)
+        state["request_id"] = given if is_valid else f"req_{random_id()}"
     return state["request_id"]
 
 

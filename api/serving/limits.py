@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -102,20 +101,17 @@ class Limits:
         """Raise `InvalidRequest` for a decoded body, of any route, that exceeds a limit."""
         for param, name in LISTED.items():
             value = getattr(body, param, None)
-            if isinstance(value, list | dict):
+            if value and isinstance(value, (list, dict)):
                 self.check(param, len(value), name)
         for param, name in NUMBERS.items():
             value = getattr(body, param, None)
             if type(value) is int:  # ``logprobs`` of a conversation is a bool
                 self.check(param, value, name)
         for param in STOPS:
-            longest = max(map(len, _texts(getattr(body, param, None))), default=0)
-            self.check(param, longest, "max_stop_chars")
+            if value := getattr(body, param, None):
+                texts = [value] if isinstance(value, str) else value
+                self.check(param, max(map(len, texts)), "max_stop_chars")
         self.check("prompt", _num_prompts(getattr(body, "prompt", None)), "max_prompts")
-
-
-def _texts(value: str | list[str] | None) -> Sequence[str]:
-    return [value] if isinstance(value, str) else value or ()
 
 
 def _num_prompts(prompt: object) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Receive
 
 from ...core.errors import InvalidRequest
@@ -167,8 +167,6 @@ async def _read_in_time(request: Request, limits: Limits) -> bytes:
     except TimeoutError:
         message = f"the body did not arrive within {limits.named('body_seconds')} seconds"
         raise ApiError(408, message, headers={"connection": "close"}) from None
-    except ClientDisconnect:
-        raise ClientGone from None
 
 
 async def _read(request: Request, limits: Limits) -> bytes:
@@ -177,7 +175,12 @@ async def _read(request: Request, limits: Limits) -> bytes:
     if int(header(request.scope, b"content-length") or 0) > limit:
         raise _too_large(limits)
     chunks: list[bytes] = []
-    async for chunk in request.stream():
+    has_more = True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > limit:
             raise _too_large(limits)

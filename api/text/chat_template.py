@@ -91,9 +91,10 @@ class ChatTemplate:
     def text(self) -> str:
         """The text of the chat template, "" without one."""
         template = getattr(self._hf, "chat_template", None) or ""
-        if isinstance(template, Mapping):  # several by name; transformers takes this one for tools
-            template = template.get("tool_use", template.get("default", ""))
-        return str(template)
+        if isinstance(template, str):
+            return template
+        # Several by name; transformers takes this one for tools.
+        return str(template.get("tool_use", template.get("default", "")))
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for a reserved name."""

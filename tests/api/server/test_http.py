@@ -13,11 +13,12 @@ import weakref
 from contextlib import closing
 from types import SimpleNamespace
 
+import h11
 import httpx
 import pytest
 
 import foretoken
-from foretoken.api.server.connection import Connection
+from foretoken.api.server.connection import Connection, QuickSends
 from foretoken.api.serving.sse import EventStream, UnlessGone
 
 SECONDS = 10
@@ -237,6 +238,37 @@ def test_a_whole_answer_that_nobody_reads_does_not_keep_its_connection(serve, st
     body = json.dumps({"prompt": [5], "n": n, "max_tokens": 100, "logprobs": 20}).encode()
     send_unread(stuck, server, raw_request("/v1/completions", body, header))
     wait_until_dropped(server)
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "body"), [("GET", 200, b"{}"), ("HEAD", 200, b""), ("GET", 204, b"")]
+)
+def test_the_header_of_a_whole_answer_goes_out_with_its_body_and_with_nothing_else(
+    method, status, body
+):
+    conn = QuickSends(h11.SERVER)
+    for _ in range(2):  # the second one behind the first
+        conn.receive_data(f"{method} / HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        while conn.their_state is not h11.DONE:
+            conn.next_event()
+        length = [] if status == 204 else [("content-length", "2")]
+        assert conn.send(h11.Response(status_code=status, headers=length)) == b""
+        sent = conn.send(h11.Data(data=body))
+        head, _, rest = sent.partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status}".encode())
+        assert rest == body
+        assert conn.send(h11.EndOfMessage()) == b""
+        conn.start_next_cycle()
+
+
+def test_the_header_of_a_stream_does_not_wait_for_its_first_piece():
+    conn = QuickSends(h11.SERVER)
+    conn.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    while conn.their_state is not h11.DONE:
+        conn.next_event()
+    assert conn.send(h11.Response(status_code=200, headers=[])).startswith(b"HTTP/1.1 200")
+    assert conn.send(h11.Data(data=b"one")) == b"3\r\none\r\n"
+    assert conn.send(h11.EndOfMessage()) == b"0\r\n\r\n"
 
 
 def test_a_slow_reader_is_not_dropped_while_it_reads():

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from foretoken.api.runtime.engine_client import EngineClient
-from foretoken.api.runtime.generation import Answer
+from foretoken.api.runtime.generation import Generation
 from foretoken.api.runtime.prompt_history import PromptLog
 from foretoken.api.serving.serving_context import Service
 
@@ -57,14 +57,13 @@ def test_an_exception_before_the_answer_is_a_500_without_its_text(
 
 @pytest.mark.parametrize("path", BODIES)
 def test_an_exception_inside_a_stream_is_an_event_without_its_text(http, monkeypatch, caplog, path):
-    deltas = Answer.deltas
+    read = Generation.__anext__
 
     async def broken(self):
-        async for delta in deltas(self):
-            yield delta
-            fail()
+        await read(self)
+        fail()
 
-    monkeypatch.setattr(Answer, "deltas", broken)
+    monkeypatch.setattr(Generation, "__anext__", broken)
     check(http.post(path, json={**BODIES[path], "stream": True}), status=200)
     assert SECRET in caplog.text
     check(http.post(path, json=BODIES[path]))
