@@ -50,33 +50,38 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Engine options; same names as the command line's flags.
+    """Engine options, with the names of the command line's flags.
 
-    None means: chosen for the model and the device, as `sizes` says.
-    ``draft``: auto, none, or a comma list of model-free sources (auto: all of them) and the path of
-    one draft model or trained head.
-    ``draft_temperature``: a draft model draws at the request's temperature, or at a multiple of it
-    that is tuned by acceptances: for draft models that are less sure than the target, or more.
-    ``speculation``: auto, off, or a fixed depth in draft tokens a step. ``verify``:
-    coupled, or rejection sampling, for comparison only, at a fixed depth. ``kv_tokens`` or
-    ``kv_memory`` ("4GiB") size the KV pool; ``pin_quota`` is the share of it that one cache salt
-    may pin, all together twice as much; ``cache_quota`` that beyond which what one cache salt left
-    there is dropped before anything else, 1: never. ``exact``: which batches must give equal bits.
-    ``device``: auto is cuda where torch sees one, else cpu. ``backend``: auto is native kernels on
-    the CPU and Triton's on cuda, or torch where they cannot be had. ``kv_cache_dtype``: keys
-    and values as the model has them, or int8 or fp8 (e4m3) with a scale for every token and head;
-    fp8 is for a GPU.
-    ``max_slowdown``: how many times longer a step may take because prompts are computed beside
-    running answers; more brings first tokens sooner and makes streams halt longer.
-    ``overlap``: whether a step that only goes on may be begun before the outcome of the one ahead
-    of it is looked at; auto is on a GPU, where it waits for the host otherwise.
-    ``aging_seconds``: a request that waits so long counts as one priority more urgent.
-    ``max_priority``: a request may ask for one from minus this to this, 0: for none.
-    ``step_timeout``: seconds after which a step is given up and the engine with it, 0 is never; a
-    step that takes more than ``ready_step_seconds`` makes it unready. ``dump_dir``: where crash
-    dumps go, by default the system's folder for temporary files. ``model_impl``: own computes a
-    model by this engine's decoder, transformers by transformers' modules on the engine's pages and
-    kernels; auto is own where there is one.
+    A field that is None gets a value that suits the model and the device.
+
+    - ``draft``: auto, none, or a comma list of look-up sources (auto: radix and suffix) and the
+      path of one draft model or trained head.
+    - ``draft_temperature``: temperature of a draft model: the request's (same), or a multiple of it
+      tuned by acceptance rates (tuned).
+    - ``speculation``: auto, off, or a fixed number of draft tokens for each step.
+    - ``verify``: coupled, or rejection sampling at a fixed depth, for comparison.
+    - ``exact``: bitwise equality of logits: with and without drafts (spec), in any batch too
+      (batch), or not guaranteed (off).
+    - ``device``: auto is cuda where torch sees one, else cpu.
+    - ``backend``: auto is native kernels on the CPU and Triton's on cuda, or torch where these are
+      not available.
+    - ``kv_cache_dtype``: auto is the model's; int8 and fp8 (e4m3, on a GPU) have a scale for each
+      token and head.
+    - ``kv_tokens`` or ``kv_memory`` ("4GiB"): size of the KV pool.
+    - ``pin_quota``: share of the pool that one cache salt may pin; all may pin twice as much.
+    - ``cache_quota``: share of the pool beyond which one cache salt's pages are evicted first; 1:
+      never.
+    - ``max_slowdown``: largest factor by which prompt chunks may lengthen the steps of running
+      answers; a larger one brings first tokens sooner and slows running streams.
+    - ``overlap``: launch a step before the tokens of the step before it are read, where each
+      request only decodes; auto is on for a GPU.
+    - ``aging_seconds``: seconds of waiting that count as one priority.
+    - ``max_priority``: priorities of requests are from minus this to this; 0: none allowed.
+    - ``step_timeout``: seconds after which the engine gives up a step and ends; 0: no limit.
+    - ``ready_step_seconds``: seconds of a step beyond which the server is not ready.
+    - ``dump_dir``: folder for crash dumps; None is the system's temporary folder.
+    - ``model_impl``: own is foretoken's decoder, transformers is transformers' modules on its pages
+      and kernels; auto is own for models that it supports.
     """
 
     draft: str = "auto"

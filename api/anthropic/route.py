@@ -50,7 +50,7 @@ class Conversing(Dialect[C]):
 
 
 class MessagesCount(Conversing[CountRequest]):
-    """How many tokens a conversation has."""
+    """Count the tokens of a conversation."""
 
     can_stream = False
 
@@ -63,7 +63,7 @@ class MessagesCount(Conversing[CountRequest]):
         self.service.check_model(body.model)
 
     async def open(self, body: CountRequest) -> Reply:
-        """How many tokens a conversation has."""
+        """Count the tokens of a conversation."""
         ask = await self.service.apart(partial(conversation_ask, body))
         return Count({"input_tokens": len(await self.service.turns.render(ask))})
 

@@ -29,11 +29,11 @@ class TextBlock(Block, tag="text", kw_only=True):
 
 
 class ImageBlock(Block, tag="image", kw_only=True):
-    """Known and refused."""
+    """An image, which is refused."""
 
 
 class DocumentBlock(Block, tag="document", kw_only=True):
-    """Known and refused."""
+    """A document, which is refused."""
 
 
 class ThinkingBlock(Block, tag="thinking", kw_only=True):

@@ -168,7 +168,7 @@ class ChatBody(AnswerHead, kw_only=True):
 
 
 class ChunkBody(AnswerHead, kw_only=True):
-    """One event of a streamed /v1/chat/completions; an `ErrorBody` may stand in its place."""
+    """One event of a streamed /v1/chat/completions; or an `ErrorBody` instead."""
 
     choices: list[ChunkChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET

@@ -268,7 +268,7 @@ class LLM:
         tool_choice: GivenChoice = None,
         parallel_tool_calls: bool = True,
     ) -> Iterator[TextDelta]:
-        """The next message step by step, told apart. Leaving early aborts the request."""
+        """Deltas of the next message, split as in `Choice`. Leaving early aborts the request."""
         return self._read(
             self._llm.stream_chat(
                 messages,

@@ -54,7 +54,7 @@ class ModelRoutes:
         return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
 
     async def retrieve(self, request: Request) -> Response:
-        """One model; its name may hold slashes."""
+        """One model; its name may contain slashes."""
         name = request.path_params["name"]
         if name != self.service.model:
             raise unknown_model(name)

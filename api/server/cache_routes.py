@@ -79,7 +79,7 @@ class CacheRoutes:
         return await llm.render(plain, add_generation_prompt=False)
 
     async def explain(self, request: Request) -> Response:
-        """Why the prompt of ``response_id`` missed the cache; its key and ``cache_salt`` open it.
+        """Explain a cache miss; needs the API key and ``cache_salt`` of the request.
 
         ``previous_id`` names the response to compare with; by default it is the most similar.
         """

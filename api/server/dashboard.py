@@ -52,7 +52,7 @@ class Dashboard:
         ]
 
     async def page(self, _request: Request) -> Response:
-        """The page; it may load nothing from elsewhere."""
+        """The live page, one file."""
         return Response(self._html, headers=self._headers)
 
     async def events(self, _request: Request) -> Response:

@@ -199,7 +199,7 @@ class OpenApi:
         self._document: bytes | None = None
 
     async def show(self, request: Request) -> Response:
-        """This document."""
+        """The OpenAPI description of all routes."""
         if self._document is None:
             self._document = msgspec.json.encode(describe(request.app.routes))
         return Response(self._document, media_type=JSON)

@@ -35,19 +35,20 @@ STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # one at most
 class SamplingParams(TokenSamplingParams):
     """How to continue a prompt. Every bad value raises `InvalidRequest` naming its field.
 
-    ``max_tokens=None`` means up to the end of the context; ``temperature=0`` is greedy; ``top_k=0``
-    and ``top_p=1`` are off. With a ``seed`` the output is a function of the model, the prompt and
-    these parameters alone. ``logprobs`` and ``prompt_logprobs`` are the number of alternatives
-    wanted beside the token itself. ``speculation``: "auto", "off" or a fixed depth in tokens.
-    One of ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and
-    ``choice`` may ask for structured output. Such an answer ends when it is complete, even with
-    ``ignore_eos`` and ``min_tokens``. Near the limit of its tokens, an answer with a
-    ``json_schema`` or a ``choice`` is left only tokens that let it be completed in time, unless
-    ``close_early`` is False.
-    ``prediction``: the caller's guess at the answer, as text or token ids. Drafts are taken from
-    it, which makes the answer faster and never changes it.
-    ``priority``: lower runs first; the engine's ``max_priority`` bounds it. ``deadline``: seconds
-    after which the request is aborted.
+    - ``max_tokens``: None means up to the end of the context.
+    - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` are off.
+    - ``seed``: with one, the output depends only on the model, the prompt and these parameters.
+    - ``logprobs``, ``prompt_logprobs``: number of alternatives to report in addition to the token.
+    - ``speculation``: "auto", "off" or a fixed depth in tokens; None is the engine's setting.
+    - ``json_schema`` (an object or its text), ``regex``, ``grammar`` (Lark or GBNF) and ``choice``:
+      one of them may require structured output. Such an answer ends when it is complete, even with
+      ``ignore_eos`` and ``min_tokens``.
+    - ``close_early``: near its token limit, an answer with a ``json_schema`` or a ``choice`` may
+      only have tokens after which it can still be completed, unless this is False.
+    - ``prediction``: the caller's guess of the answer, as text or token ids. It serves as a draft,
+      which makes the answer faster and never changes it.
+    - ``priority``: lower runs first; the engine's ``max_priority`` bounds it.
+    - ``deadline``: seconds after which the request is aborted.
     """
 
     n: int = 1

@@ -64,12 +64,12 @@ class Responding(Dialect[ResponsesRequest]):
 
 
 class ResponsesCount(Responding):
-    """How many tokens the input comes to."""
+    """Count the tokens of an input."""
 
     can_stream = False
 
     async def open(self, body: ResponsesRequest) -> Reply:
-        """How many tokens the input comes to."""
+        """Count the tokens of an input."""
         ask, _ = await self.read_ask(body)
         num_tokens = len(await self.service.turns.render(ask))
         return Count({"object": "response.input_tokens", "input_tokens": num_tokens})
@@ -113,7 +113,7 @@ class KeptResponses:
         return JsonResponse(found)
 
     async def delete(self, request: Request) -> Response:
-        """Forget a response."""
+        """Delete a stored response."""
         owner, response_id = _named(request)
         if not self.store.delete(owner, response_id):
             raise _unknown(response_id)

@@ -33,7 +33,7 @@ class Part(Struct, kw_only=True, omit_defaults=True):
 
 
 class Item(Struct, kw_only=True, omit_defaults=True):
-    """One input item. ``type`` says which of the other fields belong to it."""
+    """One input item. ``type`` decides which of the other fields it has."""
 
     type: ItemType | None = None  # none: a message, or with an id alone a reference
     id: str | None = None
