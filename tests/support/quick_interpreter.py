@@ -1,38 +1,24 @@
-"""Triton's interpreter, without work that it repeats in each call of each function."""
+"""Triton's interpreter, without work that it repeats in each launch and for each value.
+
+It is Python that makes types, constants and a check for overflow of every addition: nearly all of
+the time of a test over small tiles. What is computed and what is refused stays.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 
 @cache
 def quicken() -> None:
-    """Look for the functions of the language once a launch, and make the table of types once.
-
-    The interpreter puts its own functions in the language's place whenever a kernel calls another
-    function, though they stand there from the launch on: a sixth of the time of these tests.
-    """
+    """Once a process, before the first launch."""
     from triton import language as tl
     from triton.runtime import interpreter
 
-    patch, numpy_type = interpreter._patch_lang, cache(interpreter._get_np_dtype)
-    patched: set[int] = set()
-
-    def patch_once(fn: Any) -> Any:
-        known = {id(each) for each in fn.__globals__.values() if each is tl or each is tl.core}
-        if known <= patched:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        patched.update(known)
-        restore = scope.restore
-
-        def forget() -> None:
-            patched.clear()
-            restore()
-
-        scope.restore = forget
-        return scope
+    numpy_type = cache(interpreter._get_np_dtype)
 
     def type_of(kind: Any) -> Any:
         scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
@@ -40,4 +26,65 @@ def quicken() -> None:
             return numpy_type.__wrapped__(scalar)
         return numpy_type(scalar)
 
-    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, type_of
+    interpreter._get_np_dtype = type_of
+    _patch_once(interpreter, tl)
+    _share_shapes(tl)
+    # It computes whether sums leave 32 bits, and drops the answer outside of its debug mode.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _patch_once(interpreter: Any, tl: Any) -> None:
+    """The interpreter's functions stay in the language's place.
+
+    By itself it puts them there at each launch, and whenever a kernel calls another function. No
+    one else reads the language where it is asked for.
+    """
+    patch, patched = interpreter._patch_lang, set[int]()
+
+    def patch_once(fn: Any) -> Any:
+        known = {id(each) for each in fn.__globals__.values() if each is tl or each is tl.core}
+        if not known <= patched:
+            patch(fn)  # and never restore
+            patched.update(known)
+        return interpreter._LangPatchScope()
+
+    def patch_attribute(place: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        called = getattr(member, "__wrapped__", member)  # which does not look for a semantic again
+
+        def interpreted(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return called(*args, **options)
+
+        scope.set_attr(place, name, interpreted)
+
+    interpreter._patch_lang, interpreter._patch_attr = patch_once, patch_attribute
+
+
+def _share_shapes(tl: Any) -> None:
+    """Tensors and types of one shape have the same constants."""
+    core = tl.core
+    init_type = tl.block_type.__init__
+
+    @cache
+    def type_parts(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+        made = object.__new__(tl.block_type)
+        init_type(made, tl.int32, list(shape))
+        return made.shape, made.numel, str(made.shape)
+
+    @cache
+    def tensor_parts(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([tl.constexpr(n) for n in shape]), tl.constexpr(math.prod(shape))
+
+    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(n.value if type(n) is tl.constexpr else n for n in shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = type_parts(sizes)
+        self.name = f"<{text}, {element_ty}>"
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        self.shape, self.numel = tensor_parts(sizes)
+
+    tl.block_type.__init__, tl.tensor.__init__ = make_type, make_tensor
