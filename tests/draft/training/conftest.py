@@ -1,12 +1,14 @@
-"""The built-in target, and answers of its own to learn from."""
+"""A tiny target, and answers of its own to learn from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.model.loader import load_decoder
 from foretoken.draft.training.answers import AnswerStore, answer_prompts
 from foretoken.draft.training.conversations import Conversation
@@ -14,11 +16,35 @@ from foretoken.draft.training.making import Target
 from foretoken.draft.training.records import read_records
 from support.draft_training import ASKING
 
+VOCAB_SIZE = 512
+
 
 @pytest.fixture(scope="session")
-def target() -> Target:
-    """The built-in target, computed by torch in float32."""
-    path = BUILTIN / "target"
+def target(tmp_path_factory) -> Target:
+    """Six layers of random weights and a tokenizer, computed by torch in float32."""
+    path = tmp_path_factory.mktemp("target")
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+    )
+    torch.manual_seed(3)
+    with torch.inference_mode():
+        model = Qwen3ForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter *= 4
+        model.get_output_embeddings().weight *= 5  # near-uniform choices would teach little
+        model.save_pretrained(path)
+    words = {str(token_id): token_id for token_id in range(VOCAB_SIZE)}
+    Tokenizer(models.WordLevel(words, unk_token="0")).save(str(path / "tokenizer.json"))
     text = (path / "tokenizer.json").read_text(encoding="utf-8")
     return Target(load_decoder(path, dtype="float32", backend="torch"), path, text)
 

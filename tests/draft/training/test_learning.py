@@ -60,7 +60,7 @@ def test_what_is_taught_is_what_transformers_computes(target):
     from transformers import Qwen3ForCausalLM
 
     batch = [Conversation([5, 6, 7, 8, 9], 2), Conversation([11, 12, 13], 0)]
-    ids = torch.tensor([3, 60, 700, 4000])
+    ids = torch.tensor([3, 60, 200, 500])
     taught = Teacher(target.decoder, (1, 6), ids, max_len=16)(batch)
     model = Qwen3ForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     assert taught.rows.tolist() == [[-1, 0, 1, 2, -1], [3, 4, -1, -1, -1]]
@@ -106,7 +106,7 @@ def test_the_first_slot_counts_most():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_raises_the_acceptance_of_the_first_position(train, conversations, kind):
-    trainer = train(kind, tokens=1200, init=None, layers=1)
+    trainer = train(kind, tokens=2500, init=None, layers=1)
     examiner = Evaluator(trainer._teacher, conversations, seed=0)
     before, _ = examiner.acceptance(trainer.student, 1.0, 8)
     trainer.run()
@@ -263,7 +263,7 @@ def test_a_run_is_resumed_as_it_was_begun_only(train):
         train("block", draft_vocab=64, layers=1, resume=True)
     with pytest.raises(InvalidRequest, match="no checkpoint"):
         train("block", name="other", resume=True)
-    others = [Conversation([1, 2, 4095 - index, 4094 - index], 1) for index in range(30)]
+    others = [Conversation([1, 2, 511 - index, 510 - index], 1) for index in range(30)]
     with pytest.raises(InvalidRequest, match="data has changed"):
         train("block", draft_vocab=64, found=others, resume=True)
 
