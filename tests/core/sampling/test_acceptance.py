@@ -29,6 +29,7 @@ PAIRS = {
     "sharp": 2.5 * TARGET,
     "foreign": 2.0 * NOISE,
 }
+SCALES = (0.5, 0.8, 1.0, 1.2)
 
 
 def samplings(temperature: float) -> list[SamplingMetadata]:
@@ -59,13 +60,13 @@ def formula(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((1 / ratios.sum(-1)).sum())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("temperature_scale", [0.5, 0.8, 1.0, 1.2])
+@pytest.mark.parametrize("temperature_scale", SCALES)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_acceptance_is_that_of_the_formula(
-    pair: str, temperature_scale: float, temperature: float
-) -> None:
+def test_acceptance_is_that_of_the_formula(pair: str, temperature_scale: float) -> None:
+    """Every pair with every tau; temperatures take turns."""
     draft = PAIRS[pair]
+    turn = [*PAIRS].index(pair) + SCALES.index(temperature_scale)
+    temperature = (1.0, 0.6)[turn % 2]
     p = (TARGET.double() / temperature).softmax(0)
     q = (draft.double() / (temperature * temperature_scale)).softmax(0)
     rate = formula(p, q)

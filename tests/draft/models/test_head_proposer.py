@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +73,21 @@ def make_proposer(head: Head, target: Decoder, **options: bool) -> HeadProposer:
 
 def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -> Tensor:
     """Of a text, computed from nothing, [len(tokens), num_taps * hidden]."""
+    parts = states_of(target, tuple(tokens))
+    return torch.cat([parts[boundary] for boundary in boundaries], dim=-1)
+
+
+@cache
+def states_of(target: Decoder, tokens: tuple[int, ...]) -> Sequence[Tensor]:
+    """At each boundary of the layers, [len(tokens), hidden]: all heads meet the same texts."""
     num_pages = -(-len(tokens) // 16)
     pool = target.make_pool(num_pages, page_size=16)
     segment = Segment(array("q", tokens), 0, array("q", range(num_pages)), 0)
     batch = target.batch([segment], page_size=16)
-    once = sorted(set(boundaries))
-    found = target.forward(batch, pool, Wanted(taps=tuple(once))).taps
+    boundaries = tuple(range(target.config.num_layers + 1))
+    found = target.forward(batch, pool, Wanted(taps=boundaries)).taps
     assert found is not None
-    parts = found[: len(tokens)].chunk(len(once), dim=-1)
-    return torch.cat([parts[once.index(boundary)] for boundary in boundaries], dim=-1)
+    return found[: len(tokens)].chunk(len(boundaries), dim=-1)
 
 
 class Reference:
