@@ -312,22 +312,7 @@ def _reading(name: str, hint: object) -> dict[str, Any]:
 def add_server_flags(parser: Parser) -> None:
     """Add the flags of the HTTP server."""
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=_port, default=8000, help="port to listen on (8000; 0: any free one)")
-    add("--uds", metavar="PATH", help="Unix socket to listen on, in place of an address")
-    add(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="API key that requests must carry (FORETOKEN_API_KEY); repeatable",
-    )
-    add(
-        "--admin-key",
-        action="append",
-        metavar="KEY",
-        help="API key for /debug, /cache and flushing the whole cache (FORETOKEN_ADMIN_KEY); "
-        "repeatable",
-    )
+    _add_access_flags(add)
     add("--served-model-name", metavar="NAME", help="name of the model in requests and answers")
     add(
         "--tool-parser",
@@ -372,6 +357,26 @@ def add_server_flags(parser: Parser) -> None:
         help="time for running requests to finish after SIGTERM (30)",
     )
     _add_limits(parser)
+
+
+def _add_access_flags(add: Callable[..., object]) -> None:
+    """Where the server listens, and which keys requests must carry."""
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=_port, default=8000, help="port to listen on (8000; 0: any free one)")
+    add("--uds", metavar="PATH", help="Unix socket to listen on, in place of an address")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="API key that requests must carry (FORETOKEN_API_KEY); repeatable",
+    )
+    add(
+        "--admin-key",
+        action="append",
+        metavar="KEY",
+        help="API key for /debug, /cache and flushing the whole cache (FORETOKEN_ADMIN_KEY); "
+        "repeatable",
+    )
 
 
 def _add_limits(parser: Parser) -> None:

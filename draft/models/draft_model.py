@@ -53,7 +53,7 @@ SOURCE = "lm"
 
 
 @dataclass(slots=True)
-class _Track:
+class _DraftKV:
     """How far the draft's KV of one request reaches."""
 
     num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
@@ -83,7 +83,7 @@ class LmProposer:
         self._pool = pool
         self._window = window
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
-        self._tracks: dict[str, _Track] = {}
+        self._draft_kvs: dict[str, _DraftKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._odds = default_odds()  # by whether tokens are sampled
         self._independent = independent
@@ -106,9 +106,9 @@ class LmProposer:
         )
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
-        """Forget the tracks of these requests and the ready marks of these pages."""
+        """Forget the KV of these requests and the ready marks of these pages."""
         for request_id in request_ids:
-            self._tracks.pop(request_id, None)
+            self._draft_kvs.pop(request_id, None)
         for page_id in newly_allocated_pages:
             self._ready[page_id] = 0
         self._tuner.forget(request_ids)
@@ -116,20 +116,22 @@ class LmProposer:
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
         """Catch up within the window, then grow the drafts of requests whose KV is whole."""
         self._trees = {}  # those of a step that failed are void
-        tracks = [self._follow(scheduled) for scheduled in requests]
+        draft_kvs = [self._follow(scheduled) for scheduled in requests]
         trees = [self._tree(scheduled) for scheduled in requests]
-        self._grow(trees, self._catch_up(tracks, trees))
+        self._grow(trees, self._catch_up(draft_kvs, trees))
         self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.places}
-        return [self._draft(*each) for each in zip(tracks, trees, strict=True)]
+        return [self._draft(*each) for each in zip(draft_kvs, trees, strict=True)]
 
     def _tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
         odds = self._odds[scheduled.sampling.params.temperature > 0.0]
         return TreeGrowth(scheduled, odds, SOURCE, self._pool.page_size)
 
-    def _draft(self, track: _Track, tree: TreeGrowth) -> Draft:
+    def _draft(self, draft_kv: _DraftKV, tree: TreeGrowth) -> Draft:
         # Where the context ends nothing will ever be caught up: that is no backlog.
         owed = (
-            len(tree.scheduled.tokens) - track.num_computed if self._has_room(tree.scheduled) else 0
+            len(tree.scheduled.tokens) - draft_kv.num_computed
+            if self._has_room(tree.scheduled)
+            else 0
         )
         return tree.draft(owed)
 
@@ -147,50 +149,50 @@ class LmProposer:
                 if each.scheduled.max_draft
                 else None
             )
-            track = self._tracks.get(each.scheduled.request_id)
-            if tree is None or track is None or each.output.error is not None:
+            draft_kv = self._draft_kvs.get(each.scheduled.request_id)
+            if tree is None or draft_kv is None or each.output.error is not None:
                 continue
             computed = tree.judge(each.output.token_ids)
-            track.num_computed += len(computed)
+            draft_kv.num_computed += len(computed)
             moves += [(slot, home) for slot, home in computed if slot != home]
         if moves:
             self._pool.copy_slots(*zip(*moves, strict=True))
 
     # -- cursor ---------------------------------------------------------------------------------
 
-    def _follow(self, scheduled: ScheduledRequest) -> _Track:
-        """Bring a request's track up to the pages that are ready since."""
-        track = self._tracks.setdefault(scheduled.request_id, _Track())
+    def _follow(self, scheduled: ScheduledRequest) -> _DraftKV:
+        """Bring a request's draft KV up to the pages that are ready since."""
+        draft_kv = self._draft_kvs.setdefault(scheduled.request_id, _DraftKV())
         self._tuner.settle(scheduled)
-        self._skip_ready(scheduled, track)
-        return track
+        self._skip_ready(scheduled, draft_kv)
+        return draft_kv
 
-    def _skip_ready(self, scheduled: ScheduledRequest, track: _Track) -> None:
+    def _skip_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
         """Move over pages that are ready, but leave the last token: its logits are wanted."""
         page_size, last = self._pool.page_size, len(scheduled.tokens) - 1
-        page = track.num_computed // page_size
+        page = draft_kv.num_computed // page_size
         while (page + 1) * page_size <= last and self._ready[scheduled.page_ids[page]]:
             page += 1
-            track.num_computed = max(track.num_computed, page * page_size)
-        track.num_computed = min(track.num_computed, last)
-        self._mark_ready(scheduled, track)
+            draft_kv.num_computed = max(draft_kv.num_computed, page * page_size)
+        draft_kv.num_computed = min(draft_kv.num_computed, last)
+        self._mark_ready(scheduled, draft_kv)
 
-    def _mark_ready(self, scheduled: ScheduledRequest, track: _Track) -> None:
-        num_whole = track.num_computed // self._pool.page_size
-        for page_id in scheduled.page_ids[track.num_marked : num_whole]:
+    def _mark_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
+        num_whole = draft_kv.num_computed // self._pool.page_size
+        for page_id in scheduled.page_ids[draft_kv.num_marked : num_whole]:
             self._ready[page_id] = 1
-        track.num_marked = max(track.num_marked, num_whole)
+        draft_kv.num_marked = max(draft_kv.num_marked, num_whole)
 
     # -- forward passes -------------------------------------------------------------------------
 
-    def _catch_up(self, tracks: Sequence[_Track], trees: Sequence[TreeGrowth]) -> _Opened:
+    def _catch_up(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> _Opened:
         """Compute missing KV; trees that reach their last token get their first level."""
-        stops = self._stops(tracks, trees)
+        stops = self._stops(draft_kvs, trees)
         if not stops:
             return _Opened((), ())
         segments, whole = [], list[tuple[TreeGrowth, int]]()
         for index, stop in stops.items():
-            scheduled, start = trees[index].scheduled, tracks[index].num_computed
+            scheduled, start = trees[index].scheduled, draft_kvs[index].num_computed
             is_whole = stop == len(scheduled.tokens)
             segments.append(
                 Segment(scheduled.tokens[start:stop], start, scheduled.page_ids, int(is_whole))
@@ -199,24 +201,24 @@ class LmProposer:
                 whole.append((trees[index], ROOT))
         output, rows = self._forward(segments, whole)
         for index, stop in stops.items():  # not before: a pass that fails computes nothing
-            tracks[index].num_computed = stop
-            self._mark_ready(trees[index].scheduled, tracks[index])
+            draft_kvs[index].num_computed = stop
+            self._mark_ready(trees[index].scheduled, draft_kvs[index])
         if self._fixed_temperature_scale is None:
             for (tree, _), values in zip(whole, output.logits, strict=True):
                 self._tuner.keep(tree.scheduled, values)
         return self._choose(whole, rows, output)
 
-    def _stops(self, tracks: Sequence[_Track], trees: Sequence[TreeGrowth]) -> dict[int, int]:
+    def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:
         """Where each request's catch-up stops, in the window; those that lack least come first."""
         room, stops = self._window + len(trees), {}
         owed = [
-            len(t.scheduled.tokens) - track.num_computed
-            for t, track in zip(trees, tracks, strict=True)
+            len(t.scheduled.tokens) - draft_kv.num_computed
+            for t, draft_kv in zip(trees, draft_kvs, strict=True)
         ]
         for index in sorted(range(len(trees)), key=owed.__getitem__):
             count = min(owed[index], room)
             if self._has_room(trees[index].scheduled) and count > 0:
-                stops[index] = tracks[index].num_computed + count
+                stops[index] = draft_kvs[index].num_computed + count
                 room -= count
         return stops
 

@@ -40,7 +40,7 @@ TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, non
 
 
 @dataclass(slots=True)
-class Track:
+class HeadKV:
     """The positions of one request that have head KV: ``start`` to ``stop``, and those of pages
     before that are ready. Some behind ``stop`` may wait to be written.
     """
@@ -130,7 +130,7 @@ class HeadProposer(ABC):
         self.config, self.pool = config, pool
         self._sampler, self._independent = sampler, independent
         self._ready = np.zeros(pool.num_pages, dtype=np.bool_)
-        self._tracks: dict[str, Track] = {}
+        self._head_kvs: dict[str, HeadKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
         self._odds = default_odds()  # by whether tokens are sampled
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
@@ -184,7 +184,7 @@ class HeadProposer(ABC):
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         """Forget requests that released their pages; pages that were allocated are void."""
         for request_id in request_ids:
-            self._tracks.pop(request_id, None)
+            self._head_kvs.pop(request_id, None)
         if newly_allocated_pages:
             self._ready[np.asarray(newly_allocated_pages)] = False
 
@@ -210,45 +210,48 @@ class HeadProposer(ABC):
         device, counts = output.taps.device, [len(each.batch_rows) for each in live]
         taps = self._ordered(output.taps.index_select(0, torch.tensor(at, device=device)))
         for each, part in zip(live, torch.split(taps, counts), strict=True):
-            track = self._reached(each.scheduled)
-            track.waiting.append(part)
-            track.waiting_ids += _token_ids(each)
+            head_kv = self._reached(each.scheduled)
+            head_kv.waiting.append(part)
+            head_kv.waiting_ids += _token_ids(each)
         self._write_waiting([each.scheduled for each in live if self._ends_page(each.scheduled)])
         for each in live:  # a part is a view of the whole step's taps
-            waiting = self._tracks[each.scheduled.request_id].waiting
+            waiting = self._head_kvs[each.scheduled.request_id].waiting
             if waiting:
                 waiting[-1] = waiting[-1].clone()
 
     def _ends_page(self, scheduled: ScheduledRequest) -> bool:
         """Whether positions that wait end a page, which others may find once it is released."""
-        track = self._tracks[scheduled.request_id]
-        return track.reached // self.pool.page_size > track.stop // self.pool.page_size
+        head_kv = self._head_kvs[scheduled.request_id]
+        return head_kv.reached // self.pool.page_size > head_kv.stop // self.pool.page_size
 
     def _write_waiting(self, requests: Sequence[ScheduledRequest]) -> None:
         """Write the head KV of the positions of requests that wait for it; there are some."""
         if not requests:
             return
-        tracks, device = [self._tracks[scheduled.request_id] for scheduled in requests], self.device
-        counts = np.array([len(track.waiting_ids) for track in tracks])
+        head_kvs, device = (
+            [self._head_kvs[scheduled.request_id] for scheduled in requests],
+            self.device,
+        )
+        counts = np.array([len(head_kv.waiting_ids) for head_kv in head_kvs])
         firsts = np.cumsum(counts) - counts
         owners = np.repeat(np.arange(len(requests)), counts)
-        starts = np.array([track.stop for track in tracks])
+        starts = np.array([head_kv.stop for head_kv in head_kvs])
         positions = np.arange(len(owners)) + (starts - firsts)[owners]
         written = Written(
-            torch.cat([part for track in tracks for part in track.waiting]),
-            torch.tensor([i for track in tracks for i in track.waiting_ids], device=device),
+            torch.cat([part for head_kv in head_kvs for part in head_kv.waiting]),
+            torch.tensor([i for head_kv in head_kvs for i in head_kv.waiting_ids], device=device),
             torch.from_numpy(positions).to(device),
             firsts,
-            [track.feature for track in tracks],
+            [head_kv.feature for head_kv in head_kvs],
         )
         page_size = self.pool.page_size
         at_pages = zip(owners.tolist(), (positions // page_size).tolist(), strict=True)
         pages = np.array([requests[owner].page_ids[page] for owner, page in at_pages])
         features = self._write_context(written, pages * page_size + positions % page_size, counts)
-        for scheduled, track, start, num in zip(requests, tracks, firsts, counts, strict=True):
+        for scheduled, head_kv, start, num in zip(requests, head_kvs, firsts, counts, strict=True):
             mine = None if features is None else features[start : start + num]
-            self._advance(scheduled, track, int(num), mine)
-            track.waiting, track.waiting_ids = [], []
+            self._advance(scheduled, head_kv, int(num), mine)
+            head_kv.waiting, head_kv.waiting_ids = [], []
 
     def _is_live(self, verified: VerifiedRequest) -> bool:
         """Whether a request was committed, to pages that are still the request's.
@@ -261,16 +264,16 @@ class HeadProposer(ABC):
         return (
             bool(verified.batch_rows)
             and is_known
-            and not (scheduled.is_ahead and scheduled.request_id not in self._tracks)
+            and not (scheduled.is_ahead and scheduled.request_id not in self._head_kvs)
         )
 
-    def _reached(self, scheduled: ScheduledRequest) -> Track:
-        """The track of a request whose positions from ``start`` on were committed."""
-        track = self._tracks.get(scheduled.request_id)
-        if track is None or track.reached != scheduled.start:
-            track = Track(scheduled.start, scheduled.start, self._feature_before(scheduled))
-            self._tracks[scheduled.request_id] = track
-        return track
+    def _reached(self, scheduled: ScheduledRequest) -> HeadKV:
+        """The head KV of a request whose positions from ``start`` on were committed."""
+        head_kv = self._head_kvs.get(scheduled.request_id)
+        if head_kv is None or head_kv.reached != scheduled.start:
+            head_kv = HeadKV(scheduled.start, scheduled.start, self._feature_before(scheduled))
+            self._head_kvs[scheduled.request_id] = head_kv
+        return head_kv
 
     def _feature_before(self, scheduled: ScheduledRequest) -> Tensor | None:
         """The feature of the position before the first one, if a ready page ends there."""
@@ -288,21 +291,21 @@ class HeadProposer(ABC):
         """Keep the feature of a page's last position."""
 
     def _advance(
-        self, scheduled: ScheduledRequest, track: Track, count: int, features: Tensor | None
+        self, scheduled: ScheduledRequest, head_kv: HeadKV, count: int, features: Tensor | None
     ) -> None:
         """Columns of a request were written: mark the pages that became whole."""
-        begin, page_size = track.stop, self.pool.page_size
-        if features is not None and track.feature is None and track.start == begin:
-            track.start = begin + 1  # the first column lacks its feature
-        track.stop = begin + count
-        for page in range(begin // page_size, track.stop // page_size):
-            if max(page * page_size, self.first) >= track.start:
+        begin, page_size = head_kv.stop, self.pool.page_size
+        if features is not None and head_kv.feature is None and head_kv.start == begin:
+            head_kv.start = begin + 1  # the first column lacks its feature
+        head_kv.stop = begin + count
+        for page in range(begin // page_size, head_kv.stop // page_size):
+            if max(page * page_size, self.first) >= head_kv.start:
                 self._ready[scheduled.page_ids[page]] = True
             if features is not None:
                 last = (page + 1) * page_size - 1
                 self.keep_page_feature(scheduled.page_ids[page], features[last - begin])
         if features is not None:
-            track.feature = features[-1].clone()
+            head_kv.feature = features[-1].clone()
 
     def _ordered(self, taps: Tensor) -> Tensor:
         """Taps in the order of the head's, which may name one twice."""
@@ -355,12 +358,12 @@ class HeadProposer(ABC):
             context.append((keys, values))
         return context, seen
 
-    def _first_seen(self, scheduled: ScheduledRequest, track: Track) -> int:
+    def _first_seen(self, scheduled: ScheduledRequest, head_kv: HeadKV) -> int:
         """The lowest position from which on all head KV is there."""
         page_size = self.pool.page_size
         num_whole = (len(scheduled.tokens) - 1) // page_size
-        if track.start > num_whole * page_size:
-            return track.start
+        if head_kv.start > num_whole * page_size:
+            return head_kv.start
         missing = np.flatnonzero(~self._ready[np.asarray(scheduled.page_ids[:num_whole], np.int64)])
         return max(self.first, (int(missing[-1]) + 1) * page_size if len(missing) else 0)
 
@@ -393,15 +396,15 @@ class HeadProposer(ABC):
         return [scheduled.draft if tree is None else tree.draft() for scheduled, tree in found]
 
     def _waits(self, scheduled: ScheduledRequest) -> bool:
-        track = self._tracks.get(scheduled.request_id)
-        return track is not None and bool(track.waiting_ids)
+        head_kv = self._head_kvs.get(scheduled.request_id)
+        return head_kv is not None and bool(head_kv.waiting_ids)
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
         """Where the request's draft begins; None where the head lacks what it reads."""
-        track = self._tracks.get(scheduled.request_id)
-        if track is None or track.stop < len(scheduled.tokens) - 1:
+        head_kv = self._head_kvs.get(scheduled.request_id)
+        if head_kv is None or head_kv.stop < len(scheduled.tokens) - 1:
             return None
-        return DraftStart(scheduled, self._first_seen(scheduled, track), track.feature)
+        return DraftStart(scheduled, self._first_seen(scheduled, head_kv), head_kv.feature)
 
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:

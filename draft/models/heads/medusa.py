@@ -96,10 +96,10 @@ class MedusaProposer(HeadProposer):
         """None is kept."""
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
-        track = self._tracks.get(scheduled.request_id)
-        if track is None or track.stop < len(scheduled.tokens) - 1:
+        head_kv = self._head_kvs.get(scheduled.request_id)
+        if head_kv is None or head_kv.stop < len(scheduled.tokens) - 1:
             return None
-        return DraftStart(scheduled, 0, track.feature)
+        return DraftStart(scheduled, 0, head_kv.feature)
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
         """From the state before each last token."""

@@ -263,7 +263,7 @@ def test_nothing_is_remembered_of_requests_that_left(pair) -> None:
     bench = Bench(*pair)
     for index in range(5):
         bench.run(str(index), prompt_of(9, index))
-    assert len(bench.proposer._tracks) <= 1  # the last one's end is told with the next plan
+    assert len(bench.proposer._draft_kvs) <= 1  # the last one's end is told with the next plan
 
 
 def test_a_draft_model_with_a_shorter_context_stops_drafting_there(pair) -> None:

@@ -444,8 +444,8 @@ def test_taps_that_wait_do_not_hold_those_of_the_whole_step(target) -> None:
     unit.add("b", prompt_of(CHUNK - 2, 1), 2, 0.0)
     while unit.scheduler.num_requests:
         unit.driver.step()
-        for track in proposer._tracks.values():
-            for part in track.waiting:
+        for head_kv in proposer._head_kvs.values():
+            for part in head_kv.waiting:
                 assert part.untyped_storage().nbytes() == part.nbytes
 
 

@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "lm-keeps-kv-of-rejected-drafts",
         "LmProposer.observe",
-        "track.num_computed += len(computed)",
-        "track.num_computed += max(1, len(computed))",
+        "draft_kv.num_computed += len(computed)",
+        "draft_kv.num_computed += max(1, len(computed))",
         ("test_drafts_are_those_of_a_newcomer_whatever_was_rejected_shared_or_preempted",),
         "KV of rejected drafts is computed anew",
     ),
