@@ -29,7 +29,7 @@ from ..core.interface.step import (
 from .control.acceptance import AcceptanceModel, NodeWorth
 from .control.controller import Controller, StepCandidates
 from .control.cost_model import Mean
-from .control.request_state import NO_SURVIVAL, DraftState, padded
+from .control.draft_state import NO_SURVIVAL, DraftState, padded
 from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer

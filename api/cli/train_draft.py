@@ -15,8 +15,8 @@ from ...core.errors import ForetokenError, InvalidRequest
 
 if TYPE_CHECKING:
     from ...draft.training.conversations import Conversation, Messages
-    from ...draft.training.making import Target
-    from ...draft.training.measuring import Acceptance
+    from ...draft.training.evaluator import Acceptance
+    from ...draft.training.new_drafts import Target
     from ...draft.training.trainer import TrainOptions
     from ..text.tokenizer import Tokenizer
 
@@ -234,7 +234,7 @@ def _options(parsed: argparse.Namespace) -> TrainOptions:
 def _load_target(parsed: argparse.Namespace) -> Target:
     from ...core.model.loader import load_decoder
     from ...core.ops.device import choose_device
-    from ...draft.training.making import Target
+    from ...draft.training.new_drafts import Target
     from ..build.drafts import tokenizer_json
     from ..build.model_files import find_model
 

@@ -1,7 +1,7 @@
 """`foretoken train-draft`: a draft for a target, trained on the target's own answers.
 
 `conversations` reads data, `traffic` records it, `gathering` and `answers` have the target answer
-prompts, `teacher` computes the target's distributions, `students` are the kinds of drafts, `making`
-writes their files, `trainer` is the training loop, `measuring` evaluates. `builtin/` has the model
-pair that comes with the package, ordinary Hugging Face folders, and how it was made.
+prompts, `teacher` computes the target's distributions, `students` are the kinds of drafts,
+`new_drafts` writes their files, `trainer` is the training loop, `evaluator` measures. `builtin/`
+has the model pair that comes with the package, ordinary Hugging Face folders, and how it was made.
 """

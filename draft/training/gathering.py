@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from ...core.errors import InvalidRequest
 from .answers import AnswerOptions, AnswerStore, answer_prompts
 from .conversations import Conversation
-from .making import Target
+from .new_drafts import Target
 from .records import Record
 
 Regenerate: TypeAlias = Literal["auto", "on", "off"]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...core.errors import InvalidRequest
 from .conversations import Conversation, Shuffler, answer_pairs, frequent_ids, split
-from .making import Kind, Shape, Target, make_student, save_student
-from .measuring import FIRST_ODDS, TEMPERATURES, Acceptance, Evaluator, fit_odds
+from .evaluator import FIRST_ODDS, TEMPERATURES, Acceptance, Evaluator, fit_odds
+from .new_drafts import Kind, Shape, Target, make_student, save_student
 from .students import Student
 from .teacher import Teacher
 

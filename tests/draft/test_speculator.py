@@ -21,7 +21,7 @@ from foretoken.core.interface.step import (
 from foretoken.draft.control.acceptance import AcceptanceModel
 from foretoken.draft.control.controller import Allocation, Controller, StepCandidates
 from foretoken.draft.control.cost_model import CostCurve, CostModel, StepProfile
-from foretoken.draft.control.request_state import FRUITLESS, MAX_PAUSE
+from foretoken.draft.control.draft_state import FRUITLESS, MAX_PAUSE
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource

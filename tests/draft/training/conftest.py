@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from foretoken.core.model.loader import load_decoder
 from foretoken.draft.training.answers import AnswerStore, answer_prompts
 from foretoken.draft.training.conversations import Conversation
-from foretoken.draft.training.making import Target
+from foretoken.draft.training.new_drafts import Target
 from foretoken.draft.training.records import read_records
 from support.draft_training import ASKING
 

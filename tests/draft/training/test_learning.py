@@ -17,14 +17,14 @@ from foretoken.draft.models.heads.eagle import EagleHead
 from foretoken.draft.models.heads.head_files import open_head
 from foretoken.draft.training import trainer as run
 from foretoken.draft.training.conversations import Conversation
-from foretoken.draft.training.losses import kl_overlap_loss, slot_weights
-from foretoken.draft.training.making import Shape, Target, Weights, make_student
-from foretoken.draft.training.measuring import (
+from foretoken.draft.training.evaluator import (
     FIRST_ODDS,
     Evaluator,
     RankedCandidates,
     fit_odds,
 )
+from foretoken.draft.training.losses import kl_overlap_loss, slot_weights
+from foretoken.draft.training.new_drafts import Shape, Target, Weights, make_student
 from foretoken.draft.training.teacher import Teacher
 from foretoken.draft.training.trainer import Trainer, TrainOptions
 from support.checkpoints import make_checkpoint
