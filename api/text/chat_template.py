@@ -368,7 +368,7 @@ def count_chars(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any
         total += len(value) if isinstance(value, str) else 1
         if type(value) in _SCALARS:  # abstract classes are slow to ask
             continue
-        if isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):
             left += [*value.keys(), *value.values()]
         elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             left += value

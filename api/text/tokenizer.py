@@ -145,12 +145,13 @@ class Tokenizer:
 
     def check_ids(self, token_ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
         """Raise `InvalidRequest` for ids that the model does not have, or for too many."""
-        if isinstance(token_ids, bytes) or not isinstance(token_ids, Sequence):
+        if isinstance(token_ids, bytes) or not isinstance(token_ids, (list, Sequence)):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLong(len(token_ids), self.max_model_len - 1, param=param)
         # By types and by extremes: a loop would hold the event loop for tens of milliseconds.
-        if any(not issubclass(kind, int) or kind is bool for kind in {*map(type, token_ids)}):
+        kinds = {*map(type, token_ids)} - {int}
+        if any(not issubclass(kind, int) or kind is bool for kind in kinds):
             raise InvalidRequest(f"{param} must be a text or a list of token ids", param=param)
         if message := beyond_vocabulary(param, token_ids, vocab_size):
             raise InvalidRequest(message, param=param)
