@@ -13,7 +13,7 @@ import h11
 from h11._writers import ChunkedWriter, ContentLengthWriter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ..serving.errors import ApiError
 from ..serving.limits import Limits
@@ -67,6 +67,7 @@ class Connection(H11Protocol):
     limits: ClassVar[Limits] = Limits()
     _header_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
+    _body_cycle: RequestResponseCycle | None = None  # the request whose body it waits for
     _write_timer: asyncio.TimerHandle | None = None
     _num_drained = 0
     _is_spare = False
@@ -105,7 +106,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Receive and drop the rest of a body that no route reads, for a bounded time."""
-        if self._body_timer is not None:
+        if self._is_answered_early:
             self._num_drained += len(data)
             if self._num_drained > DRAIN_BYTES:
                 self.transport.abort()
@@ -115,14 +116,29 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """Set the timer for the next data of the client; none while the server works."""
         super().handle_events()
-        if not self._is_answered_early:
-            self._forget_body()
+        if self._is_refused:  # its timer is set
+            return
+        self._expect_body()
         if self.conn.their_state is not h11.IDLE:
             self._forget_header()
         elif self._header_timer is None:
             self._expect_next()
         if self.flow.read_paused and not self.cycle.more_body:
             self._listen_on()
+
+    def _expect_body(self) -> None:
+        """Set the timer for a body that did not come with its header, whether it is read or not."""
+        is_due = self.conn.their_state is h11.SEND_BODY
+        if not is_due or self.cycle is not self._body_cycle:
+            self._forget_body()
+        if is_due and self._body_timer is None:
+            self._body_cycle = self.cycle
+            self._body_timer = self.loop.call_later(self.limits.body_seconds, self._end_body)
+
+    def _end_body(self) -> None:
+        """Answer 408, or close if an answer has begun."""
+        seconds = self.limits.named("body_seconds")
+        self._refuse(ApiError(408, f"the body did not arrive within {seconds} seconds"))
 
     def _expect_next(self) -> None:
         """Half a header is due too; uvicorn ends the silence behind an answer, but not that behind
@@ -145,13 +161,6 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self.flow.resume_reading()
-
-    def on_response_complete(self) -> None:
-        """Handle an answer that is complete before its request is."""
-        if self._is_answered_early:
-            seconds = self.limits.body_seconds
-            self._body_timer = self.loop.call_later(seconds, self.transport.abort)
-        super().on_response_complete()
 
     @property
     def _is_answered_early(self) -> bool:
@@ -190,6 +199,7 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event))
         self.transport.write_eof()
         self._is_refused = True
+        self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _broken_off(self, told: ApiError) -> Response:
@@ -225,7 +235,7 @@ class Connection(H11Protocol):
     def _forget_body(self) -> None:
         if self._body_timer is not None:
             self._body_timer.cancel()
-            self._body_timer, self._num_drained = None, 0
+            self._body_timer, self._body_cycle, self._num_drained = None, None, 0
 
     # -- the client's reading -------------------------------------------------------------------
 

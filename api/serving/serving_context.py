@@ -129,9 +129,12 @@ class Service:
         return body
 
     async def read_bytes(self, request: Request) -> bytes:
-        """The bytes of the body. Raises 413 and 408, and 400 for too much nesting."""
+        """The bytes of the body. Raises 413, and 400 for too much nesting.
+
+        The time that a body may take is kept by its connection.
+        """
         limits = self.settings.limits
-        data = await _read_in_time(request, limits)
+        data = await _read(request, limits)
         note_arrival(len(data))
         look = partial(
             find_excess,
@@ -158,15 +161,6 @@ class Service:
         asked = None if deadline_ms is None else deadline_ms / 1000
         left = seconds_left(arrival(), asked, self.llm.max_request_seconds)
         return UnlessGone(receive, left)
-
-
-async def _read_in_time(request: Request, limits: Limits) -> bytes:
-    try:
-        async with asyncio.timeout(limits.body_seconds):
-            return await _read(request, limits)
-    except TimeoutError:
-        message = f"the body did not arrive within {limits.named('body_seconds')} seconds"
-        raise ApiError(408, message, headers={"connection": "close"}) from None
 
 
 async def _read(request: Request, limits: Limits) -> bytes:

@@ -367,6 +367,16 @@ def test_a_body_behind_one_that_nobody_read_has_a_time_of_its_own(client):
     assert client.answer().status == 408  # the time of the first, which ends before, is no more
 
 
+@pytest.mark.parametrize("sent", [b"no HTTP\r\n\r\n", head("/tokenize", "Content-Length: x")])
+def test_who_was_refused_and_does_not_close_is_dropped(server, sent):
+    with RawClient(server.url) as client:
+        local = client.socket.getsockname()[1]
+        assert client.send(sent).answer().status == 400
+        deadline = time.monotonic() + SECONDS
+        while num_open(server, local):
+            assert time.monotonic() < deadline
+
+
 def test_a_client_that_reads_nothing_is_dropped(server):
     with RawClient(server.url, receive_buffer=4096) as client:
         local = client.socket.getsockname()[1]
