@@ -8,6 +8,7 @@ the best of which is known in hindsight only.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ class Served:
         """That so many tokens of the draft model come true, as it knows."""
         chance = self.seat.regime.lm
         assert chance is not None
-        return float(np.prod([chance(self.seat.at + ahead, ahead) for ahead in range(length)]))
+        return math.prod(chance(self.seat.at + ahead, ahead) for ahead in range(length))
 
 
 class Policy(Protocol):

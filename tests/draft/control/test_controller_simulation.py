@@ -75,16 +75,18 @@ REGIMES: dict[str, tuple[Regime, int]] = {  # and tokens of each request's seat
 
 
 def in_pairs(names: Iterable[str], prices: Sequence[T]) -> list[tuple[str, int, T]]:
-    """Every text with every number of requests and with every price, though not all three at once.
+    """Every text with every number of requests and with each of four prices, not all three at once.
 
-    Neighbours in the lists of texts and of prices, which differ little, take turns.
+    Of neighbours in the list of prices, which differ little, a text meets one alone and among many,
+    the other among some.
     """
-    return [
-        (name, num_requests, price)
-        for at, name in enumerate(names)
-        for turn, num_requests in enumerate((1, 4, 16))
-        for price in prices[(at + turn) % 2 :: 2]
-    ]
+    cells = []
+    for at, name in enumerate(names):
+        cheap, dear = (prices[0], prices[2]), (prices[1], prices[3])
+        ends, middle = (cheap, dear) if at % 2 == 0 else (dear, cheap)
+        alone, many = ends if at % 4 < 2 else ends[::-1]
+        cells += [(name, 1, alone), (name, 16, many), *((name, 4, price) for price in middle)]
+    return cells
 
 
 def num_tokens_of(length: int, num_requests: int) -> int:
@@ -195,8 +197,9 @@ def test_a_draft_model_is_used_about_as_well_as_at_the_best_constant_depth(
     assert run(machine, regime, Auto(machine, has_proposer=True), **number) >= 0.92 * best
 
 
-@pytest.mark.parametrize("draft_pass", [0.05, 0.2])
-@pytest.mark.parametrize(("num_requests", "length"), [(1, 8000), (4, 4000), (16, 4000)])
+@pytest.mark.parametrize(
+    ("num_requests", "length", "draft_pass"), [(1, 8000, 0.2), (4, 4000, 0.05), (16, 4000, 0.2)]
+)
 def test_a_draft_model_that_comes_right_again_is_found_out(
     num_requests: int, length: int, draft_pass: float
 ) -> None:
