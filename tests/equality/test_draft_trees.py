@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from foretoken.core.execution import layout
 from foretoken.core.interface.step import Draft, ScheduledRequest
@@ -13,8 +12,7 @@ from foretoken.core.model import Decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from support.draft_trees import RandomTrees, TreeDepth
-from support.equality_harness import REQUESTS, House, shuffled
-from support.tiny_pair import write_pair
+from support.equality_harness import REQUESTS, House, shuffled, tiny_house
 
 KINDS = {
     "torch": ("float32", "torch", "auto"),
@@ -27,10 +25,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
-    torch.set_num_threads(1)
-    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
-    return House.load(pair, *KINDS[request.param])  # type: ignore[arg-type]
+def house(request: pytest.FixtureRequest) -> House:
+    return tiny_house(*KINDS[request.param])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from foretoken.core.ops.native import native_library
 from support.draft_trees import TreeDepth
-from support.equality_harness import House, shuffled
-from support.tiny_pair import write_pair
+from support.equality_harness import House, shuffled, tiny_house
 
 
 @pytest.fixture(
     scope="module", params=["float32-torch-auto", "bfloat16-native-auto", "bfloat16-native-int8"]
 )
-def house(request, tmp_path_factory) -> House:
-    torch.set_num_threads(1)
-    dtype, backend, kv_dtype = request.param.split("-")
-    if backend == "native" and native_library() is None:
-        pytest.skip("no native kernels on this machine")
-    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
-    return House.load(pair, dtype, backend, kv_dtype)
+def house(request) -> House:
+    return tiny_house(*request.param.split("-"))
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 
-from foretoken.core.ops.native import native_library
-from support.equality_harness import DEPTHS, NUM_TOKENS, REQUESTS, SYNTHETIC, House, shuffled
-from support.tiny_pair import write_pair
+from support.equality_harness import (
+    DEPTHS,
+    NUM_TOKENS,
+    REQUESTS,
+    SYNTHETIC,
+    House,
+    shuffled,
+    tiny_house,
+)
 
 KERNELS = ["float32-torch", "bfloat16-torch", "float32-native", "bfloat16-native"]
 
 
 @pytest.fixture(scope="module", params=KERNELS)
-def house(request, tmp_path_factory) -> House:
-    torch.set_num_threads(1)
+def house(request) -> House:
     dtype, backend = request.param.split("-")
-    if backend == "native" and native_library() is None:
-        pytest.skip("no native kernels on this machine")
-    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
-    return House.load(pair, dtype, backend)
+    return tiny_house(dtype, backend)
 
 
 @pytest.fixture
@@ -109,14 +110,10 @@ def test_drafts_of_a_language_model_are_accepted(house: House) -> None:
 
 
 @pytest.fixture(scope="module", params=["float32-torch", "bfloat16-native"])
-def transformers_house(request, tmp_path_factory) -> House:
+def transformers_house(request) -> House:
     """Target and draft model are transformers' modules on our pages and kernels."""
-    torch.set_num_threads(1)
     dtype, backend = request.param.split("-")
-    if backend == "native" and native_library() is None:
-        pytest.skip("no native kernels on this machine")
-    pair = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
-    return House.load(pair, dtype, backend, impl="transformers")
+    return tiny_house(dtype, backend, impl="transformers")
 
 
 @pytest.mark.parametrize("drafter", [None, "lm", "all", "auto+lm"])

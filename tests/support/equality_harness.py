@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
+
+import pytest
+import torch
 
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.execution.model_runner import ModelRunner
@@ -17,6 +22,7 @@ from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequ
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
 from foretoken.core.ops.kv_pool import KvDtype
+from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.control.acceptance import AcceptanceModel
@@ -35,6 +41,7 @@ from support.draft_trees import TreeProposer
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
 from support.tiny_heads import join_random
+from support.tiny_pair import write_pair
 
 NUM_TOKENS = 16
 STOP_IDS = frozenset({2, 3})
@@ -312,6 +319,22 @@ class House:
     def check(self, served: dict[str, list[int]]) -> None:
         for request_id, tokens in served.items():
             assert tokens == self.solo[request_id], REQUESTS[int(request_id)][1].params
+
+
+@cache
+def tiny_house(
+    dtype: Literal["float32", "bfloat16"],
+    backend: Literal["torch", "native"] = "torch",
+    kv_dtype: KvDtype = "auto",
+    impl: ModelImpl = "auto",
+) -> House:
+    """The tiny pair's, made once a process: what its requests say alone is the same for all."""
+    if backend == "native" and native_library() is None:
+        pytest.skip("no native kernels on this machine")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        pair = write_pair(Path(folder), vocab_size=256)
+        return House.load(pair, dtype, backend, kv_dtype, impl)
 
 
 def shuffled(seed: int) -> list[int]:

@@ -17,8 +17,7 @@ from foretoken.core.ops.kv_pool import KvDtype
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.checkpoints import VOCAB_SIZE, ModelDriver, make_checkpoint
-from support.equality_harness import NUM_TOKENS, REQUESTS, House, shuffled
-from support.tiny_pair import write_pair
+from support.equality_harness import NUM_TOKENS, REQUESTS, House, shuffled, tiny_house
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BACKENDS = (
@@ -182,13 +181,8 @@ SERVED = ("bfloat16-torch-int8", "float32-native-int8", "bfloat16-native-int8", 
 
 
 @pytest.fixture(scope="module", params=SERVED)
-def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> House:
-    torch.set_num_threads(1)
-    dtype, backend, kv_dtype = request.param.split("-")
-    if backend == "native" and native_library() is None:
-        pytest.skip("no native kernels on this machine")
-    pair: tuple[Path, Path] = write_pair(tmp_path_factory.mktemp("pair"), vocab_size=256)
-    return House.load(pair, dtype, backend, kv_dtype)
+def house(request: pytest.FixtureRequest) -> House:
+    return tiny_house(*request.param.split("-"))
 
 
 @pytest.mark.parametrize("drafter", [None, "lm", "all", "auto+lm"])
