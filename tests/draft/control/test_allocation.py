@@ -108,6 +108,13 @@ def test_a_dear_first_row_is_paid_where_those_behind_it_make_up_for_it() -> None
     assert free_of(candidates([[0.9, 0.9, 0.1, 0.01]]), costs=block) == [0]
 
 
+def test_a_proposer_is_asked_for_a_block_of_rows_of_which_the_first_is_dear() -> None:
+    costs = CostModel(StepProfile({1: 1.0, 2: 2.0, 8: 2.06}, {1: 0.3, 101: 0.3}))
+    guesses = [[0.95, 0.9, 0.85, 0.8, 0.75, 0.7]]
+    chosen = allocate(candidates([[]], guesses, tokens_per_pass=8), costs, 0.9)
+    assert chosen.num_proposer.tolist() == [6]
+
+
 def test_rows_of_others_and_of_prompts_move_the_pass_along_its_curve() -> None:
     curve = CostModel(StepProfile({1: 1.0, 8: 1.07, 64: 57.07}))  # 0.01 s a row, then 1 s
     assert free_of(candidates([[0.9] * 4]), costs=curve) == [4]
