@@ -35,7 +35,7 @@ from ..types.results import Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .chat_types import Ask, Call, TurnChoice, TurnDelta
 from .engine_client import EngineClient
-from .generation import Answer
+from .generation import Answer, Generation, each_of
 from .preprocess import needs_closing, warm_params
 from .prompt_history import PromptNote
 
@@ -179,22 +179,26 @@ class Turn:
             raise
 
     async def collect(self) -> list[TurnChoice]:
-        """Read all of it, one choice after the other, and close it."""
-        choices = []
+        """Read all of it and close it; the first choice that fails raises."""
+        pairs = zip(self._readers, self.answer.generations, strict=True)
         try:
-            for reader, generation in zip(self._readers, self.answer.generations, strict=True):
-                choices.append(TurnChoice(index=generation.index))
-                async for delta in generation:
-                    for turned in reader.read(delta):
-                        choices[-1].add(turned)
-                    if reader.is_done:
-                        generation.close()
+            return await each_of([_read(reader, generation) for reader, generation in pairs])
         except InvalidRequest as error:
             _name_field(error, self._ask)
             raise
         finally:
             self.close()
-        return choices
+
+
+async def _read(reader: TurnReader, generation: Generation) -> TurnChoice:
+    """Read one choice to its end; it is aborted where its turn ends before its text."""
+    choice = TurnChoice(index=generation.index)
+    async for delta in generation:
+        for turned in reader.read(delta):
+            choice.add(turned)
+        if reader.is_done:
+            generation.close()
+    return choice
 
 
 class Turns:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ...core.engine.inbox import TokenStream
 from ...core.errors import ForetokenError
@@ -160,12 +160,8 @@ class Answer:
         return merge([generation.deltas() for generation in self.generations])
 
     async def collect(self) -> Completion:
-        """Read the whole answer, one choice after the other: the streams keep what comes."""
-        parts = []
-        for generation in self.generations:
-            parts.append(_Part())
-            async for delta in generation:
-                parts[-1].add(delta)
+        """Read the whole answer; the first choice that fails raises."""
+        parts = await each_of([_Part.read(generation) for generation in self.generations])
         return Completion(
             request_id=self.request_id,
             prompt_token_ids=list(self.prompt_token_ids),
@@ -187,6 +183,14 @@ class _Part:
         self._logprobs: list[TokenLogprob] | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self._last: TextDelta | None = None
+
+    @classmethod
+    async def read(cls, generation: Generation) -> Self:
+        """Read one to its end."""
+        part = cls()
+        async for delta in generation:
+            part.add(delta)
+        return part
 
     def add(self, delta: TextDelta) -> None:
         """Append a delta."""
@@ -212,6 +216,13 @@ class _Part:
             stop_reason=last.stop_reason,
             logprobs=self._logprobs,
         )
+
+
+async def each_of(readings: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each of them returns; they run beside each other, and the first failure is raised."""
+    if len(readings) == 1:
+        return [await readings[0]]
+    return await asyncio.gather(*readings)
 
 
 async def merge(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import openai
@@ -133,6 +134,18 @@ def test_each_choice_has_calls_of_its_own(client, say):
     choices = ask(client, n=2).choices
     assert [len(choice.message.tool_calls) for choice in choices] == [1, 1]
     assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
+
+
+def test_a_choice_that_has_its_only_call_is_aborted_while_another_goes_on(
+    client, engine, tokenizer
+):
+    engine.tokens_per_step = 8
+    word, call = tokenizer.encode_word("word "), tokenizer.encode_word(CALL)
+    answers = iter([itertools.cycle(word), itertools.chain(call, itertools.cycle(word))])
+    engine.answers = lambda request: next(answers)
+    choices = ask(client, n=2, parallel_tool_calls=False).choices
+    assert [choice.finish_reason for choice in choices] == ["length", "tool_calls"]
+    assert engine.aborted == [engine.requests[1].request_id]
 
 
 def test_tools_that_are_turned_off_are_refused(serve, say):

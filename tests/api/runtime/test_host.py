@@ -13,11 +13,13 @@ from foretoken import (
     AsyncLLM,
     DeadlineExceeded,
     EngineDead,
+    ForetokenError,
     InvalidRequest,
     QueueFull,
     SamplingParams,
 )
 from foretoken.api.types.request_context import CONTEXT, RequestContext
+from foretoken.core.interface.request import Delta
 
 FOUR = SamplingParams(max_tokens=4, seed=0)
 TALK = [{"role": "user", "content": "hi"}]
@@ -106,6 +108,23 @@ def test_an_abort_while_the_prompt_is_tokenised_is_not_lost(run, engine):
 
     run(body)
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_choice_that_fails_ends_those_before_it(run, engine, is_chat):
+    async def body(llm):
+        engine.by_hand, params = True, SamplingParams(n=2)
+        asked = llm.chat(TALK, params) if is_chat else llm.generate([5], params)
+        task = asyncio.create_task(asked)
+        await until(lambda: len(engine.requests) == 2)
+        first, second = engine.requests
+        engine._live.pop(second.request_id).stream.push(Delta(error=ForetokenError("broken")))
+        async with asyncio.timeout(10):
+            with pytest.raises(ForetokenError, match="broken"):
+                await task
+        await until(lambda: engine.aborted == [first.request_id])
+
+    run(body)
 
 
 def test_an_abort_of_a_prompt_that_waits_for_room_is_not_lost(run, engine):
