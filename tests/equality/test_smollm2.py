@@ -111,6 +111,8 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantised_weights():
             # One pass over all of it: each token is the greatest behind those before it.
             logits = model(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1]
             assert found == logits.argmax(-1).tolist(), task
+            assert found, task
+            assert answer.finish_reason == "stop" or len(found) == 32, task
 
 
 def test_it_is_the_default_where_it_is_installed():

@@ -321,7 +321,6 @@ class House:
             assert tokens == self.solo[request_id], REQUESTS[int(request_id)][1].params
 
 
-@cache
 def tiny_house(
     dtype: Literal["float32", "bfloat16"],
     backend: Literal["torch", "native"] = "torch",
@@ -331,7 +330,17 @@ def tiny_house(
     """The tiny pair's, made once a process: what its requests say alone is the same for all."""
     if backend == "native" and native_library() is None:
         pytest.skip("no native kernels on this machine")
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # each time: other tests in between may have set more
+    return _tiny_house(dtype, backend, kv_dtype, impl)
+
+
+@cache
+def _tiny_house(
+    dtype: Literal["float32", "bfloat16"],
+    backend: Literal["torch", "native"],
+    kv_dtype: KvDtype,
+    impl: ModelImpl,
+) -> House:
     with tempfile.TemporaryDirectory() as folder:
         pair = write_pair(Path(folder), vocab_size=256)
         return House.load(pair, dtype, backend, kv_dtype, impl)
