@@ -39,7 +39,7 @@ class LaterThread:
 
 
 class Scene:
-    def __init__(self, meanwhile=lambda: None) -> None:
+    def __init__(self, meanwhile=lambda: None, *, is_much=True) -> None:
         self.scheduler = make_scheduler()
         self.thread = LaterThread()
         self.told: list[Event] = []
@@ -49,7 +49,7 @@ class Scene:
             self.thread,
             Watchdog(0.0),
             on_events=self.told.extend,
-            overlap_work=OverlapWork(meanwhile, lambda: True),
+            overlap_work=OverlapWork(meanwhile, lambda: is_much),
             clock=lambda: 0.0,
         )
 
@@ -64,12 +64,13 @@ class Broken(FakeRunner):
         raise RuntimeError("the forward pass failed")
 
 
-def test_a_step_is_over_before_what_failed_meanwhile_is_raised() -> None:
+@pytest.mark.parametrize("is_much", [True, False])
+def test_a_step_is_over_before_what_failed_meanwhile_is_raised(is_much) -> None:
     async def scenario() -> None:
         def meanwhile() -> None:
             raise LookupError("nobody is told")
 
-        scene = Scene(meanwhile)
+        scene = Scene(meanwhile, is_much=is_much)
         with pytest.raises(LookupError):
             await scene.step("a", FakeRunner(page_size=4))
         assert scene.thread.num_ended == 1
