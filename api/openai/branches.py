@@ -21,7 +21,7 @@ from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.output_parser import PlainParser
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
-from ..runtime.generation import merge
+from ..runtime.generation import each_of, merge
 from ..serving.serve import Dialect
 from ..serving.sse import Reply
 from ..types.results import batch_usage
@@ -241,10 +241,11 @@ class BranchReply(Reply):
 
     async def whole(self) -> object:
         """All branches in one body."""
+        branches = await each_of([turn.collect() for turn in self.turns])
         choices = [
             replace(choice, index=index)
-            for index, turn in enumerate(self.turns)
-            for choice in await turn.collect()
+            for index, branch in enumerate(branches)
+            for choice in branch
         ]
         return self._writer.branches(self.turns, choices)
 

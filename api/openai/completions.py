@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
-from ..runtime.generation import Answer, merge
+from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts
 from ..runtime.tools import read_cache
@@ -303,9 +303,9 @@ class TextReply(Reply):
         self._writer, self._answers = writer, answers
 
     async def read(self) -> list[Completion]:
-        """All of them, closed at the end."""
+        """All of them, closed at the end; the first that fails raises."""
         try:
-            return [await answer.collect() for answer in self._answers]
+            return await each_of([answer.collect() for answer in self._answers])
         finally:
             self.close()
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+
+from foretoken import ForetokenError
+from foretoken.api.openai.branches import BranchReply
+from foretoken.api.openai.completions import TextReply
 
 SYSTEM = {"role": "system", "content": "Answer."}
 
@@ -231,3 +237,40 @@ def test_each_branch_is_told_why_it_missed_the_cache(http):
     assert len(last["usage"]["cache_explanations"]) == 2
     plain = fork(http, user("a"), max_tokens=1).json()
     assert "cache_explanation" not in json.dumps(plain)
+
+
+class Told:
+    """An answer, or a branch, that ends when it is told."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure, self.is_closed = failure, False
+
+    async def collect(self):
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("kind", [TextReply, BranchReply])
+def test_a_prompt_or_branch_that_fails_is_noticed_while_others_run(kind):
+    parts = [Told(), Told(ForetokenError("broken"))]
+    writer = SimpleNamespace(forget=Told.close, whole=list)
+    if kind is TextReply:
+        reply = TextReply(writer, parts)
+    else:
+        reply = BranchReply(writer)
+        reply.turns = parts
+
+    async def read():
+        async with asyncio.timeout(10):
+            try:
+                await reply.whole()
+            finally:
+                reply.close()
+
+    with pytest.raises(ForetokenError, match="broken"):
+        asyncio.run(read())
+    assert all(part.is_closed for part in parts)
