@@ -6,13 +6,20 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
 from foretoken.core.execution.model_runner import ModelRunner
+from foretoken.core.execution.proposer import VerifiedRequest
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.step import (
+    Draft,
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+)
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
@@ -224,6 +231,24 @@ def test_kv_of_rejected_drafts_is_computed_anew(pair, num_accepted, num_unasked)
     drafted = list(old.propose([row_of(prompt)])[0].token_ids)
     other = [(token + 1) % VOCAB_SIZE for token in drafted] + [7, 8, 9]
     grown = prompt + drafted[:num_accepted] + other[num_accepted:][: 1 + num_unasked]
+    old.propose([row_of(grown)])
+    LmProposer(draft, pools[1]).propose([row_of(grown)])
+    ours, newcomers = (_positions(pool, len(grown)) for pool in pools)
+    assert torch.equal(ours, newcomers)
+
+
+@pytest.mark.parametrize("max_draft", [1, 4])
+def test_kv_of_an_accepted_token_that_no_pass_has_read_is_computed(pair, max_draft) -> None:
+    _, draft = pair
+    pools = [draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE) for _ in range(2)]
+    prompt = prompt_of(21)
+    old = LmProposer(draft, pools[0])
+    row = msgspec.structs.replace(row_of(prompt, max_draft), row_price=1e-9)
+    drafted = old.propose([row])[0].token_ids
+    assert len(drafted) == max_draft
+    output = RequestOutput(request_id="a", token_ids=[*drafted, 7])
+    old.observe(None, None, [VerifiedRequest(row, [], output)])  # type: ignore[arg-type]
+    grown = [*prompt, *drafted, 7]
     old.propose([row_of(grown)])
     LmProposer(draft, pools[1]).propose([row_of(grown)])
     ours, newcomers = (_positions(pool, len(grown)) for pool in pools)

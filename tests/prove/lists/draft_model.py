@@ -54,12 +54,12 @@ MUTATIONS = (
         "the last draft token has no KV",
     ),
     Mutation(
-        "lm-keeps-kv-of-rejected-drafts",
+        "lm-believes-kv-that-no-pass-wrote",
         "LmProposer.observe",
         "draft_kv.num_computed += len(computed)",
         "draft_kv.num_computed += max(1, len(computed))",
-        ("test_drafts_are_those_of_a_newcomer_whatever_was_rejected_shared_or_preempted",),
-        "KV of rejected drafts is computed anew",
+        ("test_kv_of_an_accepted_token_that_no_pass_has_read_is_computed",),
+        "the KV of a draft's last token is computed with the next draft",
     ),
     Mutation(
         "lm-accepted-nodes-stay-in-spare-slots",
