@@ -216,7 +216,7 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     best = _take(candidates.lookup, every, candidates, costs, rate)
     chosen = Allocation(best.counts, none, best.net)
     if candidates.proposer_worth.any():
-        with_proposer = _best_with_proposer(candidates, costs, rate, beyond=chosen.net)
+        with_proposer = _best_with_proposer(candidates, costs, rate)
         if with_proposer.net > chosen.net:
             prices = _row_prices(candidates, costs, rate, with_proposer.num_rows)
             return replace(with_proposer, row_prices=prices)
@@ -231,13 +231,6 @@ def _row_prices(
     num_rows = candidates.num_rows + num_drafted
     row_s = float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
     return rate * row_s + _key_prices(candidates, costs, rate)
-
-
-def _least_row_price(candidates: StepCandidates, costs: CostModel, rate: float) -> float:
-    """Tokens that a row must bring at the number of rows where it is cheapest."""
-    num_rows = np.arange(1, candidates.budget + 1)
-    by_row = costs.row_seconds(candidates.num_rows, candidates.budget, candidates.num_decodes)
-    return rate * float((by_row[1:] / num_rows).min())
 
 
 def _key_prices(candidates: StepCandidates, costs: CostModel, rate: float) -> FloatArray:
@@ -288,10 +281,8 @@ def _take(
     return _Taken(counts, float(net[taken - 1]))
 
 
-def _best_with_proposer(
-    candidates: StepCandidates, costs: CostModel, rate: float, *, beyond: float
-) -> Allocation:
-    """The best of all numbers of passes of the proposer; none if no net is ``beyond`` this one."""
+def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: float) -> Allocation:
+    """The best of all numbers of passes of the proposer."""
     lookup, nodes = candidates.lookup, candidates.proposer_worth
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
@@ -308,12 +299,6 @@ def _best_with_proposer(
     lookup_worth = np.maximum(lookup - row_prices, 0.0).sum(axis=1)
     none = np.zeros(num_requests, dtype=np.int64)
     best = Allocation(none, none)
-    # However the cost of rows is curved, this is the least that they cost.
-    least = _least_row_price(candidates, costs, rate) + _key_prices(candidates, costs, rate)
-    most_worth = np.maximum(nodes - node_rows * least[:, None], 0.0).sum(axis=1) - entry
-    most_worth = np.maximum(most_worth, np.maximum(lookup - least[:, None], 0.0).sum(axis=1))
-    if most_worth.sum() - rate * pass_s <= beyond:
-        return best
     for depth in _last_depths(candidates, num_depths):
         rows = node_rows[:, :depth] * row_prices
         worth = np.maximum(nodes[:, :depth] - rows, 0.0).sum(axis=1) - entry
