@@ -15,7 +15,7 @@ INSTALL_SMOLLM2 = $(BIN)/pip install --disable-pip-version-check -q --no-deps $(
 # Else every worker and every server of a test compiles all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-fast lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
+.PHONY: serve test test-fast test-avx2 test-scalar lint bench bench-gpu profile bench-peers soak prove simulate fuzz train-builtin clean
 
 serve: $(VENV)/.serve
 	$(BIN)/foretoken serve $(ARGS)
@@ -30,6 +30,19 @@ FAST := tests/radix_cache tests/core/interface tests/core/scheduling tests/core/
 	tests/project/test_layers.py tests/project/test_architecture_page.py tests/prove/test_mutations.py
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(FAST) $(ARGS)
+
+# What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has.
+AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/models \
+	tests/api/cli/test_selftest.py tests/server/test_http_contract.py
+test-avx2: $(VENV)/.test
+	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=avx2 $(BIN)/python -m pytest -n 2 --dist loadfile $(KERNELS) $(ARGS)
+
+# The kernels in plain C: the operations, one model, one server.
+PORTABLE := tests/core/ops/native tests/core/model/test_exactness.py tests/api/cli/test_selftest.py \
+	tests/server/test_http_contract.py
+test-scalar: $(VENV)/.test
+	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=scalar $(BIN)/python -m pytest -n 2 --dist loadfile $(PORTABLE) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

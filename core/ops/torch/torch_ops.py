@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import MutableMapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -71,10 +72,16 @@ class TorchOps:
         *,
         plain: bool = False,  # noqa: ARG002 - nothing is quantised here
     ) -> PackedLinear:
-        """Reorder for oneDNN, whose rows are the same bits beside any number of others."""
+        """Reorder for oneDNN, whose rows are the same bits beside any number of others.
+
+        Where oneDNN has no bfloat16 products, such weights are packed as float32, at twice the
+        memory: products and sums are then float32, rounded once.
+        """
         assert isinstance(weight, Tensor)
         if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES or not _has_onednn():
             return PackedLinear(weight, bias, packed=False)
+        if not _packs(weight.dtype):
+            weight, bias = weight.float(), None if bias is None else bias.float()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
         return PackedLinear(packed, bias, packed=True)
 
@@ -83,9 +90,9 @@ class TorchOps:
         if not weight.packed:
             return F.linear(x, weight.weight, weight.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, weight.weight, weight.bias, "none", [], ""
+            x.to(weight.weight.dtype), weight.weight, weight.bias, "none", [], ""
         )
-        return out
+        return out.to(x.dtype)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """``[T] -> [T, hidden]`` from a table ``[vocab, hidden]``."""
@@ -198,6 +205,21 @@ class TorchOps:
 def _has_onednn() -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of that dtype on this CPU, found by packing a small one.
+
+    The CPU's flags do not answer: ``ONEDNN_MAX_CPU_ISA`` may forbid oneDNN what the CPU can.
+    """
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), _PACK_ROWS)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        logger.info("PyTorch multiplies %s weights as float32 on this CPU: %s", dtype, reason)
+        return False
+    return True
 
 
 def _normed_heads(x: Tensor, norm: HeadNorm, num_heads: int) -> Tensor:

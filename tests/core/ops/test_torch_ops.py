@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from foretoken.core.ops.backends import choose_ops
 from foretoken.core.ops.base import HeadLayout, Norm
 from foretoken.core.ops.batch import Segment, build_batch
 from foretoken.core.ops.kv_pool import KVPool, bytes_per_page
+from foretoken.core.ops.torch import torch_ops
 from foretoken.core.ops.torch.attention import TorchPlan
 from foretoken.core.ops.torch.torch_ops import TorchOps
 from support.rope_fixture import Turns
@@ -51,6 +53,39 @@ def test_linear_rows_do_not_depend_on_their_number(
     expected = F.linear(x.double(), weight.double(), bias.double())
     tolerance = 1e-3 if dtype == torch.float32 else 1.0
     torch.testing.assert_close(ops.linear(x, packed).double(), expected, atol=tolerance, rtol=0.01)
+
+
+@pytest.fixture
+def no_bfloat16_packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make oneDNN refuse bfloat16 weights, as on a CPU with AVX2 and without AVX-512."""
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+
+    def refuse(weight: Tensor, rows: int) -> Tensor:
+        if weight.dtype == torch.bfloat16:
+            raise RuntimeError("mkldnn_reorder_linear_weight: bf16 path needs the cpu support")
+        packed: Tensor = reorder(weight, rows)
+        return packed
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    torch_ops._packs.cache_clear()
+    yield
+    torch_ops._packs.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bfloat16_packs")
+def test_where_onednn_packs_no_bfloat16_products_are_float32_and_rounded_once(
+    ops: TorchOps,
+) -> None:
+    weight, bias = torch.randn(96, 512).bfloat16(), torch.randn(96).bfloat16()
+    packed = ops.pack_linear(weight, bias)
+    x = torch.randn(64, 512).bfloat16()
+    assert lone_rows_equal(lambda rows: ops.linear(rows, packed), x, 2)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    found = ops.linear(x, packed)
+    assert found.dtype == torch.bfloat16
+    # A sum in float32 is so near the exact one that both round alike but where that lies halfway.
+    assert (found == exact.bfloat16()).float().mean() > 0.99
+    assert torch.equal(ops.logits(x, packed), found.float())
 
 
 def test_float16_weights_stay_plain(ops: TorchOps) -> None:

@@ -20,6 +20,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv(building.SETTING, raising=False)
     loading._say_why.cache_clear()
     loading._load.cache_clear()
     yield

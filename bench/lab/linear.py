@@ -1,0 +1,199 @@
+"""Time of linear layers alone, by kind and rows: `python -m foretoken.bench.lab.linear`.
+
+All matrices of SmolLM2's layers (or of `--shape`) with random weights are multiplied one after the
+other, so that each is read from memory. Native kernels of each `--variant` and PyTorch's packed
+matrices take turns. The rooflines are the read bandwidth and the rate of float32 products, both of
+the same variant in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...core.ops.native import NativeLibrary, native_library
+from ...core.ops.native.build import Variant, variants
+from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
+from ...core.ops.native.linear import linear, pack_linear
+from ...core.ops.native.products import bfloat16_products
+from ...core.ops.quantize import GROUP, SUPER, QuantizedWeight, WeightKind, quantize_weight
+from ...core.ops.torch.torch_ops import TorchOps
+from ..report import RESULTS, command, machine, table, write_json
+
+SHAPES = {  # matrices of a layer, [out, in], and layers
+    "smollm2": (((960, 576), (576, 576), (3072, 576), (576, 1536)), 30),
+    "0.6b": (((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)), 10),
+}
+KINDS = ("float32", "bfloat16", "int8", "int4", "int4_min", "int8_group", "int4_k", "mxfp4")
+ROWS = (1, 2, 4, 5, 8, 9, 16, 64, 256, 512)
+_OUT = RESULTS / "linear.json"
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """Seconds of all matrices once, at the best of several turns."""
+
+    by: str  # a variant of the native kernels, or torch
+    kind: str
+    rows: int
+    ms: float
+    over_one_row: float
+    gbps: float  # of weights
+    of_read: float  # share of the read bandwidth
+    gflops: float
+    of_float32: float  # share of the rate of float32 products
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write JSON to ``--out``."""
+    options = _parsed(argv)
+    print(command(), *(f"{key}: {value}" for key, value in machine().items()), sep="\n")
+    figures, limits = [], {}
+    for variant in options.variant:
+        library = native_library(variant)
+        if library is None:
+            raise SystemExit(f"the kernels {variant} cannot be had on this machine")
+        library.set_threads(options.threads)
+        limits[variant] = (read_bandwidth(library), matrix_rate(library))
+        reads, rate = limits[variant]
+        print(f"{variant}: reads {reads / 1e9:.1f} GB/s, products {rate / 1e9:.0f} GFLOP/s")
+    torch.set_num_threads(options.threads)
+    for kind in options.kinds:
+        figures += list(measured(options, kind, limits))
+    print(table([_shown(figure) for figure in figures]))
+    report = {"command": command(), "machine": machine(), "threads": options.threads}
+    write_json(options.out, {**report, "limits": limits, "figures": figures})
+
+
+def _shown(figure: Figure) -> dict[str, object]:
+    return msgspec.structs.asdict(figure)
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m foretoken.bench.lab.linear", description=__doc__
+    )
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=cores, help="CPU threads (%(default)s)")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        choices=get_args(Variant),
+        help="kernels to measure, repeatable (default: the fastest of this CPU)",
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--turns", type=int, default=7, help="times that each is run")
+    parser.add_argument("--torch", action="store_true", help="also PyTorch's packed matrices")
+    parser.add_argument("--out", type=Path, default=_OUT)
+    options = parser.parse_args(argv)
+    options.variant = options.variant or [variants()[0]]
+    return options
+
+
+def measured(
+    options: argparse.Namespace, kind: str, limits: dict[str, tuple[float, float]]
+) -> Iterator[Figure]:
+    """Figures of one kind of weights, by variant and rows."""
+    shapes, num_layers = SHAPES[options.shape]
+    parameters = num_layers * sum(out * width for out, width in shapes)
+    for by in [*options.variant, *(["torch"] if options.torch else [])]:
+        run, num_bytes = _prepared(by, kind, shapes, num_layers)
+        reads, rate = limits.get(by, limits[options.variant[0]])
+        first = 0.0
+        for rows in options.rows:
+            seconds = best_seconds(run(rows), repeats=options.turns)
+            first = first or seconds
+            yield Figure(
+                by=by,
+                kind=kind,
+                rows=rows,
+                ms=round(seconds * 1e3, 3),
+                over_one_row=round(seconds / first, 2),
+                gbps=round(num_bytes / seconds / 1e9, 1),
+                of_read=round(num_bytes / seconds / reads, 2),
+                gflops=round(2 * rows * parameters / seconds / 1e9),
+                of_float32=round(2 * rows * parameters / seconds / rate, 2),
+            )
+
+
+def _prepared(
+    by: str, kind: str, shapes: Sequence[tuple[int, int]], num_layers: int
+) -> tuple[Callable[[int], Callable[[], None]], int]:
+    """A maker of runs over all matrices for a number of rows, and the bytes of the matrices."""
+    weights = [torch.randn(shape) for _ in range(num_layers) for shape in shapes]
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    if by == "torch":
+        ops = TorchOps()
+        reordered = [ops.pack_linear(weight.to(dtype)) for weight in weights]
+        sizes = [weight.numel() * dtype.itemsize for weight in weights]
+        calls = [(w.shape[1], _torch_call(ops, p)) for w, p in zip(weights, reordered, strict=True)]
+        return _runs(calls, dtype, ops.min_rows), sum(sizes)
+    library = native_library(by)  # type: ignore[arg-type]
+    assert library is not None
+    packed = [
+        pack_linear(library, _of_kind(weight, kind), None, products=bfloat16_products(library))
+        for weight in weights
+    ]
+    native = [(each.in_features, _native_call(library, each)) for each in packed]
+    return _runs(native, dtype, 1), sum(each.num_bytes for each in packed)
+
+
+def _of_kind(weight: Tensor, kind: str) -> Tensor | QuantizedWeight:
+    if kind in ("float32", "bfloat16"):
+        return weight.to(getattr(torch, kind))
+    if kind in ("int8", "int4"):
+        return quantize_weight(weight, kind)  # type: ignore[arg-type]
+    return _random(kind, *weight.shape)  # type: ignore[arg-type]
+
+
+def _random(kind: WeightKind, out: int, width: int) -> QuantizedWeight:
+    """Random values as files have them, rows padded to whole super-groups where those exist."""
+    if kind == "int4_k":
+        width = -(-width // SUPER) * SUPER
+    least, most = (-127, 128) if kind == "int8_group" else (0, 16)
+    values = torch.randint(least, most, (out, width), dtype=torch.int8)
+    groups = (out, width // GROUP)
+    if kind == "int4_k":
+        scales = [torch.randint(1, 64, groups, dtype=torch.uint8) for _ in range(2)]
+        factors = [(torch.rand(out, width // SUPER) / 1000).half() for _ in range(2)]
+        return QuantizedWeight(kind, values, scales[0], scales[1], tuple(factors))
+    scale = torch.rand(groups) / 100
+    if kind == "mxfp4":
+        return QuantizedWeight(kind, values, scale.bfloat16())
+    minimum = (torch.rand(groups) / -100).half() if kind == "int4_min" else None
+    return QuantizedWeight(kind, values, scale.half(), minimum)
+
+
+def _native_call(library: NativeLibrary, packed: object) -> Callable[[Tensor], object]:
+    return lambda x: linear(library, x, packed)  # type: ignore[arg-type]
+
+
+def _torch_call(ops: TorchOps, packed: object) -> Callable[[Tensor], object]:
+    return lambda x: ops.linear(x, packed)  # type: ignore[arg-type]
+
+
+def _runs(
+    calls: Sequence[tuple[int, Callable[[Tensor], object]]], dtype: torch.dtype, least: int
+) -> Callable[[int], Callable[[], None]]:
+    def of_rows(rows: int) -> Callable[[], None]:
+        inputs = {width: torch.randn(max(rows, least), width).to(dtype) for width, _ in calls}
+
+        def run() -> None:
+            for width, call in calls:
+                call(inputs[width])
+
+        return run
+
+    return of_rows
+
+
+if __name__ == "__main__":
+    main()
