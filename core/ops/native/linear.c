@@ -7,14 +7,12 @@
  * The weights stream once from memory. The first tile of a panel prefetches a little ahead; where
  * more tiles follow, each of them fetches its share of the next panel into the second-level cache.
  */
-#include "linear_job.h"
-
-enum { STEP_BYTES = PANEL * 4, NEAR = 6144 };
+#include "linear_words.h"
 
 #if defined(FT_AVX512)
 enum { MAX_TILE = 12 }; /* rows; 24 sums, two weights and a broadcast in 32 registers */
 #else
-enum { MAX_TILE = 4 };
+enum { MAX_TILE = 6 }; /* 12 sums, two weights, a broadcast and a product in 16 registers */
 #endif
 
 /* Where a tile lies, and what it prefetches. */
@@ -120,19 +118,22 @@ FT_INLINE void bfloat16_wide_tile(const ft_linear_job *job, const tile_t *tile, 
     for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
     for (int64_t s = 0; s < job->steps; s++, w += STEP_BYTES, ahead += tile->ahead_step) {
         vi left = vi_load(w), right = vi_load(w + STEP_BYTES / 2);
-        vf even_left = vf_even_bf16(left), odd_left = vf_odd_bf16(left);
-        vf even_right = vf_even_bf16(right), odd_right = vf_odd_bf16(right);
+        vf even_left = vf_even_bf16(left), even_right = vf_even_bf16(right);
         ft_prefetch(ahead);
         ft_prefetch(ahead + 64);
 #pragma GCC unroll 12
-        for (int r = 0; r < count; r++) {
-            vf even = vf_set1(x[r]), odd = vf_set1(x[count + r]);
-            sum[r][0] = vf_fma(even_left, even, sum[r][0]);
-            sum[r][1] = vf_fma(even_right, even, sum[r][1]);
-            sum[r][0] = vf_fma(odd_left, odd, sum[r][0]);
-            sum[r][1] = vf_fma(odd_right, odd, sum[r][1]);
+        for (int r = 0; r < count; r++, x++) {
+            vf value = vf_set1(*x);
+            sum[r][0] = vf_fma(even_left, value, sum[r][0]);
+            sum[r][1] = vf_fma(even_right, value, sum[r][1]);
         }
-        x += 2 * count;
+        vf odd_left = vf_odd_bf16(left), odd_right = vf_odd_bf16(right);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++, x++) {
+            vf value = vf_set1(*x);
+            sum[r][0] = vf_fma(odd_left, value, sum[r][0]);
+            sum[r][1] = vf_fma(odd_right, value, sum[r][1]);
+        }
     }
     finish_sums(job, tile, sum, count);
 }
@@ -147,13 +148,21 @@ FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int
         vi left = vi_load(w), right = vi_load(w + STEP_BYTES / 2);
         ft_prefetch(ahead);
         ft_prefetch(ahead + 64);
+#if defined(FT_WORDS)
+        vi even_left = vi_even_bytes(left), even_right = vi_even_bytes(right);
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++, x += 4) vi_dot_words(sum[r], even_left, even_right, x);
+        vi odd_left = vi_odd_bytes(left), odd_right = vi_odd_bytes(right);
+#pragma GCC unroll 6
+        for (int r = 0; r < count; r++, x += 4) vi_dot_words(sum[r], odd_left, odd_right, x);
+#else
 #pragma GCC unroll 12
-        for (int r = 0; r < count; r++) {
-            vi quad = vi_broadcast(x + 4 * r);
+        for (int r = 0; r < count; r++, x += 4) {
+            vi quad = vi_broadcast(x);
             sum[r][0] = vi_dot_u8s8(sum[r][0], left, quad);
             sum[r][1] = vi_dot_u8s8(sum[r][1], right, quad);
         }
-        x += 4 * count;
+#endif
     }
     const float *scale = job->weight->scale + tile->column;
     float out[MAX_TILE][PANEL];
@@ -167,109 +176,73 @@ FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int
     ft_finish_rows(job, tile->row, tile->column, out[0], count);
 }
 
-/* Bytes of a group of 32 columns of a panel, by kind: values, then scales, then minima. */
-enum {
-    INT4_BLOCK = PANEL * 18,
-    INT4_MIN_BLOCK = PANEL * 20,
-    INT8_GROUP_BLOCK = PANEL * 34,
-};
-
-/* Whether groups have bytes for scales, and numbers that 8 of them share stand before these. */
-FT_INLINE int is_k_kind(const int kind) {
-    return kind >= FT_LINEAR_INT4_K && kind != FT_LINEAR_IQ4_NL && kind != FT_LINEAR_MXFP4;
-}
-
-/* Values that 4 bits name, plus 127 or, of E2M1 doubled, 12: what linear_rows.c takes away. */
-static const uint8_t iq4_values[16] = {0,   23,  44,  62,  78,  92,  105, 117,
-                                       128, 140, 152, 165, 180, 196, 216, 240};
-static const uint8_t e2m1_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-
-/* The values of a kind, or NULL where numbers are values. */
-FT_INLINE const uint8_t *values_of(const int kind) {
-    if (kind == FT_LINEAR_MXFP4) return e2m1_values;
-    return kind == FT_LINEAR_IQ4_NL || kind == FT_LINEAR_IQ4_XS ? iq4_values : NULL;
-}
-
-FT_INLINE int block_bytes(const int kind) {
-    switch (kind) {
-        case FT_LINEAR_INT4:
-        case FT_LINEAR_IQ4_NL:
-        case FT_LINEAR_MXFP4: return INT4_BLOCK;
-        case FT_LINEAR_INT4_MIN:
-        case FT_LINEAR_INT4_ZERO: return INT4_MIN_BLOCK;
-        case FT_LINEAR_INT8_GROUP: return INT8_GROUP_BLOCK;
-        case FT_LINEAR_INT4_K: return PANEL * 18;
-        case FT_LINEAR_IQ4_XS: return PANEL * 16;
-        case FT_LINEAR_INT5_K:
-        case FT_LINEAR_INT6_K: return PANEL * 34;
-        default: return STEP_BYTES;
-    }
-}
-
-/* Bytes of what the groups of a super-group share. */
-FT_INLINE int super_bytes(const int kind) {
-    if (kind == FT_LINEAR_IQ4_XS) return PANEL * (2 + FT_SUPER);
-    return !is_k_kind(kind) ? 0 : kind == FT_LINEAR_INT6_K ? PANEL * 2 : PANEL * 4;
-}
-
-/* The eight vectors of quads of half a panel, whose bytes begin at `w`. `values`: those that nibbles
- * name, or NULL. */
-FT_INLINE void load_group(const char *w, const int is_int8, const uint8_t *values, vi *quads) {
+/* Our own 4-bit kind. Activations are bytes, so small that the sums of a group need few bits. */
+FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
+    const float *x_scale = job->x_scale + tile->row * job->groups;
+    const int32_t *x_offset = job->x_offset + tile->row * job->groups;
+    vf sum[MAX_TILE][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
+    for (int64_t g = 0; g < job->groups; g++, w += INT4_BLOCK, ahead += tile->ahead_step) {
+        vi dots[MAX_TILE][2];
+#pragma GCC unroll 5
+        for (int line = 0; line < INT4_BLOCK; line += 64) ft_prefetch(ahead + line);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) dots[r][0] = dots[r][1] = vi_zero();
 #pragma GCC unroll 8
-    for (int j = 0; j < (is_int8 ? 8 : 4); j++) {
-        vi bytes = vi_load(w + j * STEP_BYTES);
-        if (is_int8) {
-            quads[j] = bytes;
-        } else {
-            quads[j] = vi_low_nibbles(bytes);
-            quads[j + 4] = vi_high_nibbles(bytes);
-            if (values) {
-                quads[j] = vi_lookup(values, quads[j]);
-                quads[j + 4] = vi_lookup(values, quads[j + 4]);
-            }
+        for (int j = 0; j < 8; j++, x += 4 * count) {
+            const char *at = w + j % 4 * STEP_BYTES;
+            vi left = vi_load(at), right = vi_load(at + STEP_BYTES / 2);
+            left = j < 4 ? vi_low_nibbles(left) : vi_high_nibbles(left);
+            right = j < 4 ? vi_low_nibbles(right) : vi_high_nibbles(right);
+#pragma GCC unroll 12
+            for (int r = 0; r < count; r++) vi_gather_u4s8(dots[r], left, right, x + 4 * r);
         }
+        const uint16_t *scales = (const uint16_t *)(w + 4 * STEP_BYTES);
+        vf left_scale = vf_load_fp16(scales), right_scale = vf_load_fp16(scales + FT_LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            vi offset = vi_set1(x_offset[r]);
+            vf row_scale = vf_set1(x_scale[r]);
+            vf left = vf_from_vi(vi_add(vi_gathered(dots[r][0]), offset));
+            vf right = vf_from_vi(vi_add(vi_gathered(dots[r][1]), offset));
+            sum[r][0] = vf_fma(left, vf_mul(left_scale, row_scale), sum[r][0]);
+            sum[r][1] = vf_fma(right, vf_mul(right_scale, row_scale), sum[r][1]);
+        }
+        x_scale += count;
+        x_offset += count;
     }
+    finish_sums(job, tile, sum, count);
 }
 
-/* The dot products of a row with a group, or with half of it: sums of the low bytes of activations and,
- * for fine kinds, 256 times those of the high ones. `first` is where the sums begin. `is_wide`: weights
- * exceed 128. */
+#if !defined(FT_WORDS)
+/* The dot products of a row with a group, or with half of it: sums of the low bytes of activations, and
+ * 256 times those of the high ones. `first` is where the sums begin. */
 FT_INLINE void group_dots(const vi *left, const vi *right, const char *x, const int count,
-                          const int is_wide, const int is_fine, const int begin, const int end,
-                          const vi first, vf *out) {
+                          const int begin, const int end, const vi first, vf *out) {
     vi dots[2][2] = {{first, first}, {vi_zero(), vi_zero()}}; /* low, high */
 #pragma GCC unroll 2
-    for (int part = 0; part <= is_fine; part++) {
+    for (int part = 0; part < 2; part++) {
 #pragma GCC unroll 8
         for (int j = begin; j < end; j++) {
             vi quad = vi_broadcast(x + 4 * ((part * 8 + j) * count));
-            if (is_wide) {
-                dots[part][0] = vi_dot_u8s8(dots[part][0], left[j], quad);
-                dots[part][1] = vi_dot_u8s8(dots[part][1], right[j], quad);
-            } else {
-                dots[part][0] = vi_dot_u4s8(dots[part][0], left[j], quad);
-                dots[part][1] = vi_dot_u4s8(dots[part][1], right[j], quad);
-            }
+            dots[part][0] = vi_dot_u8s8(dots[part][0], left[j], quad);
+            dots[part][1] = vi_dot_u8s8(dots[part][1], right[j], quad);
         }
     }
-    out[0] = vf_from_vi(dots[0][0]), out[1] = vf_from_vi(dots[0][1]);
-    if (is_fine) {
-        out[0] = vf_fma(vf_from_vi(dots[1][0]), vf_set1(256.0f), out[0]);
-        out[1] = vf_fma(vf_from_vi(dots[1][1]), vf_set1(256.0f), out[1]);
-    }
+    out[0] = vf_fma(vf_from_vi(dots[1][0]), vf_set1(256.0f), vf_from_vi(dots[0][0]));
+    out[1] = vf_fma(vf_from_vi(dots[1][1]), vf_set1(256.0f), vf_from_vi(dots[0][1]));
 }
 
-/* Weights with a scale for each group of 32; `kind` is a constant, too. Activations are bytes for
- * int4, else numbers of 16 bits as two bytes, high and low, each with sums of its own. */
+/* Weights with a scale for each group of 32; `kind` is a constant, too. Activations are numbers of 16
+ * bits as two bytes, high and low, each with sums of its own. */
 FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const int count,
                           const int kind) {
-    const int is_int8 = kind == FT_LINEAR_INT8_GROUP || kind == FT_LINEAR_INT5_K;
+    const int is_int8 = has_bytes(kind), min_added = has_min(kind);
     const int has_zero = kind == FT_LINEAR_INT4_ZERO, is_k = is_k_kind(kind);
-    const int is_xs = kind == FT_LINEAR_IQ4_XS, has_min = kind == FT_LINEAR_INT4_MIN || (is_k && !is_xs);
-    const uint8_t *values = values_of(kind);
-    const int is_wide = is_int8 || values == iq4_values;
+    const int is_xs = kind == FT_LINEAR_IQ4_XS;
     const int block = block_bytes(kind);
-    const int is_fine = kind != FT_LINEAR_INT4, size = FT_GROUP << is_fine; /* bytes of a row */
     const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
     const float *x_scale = job->x_scale + tile->row * job->groups;
     const int32_t *x_offset = job->x_offset + tile->row * job->groups;
@@ -284,14 +257,17 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 super[half] = vf_load_fp16(numbers + half * FT_LANES);
-                if (has_min) super_min[half] = vf_load_fp16(numbers + PANEL + half * FT_LANES);
+                if (min_added) super_min[half] = vf_load_fp16(numbers + PANEL + half * FT_LANES);
             }
             xs_scales = w + PANEL * 2;
             w += super_bytes(kind);
         }
         vi left[8], right[8];
-        load_group(w, is_int8, values, left);
-        load_group(w + STEP_BYTES / 2, is_int8, values, right);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            left[j] = load_quad(w, j, kind);
+            right[j] = load_quad(w + STEP_BYTES / 2, j, kind);
+        }
         const char *numbers = w + (is_int8 ? 8 : 4) * STEP_BYTES;
         vf scale[2], min[2] = {vf_zero(), vf_zero()};
 #pragma GCC unroll 2
@@ -307,7 +283,7 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
             } else {
                 const uint16_t *halves = (const uint16_t *)numbers + half * FT_LANES;
                 scale[half] = kind == FT_LINEAR_MXFP4 ? vf_load_bf16(halves) : vf_load_fp16(halves);
-                if (has_min || has_zero) min[half] = vf_load_fp16(halves + PANEL);
+                if (min_added || has_zero) min[half] = vf_load_fp16(halves + PANEL);
             }
         }
 #pragma GCC unroll 18
@@ -316,18 +292,18 @@ FT_INLINE void group_tile(const ft_linear_job *job, const tile_t *tile, const in
         for (int r = 0; r < count; r++) {
             vf dots[2];
             /* The offset is the group's sum where it is needed as such. */
-            const vi first = has_min || has_zero ? vi_zero() : vi_set1(x_offset[r]);
-            group_dots(left, right, x + 4 * r, count, is_wide, is_fine, 0, 8, first, dots);
+            const vi first = min_added || has_zero ? vi_zero() : vi_set1(x_offset[r]);
+            group_dots(left, right, x + 4 * r, count, 0, 8, first, dots);
             vf row_scale = vf_set1(x_scale[r]), row_sum = vf_set1((float)x_offset[r]);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 if (has_zero) /* all of them are whole numbers */
                     dots[half] = vf_fma(min[half], vf_set1(-(float)x_offset[r]), dots[half]);
                 sum[r][half] = vf_fma(dots[half], vf_mul(scale[half], row_scale), sum[r][half]);
-                if (has_min) sum[r][half] = vf_fma(min[half], vf_mul(row_sum, row_scale), sum[r][half]);
+                if (min_added) sum[r][half] = vf_fma(min[half], vf_mul(row_sum, row_scale), sum[r][half]);
             }
         }
-        x += size * count;
+        x += 2 * FT_GROUP * count;
         x_scale += count;
         x_offset += count;
     }
@@ -350,8 +326,11 @@ FT_INLINE void int6_k_tile(const ft_linear_job *job, const tile_t *tile, const i
             w += super_bytes(FT_LINEAR_INT6_K);
         }
         vi left[8], right[8];
-        load_group(w, 1, NULL, left);
-        load_group(w + STEP_BYTES / 2, 1, NULL, right);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            left[j] = load_quad(w, j, FT_LINEAR_INT6_K);
+            right[j] = load_quad(w + STEP_BYTES / 2, j, FT_LINEAR_INT6_K);
+        }
         const char *bytes = w + 8 * STEP_BYTES;
         vf scale[2][2]; /* by part of the group, by half of the panel */
 #pragma GCC unroll 2
@@ -368,7 +347,7 @@ FT_INLINE void int6_k_tile(const ft_linear_job *job, const tile_t *tile, const i
             for (int part = 0; part < 2; part++) {
                 vf dots[2];
                 const vi first = vi_set1(x_offset[2 * r + part]);
-                group_dots(left, right, x + 4 * r, count, 1, 1, 4 * part, 4 * part + 4, first, dots);
+                group_dots(left, right, x + 4 * r, count, 4 * part, 4 * part + 4, first, dots);
                 sum[r][0] = vf_fma(dots[0], vf_mul(scale[part][0], row_scale), sum[r][0]);
                 sum[r][1] = vf_fma(dots[1], vf_mul(scale[part][1], row_scale), sum[r][1]);
             }
@@ -384,7 +363,6 @@ FT_INLINE void int6_k_tile(const ft_linear_job *job, const tile_t *tile, const i
     FT_INLINE void kind##_tile(const ft_linear_job *job, const tile_t *tile, const int count) { \
         group_tile(job, tile, count, FORM); \
     }
-GROUP_TILE(int4, FT_LINEAR_INT4)
 GROUP_TILE(int4_min, FT_LINEAR_INT4_MIN)
 GROUP_TILE(int8_group, FT_LINEAR_INT8_GROUP)
 GROUP_TILE(int4_zero, FT_LINEAR_INT4_ZERO)
@@ -393,20 +371,22 @@ GROUP_TILE(int5_k, FT_LINEAR_INT5_K)
 GROUP_TILE(iq4_nl, FT_LINEAR_IQ4_NL)
 GROUP_TILE(mxfp4, FT_LINEAR_MXFP4)
 GROUP_TILE(iq4_xs, FT_LINEAR_IQ4_XS)
+#endif
 
 #define CASE(kind, n) \
     case n: kind##_tile(job, tile, n); break;
 #if defined(FT_AVX512)
 #define MORE_CASES(kind) \
-    CASE(kind, 5) CASE(kind, 6) CASE(kind, 7) CASE(kind, 8) \
-    CASE(kind, 9) CASE(kind, 10) CASE(kind, 11) CASE(kind, 12)
+    CASE(kind, 7) CASE(kind, 8) CASE(kind, 9) \
+    CASE(kind, 10) CASE(kind, 11) CASE(kind, 12)
 #else
 #define MORE_CASES(kind)
 #endif
 #define DEFINE_TILE(kind) \
     static void run_##kind(const ft_linear_job *job, const tile_t *tile, int64_t count) { \
         switch (count) { \
-            CASE(kind, 1) CASE(kind, 2) CASE(kind, 3) CASE(kind, 4) MORE_CASES(kind) \
+            CASE(kind, 1) CASE(kind, 2) CASE(kind, 3) \
+            CASE(kind, 4) CASE(kind, 5) CASE(kind, 6) MORE_CASES(kind) \
         } \
     }
 DEFINE_TILE(float32)
@@ -414,6 +394,7 @@ DEFINE_TILE(bfloat16)
 DEFINE_TILE(bfloat16_wide)
 DEFINE_TILE(int8)
 DEFINE_TILE(int4)
+#if !defined(FT_WORDS)
 DEFINE_TILE(int4_min)
 DEFINE_TILE(int8_group)
 DEFINE_TILE(int4_zero)
@@ -423,6 +404,7 @@ DEFINE_TILE(int6_k)
 DEFINE_TILE(iq4_nl)
 DEFINE_TILE(mxfp4)
 DEFINE_TILE(iq4_xs)
+#endif
 
 static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count) {
     switch (job->weight->kind) {
@@ -431,6 +413,7 @@ static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count
         case FT_LINEAR_BFLOAT16_WIDE: run_bfloat16_wide(job, tile, count); break;
         case FT_LINEAR_INT8: run_int8(job, tile, count); break;
         case FT_LINEAR_INT4: run_int4(job, tile, count); break;
+#if !defined(FT_WORDS)
         case FT_LINEAR_INT4_MIN: run_int4_min(job, tile, count); break;
         case FT_LINEAR_INT8_GROUP: run_int8_group(job, tile, count); break;
         case FT_LINEAR_INT4_ZERO: run_int4_zero(job, tile, count); break;
@@ -440,6 +423,7 @@ static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count
         case FT_LINEAR_IQ4_NL: run_iq4_nl(job, tile, count); break;
         case FT_LINEAR_MXFP4: run_mxfp4(job, tile, count); break;
         default: run_iq4_xs(job, tile, count);
+#endif
     }
 }
 
@@ -448,6 +432,12 @@ static void run_panels(void *context, int64_t begin, int64_t end) {
     const int64_t share = job->panel_bytes / job->tiles;
     for (int64_t panel = begin; panel < end; panel++) {
         const char *weight = (const char *)job->weight->weight + panel * job->panel_bytes;
+#if defined(FT_WORDS)
+        if (ft_is_fine(job->weight)) {
+            run_words_panel(job, weight, panel * PANEL);
+            continue;
+        }
+#endif
         for (int64_t i = 0; i < job->tiles; i++) {
             tile_t tile = {.weight = weight, .row = i * job->tile_rows, .column = panel * PANEL};
             tile.ahead = job->tiles == 1 ? weight + NEAR : weight + job->panel_bytes + i * share;
@@ -468,7 +458,8 @@ static int64_t words_of_row(const ft_linear_weight *weight) {
         case FT_LINEAR_FLOAT32: return weight->in_features;
         case FT_LINEAR_BFLOAT16: return ft_ceil_div(weight->in_features, 2);
         case FT_LINEAR_BFLOAT16_WIDE: return round_up(weight->in_features, 2);
-        case FT_LINEAR_INT8: return round_up(weight->in_features, FT_LANES) / 4;
+        case FT_LINEAR_INT8:
+            return (round_up(weight->in_features, FT_LANES) << ft_has_words(weight)) / 4;
         default: return (round_up(weight->in_features, FT_GROUP) << ft_is_fine(weight)) / 4;
     }
 }

@@ -7,6 +7,11 @@
 #include "linear.h"
 #include "simd.h"
 
+/* Where no instruction multiplies bytes in quads, linear_words.h multiplies 16-bit numbers in pairs. */
+#if !defined(FT_AVX512) && !defined(FT_AMX)
+#define FT_WORDS 1
+#endif
+
 enum { PANEL = 2 * FT_LANES }; /* outputs that lie side by side */
 
 typedef struct {
@@ -25,6 +30,16 @@ typedef struct {
     void *y;
     int y_dtype;
 } ft_linear_job;
+
+/* Whether activations are 16-bit numbers, in pairs as vi_dot_words takes them. */
+FT_INLINE int ft_has_words(const ft_linear_weight *weight) {
+#if defined(FT_WORDS)
+    return weight->kind == FT_LINEAR_INT8 || ft_is_fine(weight);
+#else
+    (void)weight;
+    return 0;
+#endif
+}
 
 /* Quantise and interleave x for the job's tiles, on the pool; sets x, x_scale and x_offset. Returns
  * -1 when there is no memory. The rows lie in this thread's scratch memory. */

@@ -12,7 +12,8 @@ typedef struct {
     int64_t group_size; /* that shares a scale */
     int32_t weight_offset;
     int halves;     /* two offsets of each group: those of its halves */
-    int fine;       /* numbers of 16 bits: of each group the low bytes, then the high ones */
+    int fine;       /* numbers of 16 bits: of each group the low bytes, then the high ones, or */
+    int words;      /* pairs of such numbers; of int8 weights these hold bytes */
     int8_t *bytes;  /* quantised rows, before they are interleaved: [rows, x_steps * 4] */
     uint32_t *out;  /* what job->x will be */
     float *scale;
@@ -32,33 +33,60 @@ FT_INLINE vf load_activation(const rows_t *q, int64_t row, int64_t k) {
     return vf_load(wide);
 }
 
-/* A whole number from -32639 to 32639 as 256 * high + low, both signed bytes. */
-FT_INLINE void split(float number, int8_t *low, int8_t *high) {
-    const int32_t whole = (int32_t)number;
-    *low = (int8_t)whole;
-    *high = (int8_t)((whole + 128) >> 8);
+/* A group as bytes; returns their sum. */
+FT_INLINE int32_t store_bytes(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < q->group_size; k += FT_LANES)
+        vf_store_int8(out + k, vf_mul(load_activation(q, row, begin + k), factor));
+    for (int64_t k = 0; k < q->group_size; k++) sum += out[k];
+    return sum;
+}
+
+/* Numbers from -32639 to 32639 as 16-bit words: of each four the first and the third, then the others. */
+FT_INLINE void store_words(const int32_t *numbers, int64_t count, int8_t *out) {
+    for (int64_t k = 0; k < count; k += 4) {
+        const int16_t words[4] = {(int16_t)numbers[k], (int16_t)numbers[k + 2],
+                                  (int16_t)numbers[k + 1], (int16_t)numbers[k + 3]};
+        memcpy(out + 2 * k, words, sizeof words);
+    }
+}
+
+/* A group of such numbers, each 256 * high + low, both signed bytes: the low ones, then the high ones. */
+FT_INLINE void store_split(const int32_t *numbers, int8_t *out) {
+    for (int k = 0; k < FT_GROUP; k++) {
+        out[k] = (int8_t)numbers[k];
+        out[FT_GROUP + k] = (int8_t)((numbers[k] + 128) >> 8);
+    }
+}
+
+FT_INLINE int32_t add_up(const int32_t *numbers) {
+    int32_t sum = 0;
+    for (int k = 0; k < FT_GROUP / 2; k++) sum += numbers[k];
+    return sum;
 }
 
 /* A group of rounded numbers to the bytes at `out`, and their sum, or those of its halves. */
 FT_INLINE void store_group(const rows_t *q, int64_t row, int64_t begin, vf factor, int8_t *out,
                            int32_t *sums) {
-    int32_t sum = 0;
-    if (!q->fine) {
-        for (int64_t k = 0; k < q->group_size; k += FT_LANES)
-            vf_store_int8(out + k, vf_mul(load_activation(q, row, begin + k), factor));
-        for (int64_t k = 0; k < q->group_size; k++) sum += out[k];
-        sums[0] = sum;
+    sums[0] = sums[1] = 0;
+    if (!q->fine && !q->words) {
+        sums[0] = store_bytes(q, row, begin, factor, out);
         return;
     }
-    float numbers[FT_GROUP];
-    for (int64_t k = 0; k < FT_GROUP; k += FT_LANES)
-        vf_store(numbers + k, vf_round(vf_mul(load_activation(q, row, begin + k), factor)));
-    for (int k = 0; k < FT_GROUP; k++) {
-        split(numbers[k], out + k, out + FT_GROUP + k);
-        sum += (int32_t)numbers[k];
-        if (k == FT_GROUP / 2 - 1) sums[0] = sum;
+    for (int64_t first = 0; first < q->group_size; first += FT_GROUP, out += 2 * FT_GROUP) {
+        const int64_t count = ft_min(FT_GROUP, q->group_size - first);
+        float rounded[FT_GROUP] = {0};
+        int32_t numbers[FT_GROUP];
+        for (int64_t k = 0; k < count; k += FT_LANES) {
+            vf x = load_activation(q, row, begin + first + k);
+            vf_store(rounded + k, vf_round(vf_mul(x, factor)));
+        }
+        for (int k = 0; k < FT_GROUP; k++) numbers[k] = (int32_t)rounded[k];
+        if (q->words) store_words(numbers, count, out);
+        else store_split(numbers, out);
+        sums[0] += add_up(numbers);
+        sums[q->halves] += add_up(numbers + FT_GROUP / 2);
     }
-    sums[q->halves] = sum - (q->halves ? sums[0] : 0);
 }
 
 /* A group as signed bytes at `out`, its scale and offset at index `at`. */
@@ -155,7 +183,8 @@ void ft_prepare_rows_in(ft_linear_job *job, const void *x, int x_dtype, void *me
         .bytes = quantised ? (int8_t *)(out + words) : NULL,
         .scale = (float *)(out + 2 * words), .offset = (int32_t *)(out + 2 * words) + scales,
         .fine = ft_is_fine(job->weight), .halves = job->weight->kind == FT_LINEAR_INT6_K,
-        .group_size = grouped ? FT_GROUP : job->x_steps * 4,
+        .words = ft_has_words(job->weight),
+        .group_size = grouped ? FT_GROUP : job->x_steps * 4 >> ft_has_words(job->weight),
         .weight_offset = weight_offset[job->weight->kind],
     };
     ft_parallel(prepare_tiles, &q, job->tiles, 1);

@@ -73,8 +73,13 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* gcc 12 copies the intrinsic's 
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
     return sum;
 }
-/* The same for w of at most 128. */
-FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) { return vi_dot_u8s8(sum, w, x); }
+/* Two vectors of unsigned numbers of at most 15 times a broadcast quad; read by vi_gathered. */
+FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
+    vi quad = _mm512_set1_epi32(*(const int32_t *)x);
+    sum[0] = vi_dot_u8s8(sum[0], left, quad);
+    sum[1] = vi_dot_u8s8(sum[1], right, quad);
+}
+FT_INLINE vi vi_gathered(vi sum) { return sum; }
 /* Round to nearest, ties to even, to bytes; |x| is at most 127. */
 FT_INLINE void vf_store_int8(int8_t *p, vf x) {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
@@ -142,9 +147,28 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) { /* maddubs would saturate at 255 
     vi odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
-FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) {
-    vi pairs = _mm256_maddubs_epi16(w, x);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+/* Adds the products of two vectors of weights with one broadcast group to two sums. gcc would add
+ * products to each other first and broadcast all rows' groups at once: more than 16 registers. */
+#define FT_TWO_PRODUCTS(multiply, add, sum, left, right, x)                                    \
+    do {                                                                                       \
+        vi group, product;                                                                     \
+        __asm__("vpbroadcastd %6, %2\n\t" multiply " %2, %4, %3\n\t" multiply " %2, %5, %2\n\t" \
+                add " %3, %0, %0\n\t" add " %2, %1, %1"                                        \
+                : "+x"((sum)[0]), "+x"((sum)[1]), "=&x"(group), "=&x"(product)                 \
+                : "x"(left), "x"(right), "m"(*(const int32_t *)(x)));                          \
+    } while (0)
+/* Unsigned numbers of at most 15 times signed bytes, for a group's 8 quads: 8 times 2 products of 15
+ * and 128 fit 16 bits. The sums are to be read by vi_gathered. */
+FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
+    FT_TWO_PRODUCTS("vpmaddubsw", "vpaddw", sum, left, right, x);
+}
+FT_INLINE vi vi_gathered(vi sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+/* Of each lane bytes 0 and 2, or 1 and 3, as 16-bit numbers. */
+FT_INLINE vi vi_even_bytes(vi a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+FT_INLINE vi vi_odd_bytes(vi a) { return _mm256_srli_epi16(a, 8); }
+/* Products of signed 16-bit numbers, exact. */
+FT_INLINE void vi_dot_words(vi *sum, vi left, vi right, const void *x) {
+    FT_TWO_PRODUCTS("vpmaddwd", "vpaddd", sum, left, right, x);
 }
 FT_INLINE void vf_store_int8(int8_t *p, vf x) {
     int32_t wide[8];
@@ -241,7 +265,23 @@ FT_INLINE vi vi_dot_u8s8(vi sum, vi w, vi x) {
     }
     return sum;
 }
-FT_INLINE vi vi_dot_u4s8(vi sum, vi w, vi x) { return vi_dot_u8s8(sum, w, x); }
+FT_INLINE void vi_gather_u4s8(vi *sum, vi left, vi right, const void *x) {
+    vi quad = vi_set1(*(const int32_t *)x);
+    sum[0] = vi_dot_u8s8(sum[0], left, quad);
+    sum[1] = vi_dot_u8s8(sum[1], right, quad);
+}
+FT_INLINE vi vi_gathered(vi sum) { return sum; }
+FT_INLINE vi vi_even_bytes(vi a) { return a & 0x00ff00ff; }
+FT_INLINE vi vi_odd_bytes(vi a) { return (vi)((vu)a >> 8) & 0x00ff00ff; }
+FT_INLINE vi vi_dot_pairs(vi sum, vi w, vi x) {
+    vi low = ((vi)((vu)w << 16) >> 16) * ((vi)((vu)x << 16) >> 16);
+    return sum + low + (w >> 16) * (x >> 16);
+}
+FT_INLINE void vi_dot_words(vi *sum, vi left, vi right, const void *x) {
+    vi pair = vi_set1(*(const int32_t *)x);
+    sum[0] = vi_dot_pairs(sum[0], left, pair);
+    sum[1] = vi_dot_pairs(sum[1], right, pair);
+}
 FT_INLINE void vf_store_int8(int8_t *p, vf x) { FT_FOR_LANES(i) p[i] = (int8_t)lrintf(x[i]); }
 #endif
 
