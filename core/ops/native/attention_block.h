@@ -12,7 +12,11 @@
 
 enum {
     SUBS = KEYS / 16, /* sixteens of a block */
-    TILE = 4,         /* queries that share the loads of a block */
+#if defined(FT_AVX2)
+    TILE = 6, /* queries that share the loads of a block */
+#else
+    TILE = 4,
+#endif
     MAX_DIM = FT_MAX_DIM,
     BYTE_QUERY = 2 * MAX_DIM, /* bytes of a query as two bytes an item */
 #if defined(FT_AMX)
@@ -163,6 +167,30 @@ static void find_keys(const attend_task *task, const ft_attend_step *step, const
     for (int64_t i = step->count; i < KEYS; i++) rows[i] = (const char *)zeros;
 }
 
+#if defined(FT_AVX2)
+/* Eight rows of eight words, turned, to every sixteenth word from `out` on. */
+FT_INLINE void turn_eight(__m256 *a, uint32_t *out) {
+    __m256 b[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        b[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_store_ps((float *)out + 16 * i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        _mm256_store_ps((float *)out + 16 * (i + 4), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+#endif
+
 /* Sixteen rows of sixteen words: out[word][row]. */
 FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out) {
 #if defined(FT_AVX512)
@@ -195,6 +223,14 @@ FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out)
         _mm512_store_si512(out + 16 * (i + 4), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
         _mm512_store_si512(out + 16 * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
     }
+#elif defined(FT_AVX2)
+    for (int half = 0; half < 16; half += 8)
+        for (int word = 0; word < 16; word += 8) {
+            __m256 a[8];
+            for (int i = 0; i < 8; i++)
+                a[i] = _mm256_loadu_ps((const float *)(rows[half + i] + byte) + word);
+            turn_eight(a, out + word * 16 + half);
+        }
 #else
     for (int i = 0; i < 16; i++) {
         uint32_t words[16];
@@ -206,10 +242,17 @@ FT_INLINE void turn_square(const char *const *rows, int64_t byte, uint32_t *out)
 
 /* Sixteen rows of bf16 as fp32: out[dimension][row]. */
 static void turn_wide(const char *const *rows, int64_t dim, uint32_t *out) {
-    for (int i = 0; i < 16; i++) {
-        const bf16 *row = (const bf16 *)rows[i];
-        for (int64_t d = 0; d < dim; d++) out[d * 16 + i] = (uint32_t)row[d] << 16;
-    }
+    int64_t d = 0;
+#if defined(FT_AVX2)
+    for (; d + 8 <= dim; d += 8)
+        for (int half = 0; half < 16; half += 8) {
+            __m256 a[8];
+            for (int i = 0; i < 8; i++) a[i] = ft_widen8((const bf16 *)rows[half + i] + d);
+            turn_eight(a, out + d * 16 + half);
+        }
+#endif
+    for (; d < dim; d++)
+        for (int i = 0; i < 16; i++) out[d * 16 + i] = (uint32_t)((const bf16 *)rows[i])[d] << 16;
 }
 
 static void turn_words(const char *const *rows, int64_t words, uint32_t *out) {

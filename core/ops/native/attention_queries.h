@@ -12,23 +12,36 @@
 
 /* -- scores ----------------------------------------------------------------------------------- */
 
-FT_INLINE void score_wide(attend_space *space, int64_t first, int count, int64_t dim) {
+/* Sixteens of keys, or of values, that a tile of `count` queries takes at once: enough sums that none
+ * waits for itself, and no more than there are registers. */
+FT_INLINE int sixteens(const int count) {
+#if defined(FT_AVX2)
+    return count == 1 ? 4 : count <= 3 ? 2 : 1;
+#else
+    (void)count;
+    return 4;
+#endif
+}
+
+/* `subs` sixteens of the block's keys from the `from`-th on: as many as registers take. */
+FT_INLINE void score_wide(attend_space *space, int64_t first, int count, int64_t dim, int from,
+                          const int subs) {
     ft_vec sums[TILE][SUBS];
     for (int r = 0; r < count; r++)
-        for (int sub = 0; sub < SUBS; sub++) sums[r][sub] = v_set(0.0f);
+        for (int sub = 0; sub < subs; sub++) sums[r][sub] = v_set(0.0f);
     for (int64_t d = 0; d < dim; d++) {
         ft_vec keys[SUBS];
-        for (int sub = 0; sub < SUBS; sub++)
-            keys[sub] = v_load((const float *)space->keys + (sub * dim + d) * 16);
+        for (int sub = 0; sub < subs; sub++)
+            keys[sub] = v_load((const float *)space->keys + ((from + sub) * dim + d) * 16);
         for (int r = 0; r < count; r++) {
             ft_vec query = v_set(((const float *)space->queries[first + r])[d]);
-            for (int sub = 0; sub < SUBS; sub++)
+            for (int sub = 0; sub < subs; sub++)
                 sums[r][sub] = v_fma(query, keys[sub], sums[r][sub]);
         }
     }
     for (int r = 0; r < count; r++)
-        for (int sub = 0; sub < SUBS; sub++)
-            v_store(space->scores[first + r] + sub * 16, sums[r][sub]);
+        for (int sub = 0; sub < subs; sub++)
+            v_store(space->scores[first + r] + (from + sub) * 16, sums[r][sub]);
 }
 
 #if defined(FT_DOT_BF16) && !defined(FT_AMX)
@@ -72,7 +85,9 @@ FT_INLINE void score_tile(const attend_task *task, attend_space *space, int64_t 
         return;
     }
 #endif
-    score_wide(space, first, count, task->dim);
+    const int wide = sixteens(count);
+    for (int sub = 0; sub < SUBS; sub += wide)
+        score_wide(space, first, count, task->dim, sub, wide);
 }
 
 /* -- softmax ---------------------------------------------------------------------------------- */
@@ -215,8 +230,10 @@ FT_INLINE void gather_tile(const attend_task *task, attend_space *space, int64_t
         for (; d < padded; d += 16) gather_bytes(space, first, count, padded, d, 1, stop);
         return;
     }
-    for (; d + 64 <= task->padded; d += 64) gather_part(task, space, first, count, d, 4, stop);
-    for (; d < task->padded; d += 16) gather_part(task, space, first, count, d, 1, stop);
+    const int wide = sixteens(count);
+    for (; d + wide * 16 <= padded; d += wide * 16)
+        gather_part(task, space, first, count, d, wide, stop);
+    for (; d < padded; d += 16) gather_part(task, space, first, count, d, 1, stop);
 }
 
 /* -- all queries of a block ------------------------------------------------------------------- */
@@ -228,6 +245,8 @@ FT_INLINE void gather_tile(const attend_task *task, attend_space *space, int64_t
             case 1: { enum { SIZE = 1 }; call; break; }       \
             case 2: { enum { SIZE = 2 }; call; break; }       \
             case 3: { enum { SIZE = 3 }; call; break; }       \
+            case 4: { enum { SIZE = 4 }; call; break; }       \
+            case 5: { enum { SIZE = TILE < 5 ? TILE : 5 }; call; break; } \
             default: { enum { SIZE = TILE }; call; break; }   \
         }                                                     \
     }

@@ -99,10 +99,19 @@ FT_INLINE __m256 ft_widen8(const bf16 *p) {
 FT_INLINE ft_vec v_load_bf16(const bf16 *p) {
     return (ft_vec){ft_widen8(p), ft_widen8(p + 8)};
 }
+/* Eight floats, rounded to bf16, in the high halves of 32 bits. */
+FT_INLINE __m256i ft_round8(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(up, quiet, nan);
+}
 FT_INLINE void v_store_bf16(bf16 *p, ft_vec x) {
-    float wide[FT_WIDTH];
-    v_store(wide, x);
-    for (int i = 0; i < FT_WIDTH; i++) p[i] = ft_to_bf16(wide[i]);
+    __m256i low = _mm256_srli_epi32(ft_round8(x.a), 16), high = _mm256_srli_epi32(ft_round8(x.b), 16);
+    __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    _mm256_storeu_si256((__m256i *)p, both);
 }
 
 #else
@@ -141,6 +150,14 @@ FT_INLINE void v_store_bf16(bf16 *p, ft_vec x) {
 #if defined(FT_AVX512)
 FT_INLINE float v_sum(ft_vec x) { return _mm512_reduce_add_ps(x); }
 FT_INLINE float v_top(ft_vec x) { return _mm512_reduce_max_ps(x); }
+#elif defined(FT_AVX2)
+#define FT_FOLD(f, x)                                                                  \
+    __m256 eight = _mm256_##f##_ps((x).a, (x).b);                                        \
+    __m128 four = _mm_##f##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
+    __m128 two = _mm_##f##_ps(four, _mm_movehl_ps(four, four));                          \
+    return _mm_cvtss_f32(_mm_##f##_ps(two, _mm_movehdup_ps(two)))
+FT_INLINE float v_sum(ft_vec x) { FT_FOLD(add, x); }
+FT_INLINE float v_top(ft_vec x) { FT_FOLD(max, x); }
 #else
 FT_INLINE float v_sum(ft_vec x) {
     float at[FT_WIDTH];
