@@ -6,7 +6,12 @@
  * After a job a worker spins for some tens of microseconds, as the next operation of a step follows
  * at once, and then sleeps: beside an event loop on two cores, a spinning thread steals its time.
  * The caller never waits for a worker that has not come yet: it does the work itself, closes the
- * job, and waits for those inside only. A core that is busy elsewhere costs its share, no more.
+ * job, and waits for those inside only.
+ *
+ * A worker that the system takes off its core within a piece holds up the whole job. Where other
+ * processes leave too little for all threads, that happens in every few milliseconds, and fewer
+ * threads are faster than many that wait for each other. So the caller counts how long it waits, and
+ * leaves workers out, one after the other, while that is much of the time (ft_crew_note).
  */
 #define _GNU_SOURCE
 #include "common.h"
@@ -14,6 +19,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
@@ -24,6 +30,47 @@
 #endif
 
 enum { MAX_THREADS = 256, SPINS = 1000, CLOSED = 1 << 30 };
+
+/* How many threads take part, and the time that is judged. All times in nanoseconds. */
+typedef struct {
+    int32_t threads;  /* there are so many, the caller included */
+    int32_t active;   /* those with smaller numbers take part */
+    int32_t patience; /* windows without long waits before one more is tried */
+    int32_t calm;     /* such windows since the last change */
+    int64_t span, waited; /* of the window that is filled now */
+} ft_crew;
+
+enum {
+    LONG_WAIT = 100000,  /* of a caller: longer than a piece, but for those of the largest models */
+    WINDOW = 20000000,   /* of jobs, after which they are judged */
+    LEAST_PATIENCE = 4,  /* windows */
+    MOST_PATIENCE = 64,
+};
+
+/* Takes note of a job that took `span`, of which the caller waited `waited` for others at the end. */
+FT_EXPORT void ft_crew_note(ft_crew *crew, int64_t span, int64_t waited) {
+    crew->span += span;
+    if (waited >= LONG_WAIT) crew->waited += waited;
+    if (crew->span < WINDOW) return;
+    const int held_up = crew->waited > crew->span / 4;
+    crew->span = crew->waited = 0;
+    crew->calm = held_up ? 0 : crew->calm + 1;
+    if (held_up && crew->active > 1) {
+        crew->active--;
+        crew->patience = (int32_t)ft_min(2 * crew->patience, MOST_PATIENCE);
+    } else if (crew->calm >= crew->patience && crew->active < crew->threads) {
+        crew->active++;
+        crew->calm = 0;
+    } else if (crew->calm >= MOST_PATIENCE) {
+        crew->patience = LEAST_PATIENCE;
+    }
+}
+
+static int64_t now(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+}
 
 /* Tasks that are taken in order. On a cache line of its own: every piece writes to it. */
 typedef struct {
@@ -45,6 +92,8 @@ static struct {
     pthread_t workers[MAX_THREADS];
     start starts[MAX_THREADS];
     int num_workers;
+    ft_crew crew;         /* the caller's, as all here but what is atomic */
+    _Atomic int active;   /* threads of the present job */
     ft_work work;
     void *context;
     int64_t grain;
@@ -75,8 +124,8 @@ static void take_pieces(int thread) {
         take_range(&pool.ranges[(thread + i) % pool.num_ranges]);
 }
 
-static void await_job(uint64_t seen) {
-    for (int i = 0; i < SPINS; i++) {
+static void await_job(uint64_t seen, int spins) {
+    for (int i = 0; i < spins; i++) {
         if (atomic_load(&pool.job) != seen) return;
         RELAX();
     }
@@ -89,9 +138,10 @@ static void *worker_main(void *argument) {
     const start *self = argument;
     uint64_t seen = self->seen;
     for (;;) {
-        await_job(seen);
+        await_job(seen, self->thread < atomic_load(&pool.active) ? SPINS : 0);
         seen = atomic_load(&pool.job);
         if (atomic_load(&pool.stop)) return NULL;
+        if (self->thread >= atomic_load(&pool.active)) continue;
         if (!(atomic_fetch_add(&pool.gate, 1) & CLOSED)) take_pieces(self->thread);
         if (atomic_fetch_sub(&pool.gate, 1) == CLOSED + 1) {
             pthread_mutex_lock(&pool.lock);
@@ -138,14 +188,25 @@ static void run(ft_work work, void *context, int64_t tasks, int64_t grain, int h
         work(context, 0, tasks);
         return;
     }
+    const int64_t began = now();
+    if (pool.crew.active == 1) {
+        work(context, 0, tasks);
+        ft_crew_note(&pool.crew, now() - began, 0);
+        pthread_mutex_unlock(&pool.busy);
+        return;
+    }
     pool.work = work;
     pool.context = context;
     pool.grain = grain;
-    cut_ranges(tasks, has_ranges ? pool.num_workers + 1 : 1);
+    cut_ranges(tasks, has_ranges ? pool.crew.active : 1);
+    atomic_store(&pool.active, pool.crew.active);
     atomic_fetch_and(&pool.gate, ~CLOSED);
     announce();
     take_pieces(0);
+    const int64_t alone = now();
     close_job();
+    const int64_t ended = now();
+    ft_crew_note(&pool.crew, ended - began, ended - alone);
     pthread_mutex_unlock(&pool.busy);
 }
 
@@ -197,9 +258,10 @@ FT_EXPORT int ft_set_threads(int threads) {
             pool.num_workers++;
         }
     }
-    int now = pool.num_workers + 1;
+    const int count = pool.num_workers + 1;
+    pool.crew = (ft_crew){.threads = count, .active = count, .patience = LEAST_PATIENCE};
     pthread_mutex_unlock(&pool.busy);
-    return now;
+    return count;
 }
 
 /* Memory of a thread, given back when it ends. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -77,3 +78,54 @@ def test_a_forked_child_computes_without_its_parents_workers(library):
         os._exit(0 if work(library, 10) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert expected
+
+
+class Crew(ctypes.Structure):
+    """``ft_crew`` of threads.c."""
+
+    _fields_ = (
+        ("threads", ctypes.c_int32),
+        ("active", ctypes.c_int32),
+        ("patience", ctypes.c_int32),
+        ("calm", ctypes.c_int32),
+        ("span", ctypes.c_int64),
+        ("waited", ctypes.c_int64),
+    )
+
+    def note(self, library: NativeLibrary, windows: int, waited_share: float) -> list[int]:
+        """Threads that take part after each window of jobs of 5 ms, four to a window."""
+        span, found = 5_000_000, []
+        for _ in range(windows):
+            for _ in range(4):
+                waited = ctypes.c_int64(int(span * waited_share))
+                library.c.ft_crew_note(ctypes.byref(self), ctypes.c_int64(span), waited)
+            found.append(self.active)
+        return found
+
+
+def crew_of(threads: int) -> Crew:
+    return Crew(threads=threads, active=threads, patience=4)
+
+
+def test_threads_that_wait_for_each_other_become_fewer_and_are_tried_again_later(library):
+    """Where other processes leave a core too little, the others would wait at each layer."""
+    crew = crew_of(3)
+    assert crew.note(library, 3, 0.5) == [2, 1, 1]  # never fewer than the caller
+    assert crew.note(library, 16, 0.0) == [1] * 15 + [2]  # its patience has doubled twice
+    assert crew.note(library, 1, 0.5) == [1]
+    assert crew.note(library, 32, 0.0) == [1] * 31 + [2]
+    assert crew.note(library, 32, 0.0) == [2] * 31 + [3]
+
+
+def test_where_nothing_else_runs_every_thread_takes_part(library):
+    """The last pieces of a job are waited for as well: an eighth of the time is no sign."""
+    crew = crew_of(2)
+    assert set(crew.note(library, 200, 0.13)) == {2}
+    assert crew.patience == 4
+
+
+def test_short_waits_are_no_sign_however_short_the_jobs(library):
+    crew = crew_of(2)
+    for _ in range(10_000):
+        library.c.ft_crew_note(ctypes.byref(crew), ctypes.c_int64(20_000), ctypes.c_int64(10_000))
+    assert crew.active == 2
