@@ -299,6 +299,10 @@ class Ops(Protocol):
         """The fewest rows that a batch for these operations may have."""
 
     @property
+    def tile_rows(self) -> int:
+        """Rows that share each load of a weight: one more than a multiple begins another tile."""
+
+    @property
     def batch_device(self) -> str | None:
         """Where a batch's tensors are made; None: beside the weights."""
 

@@ -90,7 +90,14 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], floa
 
 
 def _rows(decoder: Decoder) -> tuple[int, ...]:
-    return ROWS if decoder.device.type == "cpu" else GPU_ROWS
+    """Rows to time: between these a pass is taken to cost what the line between them says.
+
+    On a CPU a pass costs a step more where a tile of rows ends, so the first two ends are timed.
+    """
+    if decoder.device.type != "cpu":
+        return GPU_ROWS
+    ends = (decoder.ops.tile_rows, 2 * decoder.ops.tile_rows)
+    return tuple(sorted({*ROWS, *ends, *(end + 1 for end in ends)}))
 
 
 def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int]]:
@@ -107,7 +114,8 @@ def _measure(
     decoder: Decoder, pool: KVPool, batches: Sequence[Sequence[tuple[int, int]]]
 ) -> list[float]:
     """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
-    few rounds. A spell in which the machine is slow so harms no batch alone.
+    few rounds, at least two where a pass is not slow itself, so that a slow spell of the machine
+    harms no batch alone.
     """
     vocab_size = decoder.config.vocab_size
     cases = [_segments(pool, requests, vocab_size) for requests in batches]
@@ -115,9 +123,9 @@ def _measure(
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
         _compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
     best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
-    for _ in range(REPEATS):
+    for turn in range(REPEATS):
         for index, segments in enumerate(cases):
-            if spent[index] > SECONDS:
+            if spent[index] > SECONDS and (turn > 1 or min(best) > SECONDS):
                 continue
             watch.start()
             _compute(decoder, pool, segments)

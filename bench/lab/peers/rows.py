@@ -150,7 +150,11 @@ ROWS = (
     *_text(4),
     *_shape("smollm2", "SmolLM2-135M"),
     _prefill(
-        "smollm2-2048", "SmolLM2-135M, prefill 2048", Setting("smollm2"), (0.9, 1.1), prompt_len=2048
+        "smollm2-2048",
+        "SmolLM2-135M, prefill 2048",
+        Setting("smollm2"),
+        (0.9, 1.1),
+        prompt_len=2048,
     ),
     *_shape("qwen2.5-0.5b", "Qwen2.5-0.5B"),
     *_shape("llama-3.2-1b", "Llama-3.2-1B"),

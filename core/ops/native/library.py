@@ -21,6 +21,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # of activations, as in common.h
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ft_set_threads": (_I32, (_I32,)),
     "ft_lanes": (_I32, ()),
+    "ft_tile_rows": (_I32, ()),
     "ft_linear": (_I32, (_PTR, _PTR, _I32, _I64, _PTR, _I32)),
     "ft_add_norm": (None, (_PTR, _PTR, ctypes.c_float, _PTR, _PTR, _I64, _I64, _I32)),
     "ft_activate": (None, (_PTR, _PTR, _I64, _I64, _PTR, _I32)),
@@ -54,6 +55,11 @@ class NativeLibrary:
     def lanes(self) -> int:
         """Floats in a vector of this variant."""
         return int(self.c.ft_lanes())
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows that share each load of a weight, of the most common kinds."""
+        return int(self.c.ft_tile_rows())
 
     def linear(self, weight: ctypes.Structure, x: Tensor, out: Tensor) -> None:
         """``x`` [T, in_features] to ``out`` [T, out_features], both dense."""

@@ -573,3 +573,12 @@ int ft_linear_many(const ft_linear_weight *const *weights, const int64_t *firsts
 
 /* Outputs of a panel: L of the layouts in linear.h. */
 FT_EXPORT int ft_lanes(void) { return FT_LANES; }
+
+/* Rows of a full tile: one more than a multiple of them costs a step more than those before it. */
+FT_EXPORT int ft_tile_rows(void) {
+#if defined(FT_AMX)
+    return AMX_ROWS;
+#else
+    return MAX_TILE;
+#endif
+}

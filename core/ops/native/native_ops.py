@@ -54,6 +54,7 @@ class NativeOps:
         products: Products = "bfloat16",
     ) -> None:
         self.library = library
+        self.tile_rows = library.tile_rows
         self.quantize: Quantize = quantize
         self.products: Products = products
         self.sampler = NativeSampler(library)

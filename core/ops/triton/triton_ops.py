@@ -59,6 +59,7 @@ class TritonOps:
     """
 
     min_rows = 1
+    tile_rows = 16
     batch_device = "cpu"  # a plan copies all of it to the device at once
     stored_kinds: frozenset[WeightKind] = frozenset()
 

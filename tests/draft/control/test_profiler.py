@@ -92,6 +92,14 @@ def test_a_slow_spell_of_the_machine_is_no_price(pair, monkeypatch, slow) -> Non
     assert profile.key_s == pytest.approx(KEY_S)
 
 
+def test_the_ends_of_the_first_tiles_are_timed_and_the_rows_behind_them(pair) -> None:
+    """Between 4 rows and 8 a line would be wrong by a third where a tile ends at 6."""
+    target = pair[0]
+    tile = target.ops.tile_rows
+    profile = profile_step((target, target.make_pool(400, page_size=16)), None)
+    assert {tile, tile + 1, 2 * tile, 2 * tile + 1} <= set(profile.forward)
+
+
 def test_rows_that_are_timed_choose_different_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
