@@ -7,7 +7,8 @@ under all settings. The figure is tokens a second while that many requests run, 
 being followed by the next at once, prompts being cached: decoding alone, and not how long the
 slowest answer takes. Each run begins with a few tokens that are not timed: the cost model has just
 seen another setting's steps, at 16 requests those of 272 rows. The ratio is that of ``auto``
-against the best fixed depth, ``off`` included.
+against the best fixed depth, ``off`` included. Settings take turns until the standard error of that
+ratio, of the turns' own ratios, is small; it is printed beside each ratio.
 
 With ``--draft`` naming a draft model or head, "chain-N" and "tree-N" are drafts of it alone, of so
 many tokens, "look-ups" is the controller without it, and "auto" has both.
@@ -22,15 +23,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import math
+import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from ..api.build.drafts import AUTO, DraftSpec, make_sources, parse_draft
 from ..api.build.engine_builder import Built, build
@@ -57,6 +60,7 @@ DRAFT_SETTINGS = (
     "off", LOOK_UPS, "chain-2", "chain-4", "chain-8", "tree-8", "tree-16", "auto",
 )  # fmt: skip
 RANDOM = "random-0.6b"
+LEAST_TURNS = 3  # fewer do not show how much they differ
 LAPS = 2  # requests by seats, where there are several
 LEAD_IN = 40  # tokens that a request of each seat gets before a run is timed
 _NUMBERS = count()  # of runs: no two share a namespace
@@ -99,6 +103,45 @@ class Figures:
         return self.num_timed / self.seconds
 
 
+class Turns(NamedTuple):
+    """How often the settings of a cell take turns."""
+
+    most: int
+    error: float  # of ``auto`` over the best fixed depth, below which a cell ends earlier
+
+
+class Ratio(NamedTuple):
+    """One setting over another, in turn: the ratio of all seconds, and its standard error."""
+
+    value: float
+    error: float  # a share; infinite for a single turn
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ±{self.error * self.value:.3f}"
+
+
+def paired(base: Sequence[Figures], other: Sequence[Figures]) -> Ratio:
+    """Tokens a second of ``other`` over those of ``base``, turn by turn on the same prompts."""
+    value = total(other).rate / total(base).rate
+    logs = [math.log(b.rate / a.rate) for a, b in zip(base, other, strict=True)]
+    if len(logs) < 2:
+        return Ratio(value, math.inf)
+    return Ratio(value, statistics.stdev(logs) / math.sqrt(len(logs)))
+
+
+def total(turns: Sequence[Figures]) -> Figures:
+    """All turns as one."""
+    return Figures(sum(each.seconds for each in turns), sum(each.num_timed for each in turns))
+
+
+def best_of(found: Mapping[str, Sequence[Figures]]) -> str | None:
+    """The fastest setting but ``auto``; None where there is nothing to compare."""
+    others = [setting for setting in found if setting != "auto"]
+    if "auto" not in found or not others:
+        return None
+    return max(others, key=lambda setting: total(found[setting]).rate)
+
+
 class Bench:
     """Runs cells on one engine. ``recorded``: answers that it is made to give, by prompt."""
 
@@ -111,21 +154,24 @@ class Bench:
         self._others: dict[str, Speculator] = {}
 
     async def cell(
-        self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], repeats: int
+        self, cell: Cell, asked: Sequence[Sequence[int]], settings: Sequence[str], turns: Turns
     ) -> dict[str, list[Figures]]:
-        """Of each setting, figures of every repeat. Raises SystemExit where answers differ."""
+        """Of each setting, figures of every turn. Raises SystemExit where answers differ."""
         found: dict[str, list[Figures]] = {setting: [] for setting in settings}
         groups = [[prompt] for prompt in asked] if cell.concurrency == 1 else [asked]
-        for repeat in range(repeats):
+        for turn in range(turns.most):
             for figures in found.values():
                 figures.append(Figures())
             for number, group in enumerate(groups):
-                turn = (repeat + number) % len(settings)
+                first = (turn + number) % len(settings)
                 answers: list[list[list[int]]] = []
-                for setting in (*settings[turn:], *settings[:turn]):
+                for setting in (*settings[first:], *settings[:first]):
                     answers.append(await self.group(cell, group, setting, found[setting][-1]))
                 if any(answer != answers[0] for answer in answers):
                     raise SystemExit(f"{cell}: tokens differ between settings: this is a bug")
+            best = best_of(found) if turn + 1 >= LEAST_TURNS else None
+            if best is not None and paired(found[best], found["auto"]).error < turns.error:
+                break
         return found
 
     async def group(
@@ -250,23 +296,17 @@ def drafts_by(setting: str) -> str:
 
 
 def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
-    """The cell's line: tokens a second by setting, and ``auto`` against the best."""
-    medians = {
-        setting: Spread.of([figures.rate for figures in runs]) for setting, runs in found.items()
-    }
-    fixed = {setting: spread.median for setting, spread in medians.items() if setting != "auto"}
+    """The cell's line: tokens a second by setting, ``auto`` against the best, paired errors."""
     line: dict[str, object] = {
         "task": cell.kind, "requests": cell.concurrency, "T": cell.temperature,
     }  # fmt: skip
-    line |= {f"{setting}, tok/s": spread.median for setting, spread in medians.items()}
-    if "auto" in medians and fixed:
-        best = max(fixed, key=lambda setting: fixed[setting])
-        pairs = zip(found[best], found["auto"], strict=True)
-        ratio = Spread.of([auto.rate / one.rate for one, auto in pairs])
-        line |= {"best": best, "auto / best": ratio.median}
+    line |= {f"{setting}, tok/s": total(runs).rate for setting, runs in found.items()}
+    best = best_of(found)
+    if best is not None:
+        line |= {"turns": len(found["auto"]), "best": best}
+        line["auto / best"] = str(paired(found[best], found["auto"]))
         for name in (each for each in ("off", LOOK_UPS) if each in found):
-            gains = zip(found[name], found["auto"], strict=True)
-            line[f"auto / {name}"] = Spread.of([a.rate / one.rate for one, a in gains]).median
+            line[f"auto / {name}"] = str(paired(found[name], found["auto"]))
         last = found["auto"]
         num_proposed = sum(figures.num_proposed for figures in last)
         line |= {
@@ -278,10 +318,12 @@ def row(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
 
 def details(cell: Cell, found: dict[str, list[Figures]]) -> dict[str, object]:
     """Everything of a cell, for the JSON."""
+    auto = found.get("auto")
     settings = {
         setting: {
             "drafts_by": drafts_by(setting),
             "tokens_per_s": Spread.of([figures.rate for figures in runs]),
+            "auto_over_it": None if auto is None else paired(runs, auto)._asdict(),
             "tokens_per_step": sum(f.num_tokens for f in runs) / sum(f.num_steps for f in runs),
             "proposed": sum(f.num_proposed for f in runs),
             "accepted": sum(f.num_accepted for f in runs),
@@ -363,7 +405,8 @@ async def _main(args: argparse.Namespace) -> list[dict[str, object]]:
                 bench = Bench(built, args.max_tokens, answers)
                 for concurrency in args.concurrency:
                     cell = Cell(kind, concurrency, temperature)
-                    found = await bench.cell(cell, asked, args.settings, args.repeats)
+                    turns = Turns(args.turns, args.error)
+                    found = await bench.cell(cell, asked, args.settings, turns)
                     lines.append(row(cell, found))
                     reports.append(details(cell, found))
                     print(table(lines[-1:]), flush=True)
@@ -416,7 +459,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--prompts", type=int, default=PER_HALF, help="prompts of each kind")
     parser.add_argument("--max-tokens", type=int, default=160, help="longest answer")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each setting")
+    parser.add_argument(
+        "--turns", type=int, default=8, help="most runs of each setting in a cell (%(default)s)"
+    )
+    parser.add_argument(
+        "--error",
+        type=float,
+        default=0.03,
+        help="a cell ends after 3 turns or more, once the standard error of auto over the best"
+        " setting is below this share (%(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=None, help="number of CPU threads (all)")
     parser.add_argument(
         "--out", type=Path, default=Path("bench/results/real.json"), help="JSON file to write"

@@ -22,8 +22,8 @@ FloatArray = NDArray[np.float64]
 MAX_LENGTH = 64  # positions that a curve covers; the last chance holds beyond
 PRIOR_TOKENS = 10.0  # tokens that the prior weighs as much as
 WINDOW = 150.0  # tokens of a class over which counts fade
-HAZARD_PRIOR = 0.7  # expected rejections that "as usual" weighs as much as
-HAZARD_KEEP = 0.9  # what is left of a request's counts after each of its guesses
+HAZARD_PRIOR = 1.0  # expected rejections that "as usual" weighs as much as
+HAZARD_KEEP = 0.95  # what is left of a request's counts after each of its guesses
 HAZARD_RANGE = (0.1, 12.0)
 CHANCE_RANGE = (0.005, 0.998)
 PRIOR_DRAFTS = 4.0  # that the prior of a node's worth weighs as much as
@@ -131,10 +131,13 @@ class AcceptanceModel:
         if not num_tried:
             return
         curve = self._curves[source][sampled][kind]
-        adjustments = self._adjustments.setdefault(request_id, {})
-        adjustment = adjustments.setdefault(source, _Adjustment())
-        adjustment.count(float(curve.misses[num_tried - 1]), missed)
+        expected = float(curve.misses[num_tried - 1])
+        self._adjustment(request_id, source).count(expected, missed)
         curve.count(num_hits, missed)
+
+    def _adjustment(self, request_id: str, source: str) -> _Adjustment:
+        """The adjustment of a request for a source, made where there is none yet."""
+        return self._adjustments.setdefault(request_id, {}).setdefault(source, _Adjustment())
 
     def forget(self, request_id: str) -> None:
         """Drop a request's adjustments; the curves stay."""

@@ -108,6 +108,41 @@ class Mean:
         self.value += max(MEAN_RATE, 1.0 / self.num_seen) * (value - self.value)
 
 
+class _Yield:
+    """Tokens a second: tokens of recent steps over their seconds.
+
+    A mean of each step's own quotient, or of its tokens without their extremes, would be another
+    number where steps differ: few of them yield most of the tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._steps = 0.0  # faded sums
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        """Count a step; a stall counts as a few steps."""
+        if self._steps > 3:
+            seconds = min(seconds, MAX_OUTLIER * self._seconds / self._steps)
+        keep = 1.0 - MEAN_RATE
+        self._tokens = keep * self._tokens + num_tokens
+        self._seconds = keep * self._seconds + seconds
+        self._steps = keep * self._steps + 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was seen."""
+        return self._steps > 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second."""
+        return self._tokens / self._seconds
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of a step."""
+        return self._seconds / self._steps
+
+
 class _Fit:
     """Seconds of a pass = slope * seconds by curve and keys + a residual, by running least squares.
 
@@ -149,8 +184,7 @@ class _Fit:
 class _Load:
     """Means over steps of about the same number of decoding requests, without prompts."""
 
-    seconds: Mean = field(default_factory=Mean)  # from commit to commit
-    tokens: Mean = field(default_factory=Mean)  # for each request
+    answers: _Yield = field(default_factory=_Yield)  # tokens of one request, commit to commit
     forward: _Fit = field(default_factory=_Fit)
     host_plain: Mean = field(default_factory=Mean)  # beyond the passes, without drafts
     host_lookup: Mean = field(default_factory=Mean)  # the same with drafts that were looked up
@@ -213,16 +247,16 @@ class CostModel:
     def rate(self, num_requests: int) -> float:
         """Recent tokens a second of steps with about so many decoding requests."""
         load = self._loads.get(num_requests.bit_length())
-        if load is None or not load.seconds.num_seen:
+        if load is None or not load.answers.is_known:
             return num_requests / float(self._forward.at(num_requests))
-        return num_requests * load.tokens.value / load.seconds.value
+        return num_requests * load.answers.tokens_per_second
 
     def step_seconds(self, num_requests: int) -> float:
         """Recent seconds of a step with about so many decoding requests."""
         load = self._loads.get(num_requests.bit_length())
-        if load is None or not load.seconds.num_seen:
+        if load is None or not load.answers.is_known:
             return float(self._forward.at(num_requests))
-        return load.seconds.value
+        return load.answers.seconds_per_step
 
     def observe(
         self,
@@ -253,8 +287,7 @@ class CostModel:
         load.forward.observe(by_curve + keys_s, forward_s)
         off = (forward_s - load.forward.at(by_curve + keys_s)) / load.forward.slope
         self._forward.observe(num_rows, by_curve + off)
-        load.seconds.observe(seconds)
-        load.tokens.observe(num_tokens / num_requests)
+        load.answers.observe(num_tokens / num_requests, seconds)
         host = load.host_lookup if num_rows > num_requests else load.host_plain
         host = load.host_proposer if with_proposer else host
         host.observe(max(0.0, seconds - forward_s - draft_s))

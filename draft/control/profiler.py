@@ -66,22 +66,25 @@ def profile_head(head: TriedHead) -> dict[int, float]:
     return best
 
 
-def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], float]:
-    """Seconds of a pass by its rows, all of them one request's behind `NEAR` tokens.
+def profile_pass(
+    decoder: Decoder, pool: KVPool, rows: Sequence[int] | None = None, *, patience: int = 1
+) -> tuple[dict[int, float], float]:
+    """Seconds of a pass by its ``rows``, all of them one request's behind `NEAR` tokens.
 
     And what a token behind a request adds for each of its rows after the first: `DRAFTED` rows
     behind `FAR` tokens are compared. 0.0 if the pool has no room for so many. Layers of a window
-    stop attending further back: for requests longer than both, it is an upper bound.
+    stop attending further back: for requests longer than both, it is an upper bound. With more
+    ``patience`` measuring takes so many times as long, and is disturbed less.
     """
     longest = min(pool.num_pages * pool.page_size, decoder.config.max_model_len) - 1
     near = min(NEAR, longest // 2)
-    requested = [n for n in _rows(decoder) if near + n <= max(1, longest)]
+    requested = [n for n in rows or rows_to_time(decoder) if near + n <= max(1, longest)]
     batches = [_requests(decoder, near, n) for n in requested]
     far = min(FAR, longest - DRAFTED)
     has_far = far > 4 * NEAR
     if has_far:
         batches += [[(far, 1)], [(far, DRAFTED)]]
-    seconds = _measure(decoder, pool, batches)
+    seconds = _measure(decoder, pool, batches, patience)
     by_rows = dict(zip(requested, seconds, strict=False))
     if not has_far:
         return by_rows, 0.0
@@ -89,8 +92,8 @@ def profile_pass(decoder: Decoder, pool: KVPool) -> tuple[dict[int, float], floa
     return by_rows, max(0.0, added_s) / ((DRAFTED - 1) * (far - near))
 
 
-def _rows(decoder: Decoder) -> tuple[int, ...]:
-    """Rows to time: between these a pass is taken to cost what the line between them says.
+def rows_to_time(decoder: Decoder) -> tuple[int, ...]:
+    """Numbers of rows whose passes are timed; between them a pass costs what a line says.
 
     On a CPU a pass costs a step more where a tile of rows ends, so the first two ends are timed.
     """
@@ -111,7 +114,7 @@ def _requests(decoder: Decoder, near: int, num_rows: int) -> list[tuple[int, int
 
 
 def _measure(
-    decoder: Decoder, pool: KVPool, batches: Sequence[Sequence[tuple[int, int]]]
+    decoder: Decoder, pool: KVPool, batches: Sequence[Sequence[tuple[int, int]]], patience: int
 ) -> list[float]:
     """Seconds of a pass of each batch, of requests by their (tokens behind, rows): the best of a
     few rounds, at least two where a pass is not slow itself, so that a slow spell of the machine
@@ -123,9 +126,9 @@ def _measure(
     for segments in cases[:1] if decoder.device.type == "cpu" else cases:
         _compute(decoder, pool, segments)  # a GPU compiles kernels when they are first called
     best, spent = [float("inf")] * len(cases), [0.0] * len(cases)
-    for turn in range(REPEATS):
+    for turn in range(patience * REPEATS):
         for index, segments in enumerate(cases):
-            if spent[index] > SECONDS and (turn > 1 or min(best) > SECONDS):
+            if spent[index] > patience * SECONDS and (turn > 1 or min(best) > SECONDS):
                 continue
             watch.start()
             _compute(decoder, pool, segments)

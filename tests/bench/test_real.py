@@ -7,7 +7,16 @@ from array import array
 import pytest
 
 from foretoken.bench.drafting import chain, tree
-from foretoken.bench.real import DRAFT_SETTINGS, SETTINGS, drafts_by, is_of_draft, main
+from foretoken.bench.real import (
+    DRAFT_SETTINGS,
+    SETTINGS,
+    Figures,
+    best_of,
+    drafts_by,
+    is_of_draft,
+    main,
+    paired,
+)
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
 from foretoken.core.interface.step import SamplingMetadata
@@ -44,3 +53,26 @@ def test_a_setting_that_cannot_be_is_refused(rest: list[str], capsys) -> None:
         main(rest)
     said = capsys.readouterr().err
     assert "no setting" in said or "name one with --draft" in said
+
+
+def turns(*seconds: float) -> list[Figures]:
+    """Turns of a setting that all yield 100 tokens."""
+    return [Figures(each, 100) for each in seconds]
+
+
+def test_a_ratio_is_of_all_seconds_and_its_error_of_the_turns_own_ratios() -> None:
+    """A slow spell hits both settings of a turn, and so does not make their ratio less sure."""
+    found = {"off": turns(2.0, 4.0, 2.0), "4": turns(1.1, 2.2, 1.1), "auto": turns(1.0, 2.0, 1.0)}
+    assert best_of(found) == "4"
+    ratio = paired(found["4"], found["auto"])
+    assert ratio.value == pytest.approx(1.1)
+    assert ratio.error == pytest.approx(0.0, abs=1e-9)
+    unsure = paired(turns(1.0, 1.2, 0.8), found["auto"])
+    assert unsure.error > 0.1
+    assert str(ratio) == "1.100 ±0.000"
+
+
+def test_one_turn_says_nothing_of_its_error_and_auto_alone_is_compared_with_nothing() -> None:
+    assert paired(turns(1.0), turns(1.0)).error == float("inf")
+    assert best_of({"auto": turns(1.0)}) is None
+    assert best_of({"off": turns(1.0)}) is None

@@ -148,7 +148,7 @@ def test_one_failure_bends_a_request_a_little_and_three_bend_it_a_lot() -> None:
     thrice = survival(made, 4, request_id="a")
     assert 0.5 * usual[0] < once[0] < 0.95 * usual[0]
     assert thrice[0] < 0.7 * usual[0]
-    assert thrice[3] < 0.3 * usual[3]
+    assert thrice[3] < 0.4 * usual[3]
     assert first(made) > 0.9 * usual[0], "others are trusted as before"
 
 

@@ -1,0 +1,191 @@
+"""What `regret` replays, recorded once: texts that a model wrote, and what steps cost on machines.
+
+    python -m foretoken.bench.lab.recorded_steps texts             SmolLM2's answers, by kind and T
+    python -m foretoken.bench.lab.recorded_steps prices NAME       this machine's step times
+
+Both are written to one small file. Texts are token ids. A price is the best of several passes of
+SmolLM2 in bfloat16 by rows, and the median time of a step beyond its pass, with and without drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import statistics
+import zlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...api.build.engine_builder import Built, build
+from ...api.sdk.llm import LLM
+from ...api.types.sampling_params import SamplingParams
+from ...core.config import EngineConfig
+from ...core.execution.model_runner import ModelRunner
+from ...core.interface.speculator import GuardedSpeculator
+from ...core.interface.step import StepOutput, StepPlan
+from ...draft.control import profiler
+from ..real import Bench, Cell, Figures, streams
+from ..real_tasks import ADVERSARIAL, KINDS, adversarial, prompts
+from ..report import command, write_json
+
+FILE = Path(__file__).with_name("recorded_steps.json")
+LOADS = (1, 4, 16)  # requests at a time
+NUM_REQUESTS, ANSWER_LEN = 8, 144  # of each text
+ROWS = (*range(1, 34), 36, 37, 48, 49, 64, 65, 96, 128, 192, 256)
+TEMPERATURES = (0.0, 1.0)
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
+    """What steps cost on one machine, in seconds."""
+
+    name: str
+    forward: dict[int, float]  # a pass of the target by its rows
+    knots: tuple[int, ...]  # rows that an engine times there when it starts
+    key_s: float  # each token behind one more row of a request
+    host_plain: dict[int, float]  # a step beyond its pass, by the number of requests
+    host_drafts: dict[int, float]  # the same with drafts that were looked up
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers of one kind at one temperature: pairs of prompt and answer, packed token ids."""
+
+    kind: str
+    temperature: float
+    packed: list[tuple[str, str]]
+
+    def requests(self) -> list[tuple[array[int], array[int]]]:
+        """Prompts and their answers as token ids."""
+        return [(_unpack(prompt), _unpack(answer)) for prompt, answer in self.packed]
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    command: str = ""
+    texts: list[Text] = []
+    prices: list[Prices] = []
+
+
+def load(path: Path = FILE) -> Recording:
+    """Read the file; an empty recording if there is none."""
+    if not path.is_file():
+        return Recording()
+    return msgspec.json.decode(path.read_bytes(), type=Recording)
+
+
+def _pack(token_ids: Sequence[int]) -> str:
+    return base64.b85encode(zlib.compress(array("H", token_ids).tobytes(), 9)).decode()
+
+
+def _unpack(packed: str) -> array[int]:
+    narrow = array("H", zlib.decompress(base64.b85decode(packed)))
+    return array("q", narrow)
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def record_texts() -> list[Text]:
+    """SmolLM2's answers to the tasks that figures are shown of, and adversarial ones."""
+    texts = []
+    with LLM("smollm2", dtype="bfloat16", draft="none") as llm:
+        for kind in KINDS:
+            asked = prompts(kind, "show")[:NUM_REQUESTS]
+            for temperature in TEMPERATURES:
+                outs = [
+                    llm.chat(
+                        [{"role": "user", "content": text}],
+                        SamplingParams(temperature=temperature, seed=seed, max_tokens=ANSWER_LEN),
+                    )
+                    for seed, text in enumerate(asked)
+                ]
+                packed = [(_pack(out.prompt_token_ids), _pack(out.token_ids)) for out in outs]
+                texts.append(Text(kind=kind, temperature=temperature, packed=packed))
+    made = adversarial(NUM_REQUESTS, 256, ANSWER_LEN, 40_000)
+    packed = [(_pack(prompt), _pack(answer)) for prompt, answer in made]
+    return [*texts, Text(kind=ADVERSARIAL, temperature=0.0, packed=packed)]
+
+
+# -- prices ----------------------------------------------------------------------------------------
+
+
+async def record_prices(name: str) -> Prices:
+    """Time passes of many numbers of rows, then steps of answers with drafts and without."""
+    config = EngineConfig(
+        device="cpu", dtype="bfloat16", kv_tokens=32_768, max_model_len=2_048, max_running=16
+    )
+    built = build("smollm2", config)
+    runner = built.engine.runner
+    assert isinstance(runner, ModelRunner)
+    knots = profiler.rows_to_time(runner.decoder)
+    forward, key_s = profiler.profile_pass(runner.decoder, runner.pool, ROWS, patience=6)
+    await built.engine.start()
+    hosts = {load: await _host_seconds(built, load) for load in LOADS}
+    await built.engine.close()
+    return Prices(
+        name=name,
+        forward=forward,
+        knots=tuple(knots),
+        key_s=key_s,
+        host_plain={load: plain for load, (plain, _) in hosts.items()},
+        host_drafts={load: drafts for load, (_, drafts) in hosts.items()},
+    )
+
+
+async def _host_seconds(built: Built, load: int) -> tuple[float, float]:
+    """Median seconds of a step beyond its pass at this load, without and with drafts."""
+    speculator = built.engine.scheduler.speculator
+    assert isinstance(speculator, GuardedSpeculator)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    inner = speculator.inner
+
+    class Noting:
+        """Passes everything on, and notes the time of each step of decodes."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(inner, name)
+
+        def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+            inner.observe_step(plan, output, seconds)
+            if len(plan.requests) == load and plan.num_tokens == load:
+                beyond = seconds - output.times.get("forward", 0.0)
+                found[output.num_rows > load].append(beyond)
+
+    speculator.inner = Noting()  # type: ignore[assignment]
+    bench = Bench(built, ANSWER_LEN, None)
+    for kind, setting in (("chat", "off"), ("chat", "2"), ("quote", "4")):
+        asked = await streams(built, kind, "tune", max(4, load))
+        for group in [asked] if load > 1 else [[each] for each in asked]:
+            await bench.group(Cell(kind, load, 0.0), group, setting, Figures())
+    speculator.inner = inner
+    return statistics.median(found[False]), statistics.median(found[True])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Record texts, or this machine's prices under a name, into the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m foretoken.bench.lab.recorded_steps", description=__doc__
+    )
+    parser.add_argument("what", choices=("texts", "prices"))
+    parser.add_argument("name", nargs="?", help="of this machine, where prices are recorded")
+    parser.add_argument("--out", type=Path, default=FILE)
+    args = parser.parse_args(argv)
+    before = load(args.out)
+    texts, prices = before.texts, before.prices
+    if args.what == "texts":
+        texts = record_texts()
+    elif not args.name:
+        parser.error("prices need a name: the CPU and its kernels")
+    else:
+        measured = asyncio.run(record_prices(args.name))
+        prices = [*(each for each in prices if each.name != args.name), measured]
+    after = Recording(command=command(), texts=texts, prices=prices)
+    write_json(args.out, msgspec.to_builtins(after))
+
+
+if __name__ == "__main__":
+    main()

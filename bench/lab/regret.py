@@ -1,0 +1,392 @@
+"""Distance of ``auto`` from the best choice, clockless: `python -m foretoken.bench.lab.regret`.
+
+Recorded answers (recorded_steps.py) are given token by token. The real sources guess, the real
+controller decides, and a step takes what the recorded machine's prices say: so two runs differ by
+decisions alone, and a difference of one percent is one. What the controller observes of the times
+is disturbed, as real times are.
+
+``auto`` is compared with each fixed depth, and with an oracle: the same guesses, allocated by the
+chances that are measured over the whole text beforehand, by the true prices, at the rate of tokens
+that this yields. The oracle's chances are those of a source, its kind of guess and the position;
+what a request's own history says is bent as ``auto`` bends it. Regret is the share of the oracle's
+tokens a second that ``auto`` lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from ...api.build.drafts import AUTO, DraftSpec, make_sources
+from ...api.types.sampling_params import SamplingParams
+from ...core.interface.request import Request
+from ...core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from ...core.interface.step import (
+    Draft,
+    RequestOutput,
+    SamplingMetadata,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+)
+from ...core.scheduling.scheduler import MAX_DRAFT, draft_limits, draft_row_budget
+from ...draft.control.acceptance import MAX_LENGTH, AcceptanceModel
+from ...draft.control.controller import Allocation, Controller, StepCandidates, allocate
+from ...draft.control.cost_model import CostModel, FloatArray, IntArray, StepProfile
+from ...draft.sources.source import BUCKETS
+from ...draft.speculator import DraftSpeculator
+from ..report import RESULTS, command, machine, table, write_json
+from .recorded_steps import FILE, LOADS, Prices, Recording, Text, load
+
+DEPTHS = (0, 1, 2, 4, 8, 16)
+LAPS = 2  # answers by seats
+MAX_BATCH_TOKENS = 256
+NOISE, STALLS = (
+    0.05,
+    0.002,
+)  # sigma of a lognormal factor on observed times; share ten times as long
+VOCAB_SIZE = 49_152
+_NUMBERS = count()  # of runs: no two share a namespace
+
+
+@dataclass
+class Outcome:
+    """A text given to its end, at the recorded prices."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class TruePrices:
+    """Prices of every number of rows, on the line between those that were recorded."""
+
+    recorded: Prices
+
+    def forward(self, num_rows: int | IntArray, num_keys: float = 0.0) -> FloatArray:
+        """Seconds of a pass; ``num_keys``: tokens behind its further rows, summed."""
+        known = sorted(self.recorded.forward)
+        seconds = [self.recorded.forward[rows] for rows in known]
+        return np.asarray(np.interp(num_rows, known, seconds) + self.recorded.key_s * num_keys)
+
+    def host(self, num_requests: int, *, has_drafts: bool) -> float:
+        """Seconds of a step beyond its pass."""
+        by_load = self.recorded.host_drafts if has_drafts else self.recorded.host_plain
+        return float(
+            np.interp(num_requests, sorted(by_load), [by_load[n] for n in sorted(by_load)])
+        )
+
+    def profile(self) -> StepProfile:
+        """What an engine would have measured at its start."""
+        forward = {rows: float(self.forward(rows)) for rows in self.recorded.knots}
+        return StepProfile(forward, {}, self.recorded.key_s)
+
+
+class _TrueCosts(CostModel):
+    """The prices themselves, where the controller has its estimates of them."""
+
+    def __init__(self, prices: TruePrices) -> None:
+        super().__init__(prices.profile())
+        self._prices = prices
+
+    def row_seconds(self, num_rows: int, most: int, num_requests: int) -> FloatArray:  # noqa: ARG002
+        seconds = self._prices.forward(num_rows + np.arange(most + 1))
+        added: FloatArray = seconds - seconds[0]
+        return added
+
+    def key_seconds(self, num_requests: int) -> float:  # noqa: ARG002
+        return self._prices.recorded.key_s
+
+    def draft_overhead(self, num_requests: int, *, with_proposer: bool = False) -> float:  # noqa: ARG002
+        drafts, plain = (self._prices.host(num_requests, has_drafts=has) for has in (True, False))
+        return max(0.0, drafts - plain)
+
+
+class _OracleController(Controller):
+    """Chooses by true prices, at a rate that is given."""
+
+    def __init__(self, prices: TruePrices, rate: float) -> None:
+        super().__init__(_TrueCosts(prices))
+        self._given_rate = rate
+
+    def allocate(self, candidates: StepCandidates) -> Allocation:
+        return allocate(candidates, self.costs, self._given_rate)
+
+
+@dataclass
+class _Tally:
+    """Hits and trials of one kind of guess of one source, by class of positions."""
+
+    hits: list[int] = field(default_factory=lambda: [0] * len(BUCKETS))
+    trials: list[int] = field(default_factory=lambda: [0] * len(BUCKETS))
+
+    def count(self, num_hits: int, missed: bool) -> None:
+        for position in range(num_hits + missed):
+            bucket = int(np.searchsorted(BUCKETS, position, side="right")) - 1
+            self.trials[bucket] += 1
+            self.hits[bucket] += position < num_hits
+
+
+class _Counting(AcceptanceModel):
+    """Learns as ever, and keeps count of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tallies: dict[tuple[str, bool, int], _Tally] = {}
+
+    def score(
+        self, source: str, kind: int, request_id: str, num_hits: int, *, missed: bool, sampled: bool
+    ) -> None:
+        self.tallies.setdefault((source, sampled, kind), _Tally()).count(num_hits, missed)
+        super().score(source, kind, request_id, num_hits, missed=missed, sampled=sampled)
+
+
+class _Knowing(AcceptanceModel):
+    """Knows the chances of the whole text; learns of a request's own history alone."""
+
+    def __init__(self, tallies: dict[tuple[str, bool, int], _Tally]) -> None:
+        super().__init__()
+        self._tallies = tallies
+
+    def know(self) -> None:
+        """Set the curves of all sources, which are registered now."""
+        for (source, sampled, kind), tally in self._tallies.items():
+            curve = self._curves[source][sampled][kind]
+            for bucket, trials in enumerate(tally.trials):
+                if trials:
+                    curve.hits[bucket], curve.trials[bucket] = tally.hits[bucket], trials
+            curve.refresh()
+
+    def score(
+        self, source: str, kind: int, request_id: str, num_hits: int, *, missed: bool, sampled: bool
+    ) -> None:
+        """Learn how this request differs, and nothing of others."""
+        num_tried = min(num_hits + missed, MAX_LENGTH)
+        if num_tried:
+            expected = float(self._curves[source][sampled][kind].misses[num_tried - 1])
+            self._adjustment(request_id, source).count(expected, missed)
+
+
+def replay(
+    text: Text,
+    prices: TruePrices,
+    num_seats: int,
+    speculator: DraftSpeculator,
+    *,
+    depth: int | None = None,
+) -> Outcome:
+    """Give the answers of a text to ``num_seats`` requests at a time, one behind the other.
+
+    ``depth`` fixes the depth of all. Steps count while every seat is taken.
+    """
+    rng, outcome, run = np.random.default_rng(5), Outcome(), next(_NUMBERS)
+    pairs = text.requests()
+    laps = -(-LAPS * num_seats // len(pairs)) if num_seats > 1 else 1
+    waiting = iter([(lap, *pair) for lap in range(laps) for pair in pairs])
+    seats: list[tuple[Request, array[int]]] = []
+
+    def take_seats() -> None:
+        while len(seats) < num_seats and (entry := next(waiting, None)) is not None:
+            lap, prompt, answer = entry
+            request = _request(f"{run}.{lap}", prompt, answer, text.temperature, depth)
+            speculator.join(request)
+            seats.append((request, answer))
+
+    take_seats()
+    while len(seats) == num_seats:
+        _step(seats, speculator, prices, outcome, rng)
+        for request, answer in [*seats]:
+            if request.num_output == len(answer):
+                speculator.leave(request)
+                seats.remove((request, answer))
+        take_seats()
+        speculator.work()
+    return outcome
+
+
+def _request(
+    namespace: str, prompt: array[int], answer: array[int], temperature: float, depth: int | None
+) -> Request:
+    """A request whose prompt is computed and whose first token is chosen."""
+    params = SamplingParams(temperature=temperature, max_tokens=len(answer))
+    request = Request(
+        request_id=f"regret-{next(_NUMBERS)}",
+        tokens=array("q", prompt),
+        sampling=SamplingMetadata(params=params, seed=0, prompt_len=len(prompt)),
+        stop_ids=frozenset(),
+        depth="auto" if depth is None else depth,
+        namespace=namespace,
+    )
+    request.max_len = len(prompt) + len(answer)
+    request.tokens.append(answer[0])
+    return request
+
+
+def _step(
+    seats: Sequence[tuple[Request, array[int]]],
+    speculator: DraftSpeculator,
+    prices: TruePrices,
+    outcome: Outcome,
+    rng: np.random.Generator,
+) -> None:
+    requests = [request for request, _ in seats]
+    budget = draft_row_budget(MAX_BATCH_TOKENS - len(seats), others_wait=False)
+    limits = draft_limits(requests, MAX_DRAFT)
+    plans: Sequence[DraftPlan] = [NO_DRAFT_PLAN] * len(seats)
+    is_plain = speculator.drafts_nothing(requests) or not any(limits)
+    if not is_plain:
+        plans = speculator.plan(requests, limits, budget=budget, num_prefill=0)
+    rows = [_scheduled(each, plan.draft) for each, plan in zip(requests, plans, strict=True)]
+    outputs = [
+        _verified(request, answer, row.draft)
+        for (request, answer), row in zip(seats, rows, strict=True)
+    ]
+    num_rows = len(seats) + sum(out.num_proposed for out in outputs)
+    keys = sum(row.start * out.num_proposed for row, out in zip(rows, outputs, strict=True))
+    forward = float(prices.forward(num_rows, keys))
+    host = prices.host(len(seats), has_drafts=num_rows > len(seats))
+    outcome.seconds += forward + host
+    outcome.num_tokens += sum(len(out.token_ids) for out in outputs)
+    for request, row, out in zip(requests, rows, outputs, strict=True):
+        request.tokens.extend(out.token_ids)
+        if not is_plain:
+            speculator.observe(request, row, out, len(out.token_ids))
+    factor = float(rng.lognormal(0.0, NOISE)) * (10.0 if rng.random() < STALLS else 1.0)
+    speculator.observe_step(
+        StepPlan(requests=rows, newly_allocated_pages=array("q")),
+        StepOutput(requests=outputs, times={"forward": factor * forward}, num_rows=num_rows),
+        factor * (forward + host),
+    )
+
+
+def _scheduled(request: Request, draft: Draft) -> ScheduledRequest:
+    stop = len(request.tokens)
+    return ScheduledRequest(
+        request_id=request.request_id,
+        tokens=request.tokens,
+        start=stop - 1,
+        stop=stop,
+        page_ids=array("q"),
+        sampling=request.sampling,
+        draft=draft,
+    )
+
+
+def _verified(request: Request, answer: array[int], draft: Draft) -> RequestOutput:
+    """The draft's path along the answer, and the answer's next token."""
+    at = request.num_output
+    parents = draft.parents or range(-1, len(draft.token_ids) - 1)
+    node, accepted = -1, list[int]()
+    for index, (token, parent) in enumerate(zip(draft.token_ids, parents, strict=True)):
+        if (
+            parent == node
+            and at + len(accepted) < len(answer)
+            and token == answer[at + len(accepted)]
+        ):
+            node, accepted = index, [*accepted, token]
+    served = answer[at : at + len(accepted) + 1]
+    return RequestOutput(
+        request_id=request.request_id,
+        token_ids=served,
+        num_proposed=len(draft.token_ids),
+        num_accepted=len(accepted),
+        draft_len=draft.height,
+    )
+
+
+# -- comparisons -----------------------------------------------------------------------------------
+
+
+def _speculator(controller: Controller, odds: AcceptanceModel) -> DraftSpeculator:
+    """Look-ups as ``--draft auto`` has them; a decision takes no time."""
+    sources = make_sources(DraftSpec(AUTO), VOCAB_SIZE)
+    return DraftSpeculator(sources, controller, odds, clock=lambda: 0.0)
+
+
+def auto(text: Text, prices: TruePrices, num_seats: int) -> tuple[Outcome, _Counting]:
+    """The controller, and what it could have known."""
+    odds = _Counting()
+    speculator = _speculator(Controller(CostModel(prices.profile())), odds)
+    return replay(text, prices, num_seats, speculator), odds
+
+
+def fixed(text: Text, prices: TruePrices, num_seats: int, depth: int) -> Outcome:
+    """The same depth in every step; 0: no drafts."""
+    speculator = _speculator(Controller(CostModel(prices.profile())), AcceptanceModel())
+    return replay(text, prices, num_seats, speculator, depth=depth)
+
+
+def oracle(
+    text: Text, prices: TruePrices, num_seats: int, known: _Counting, rate: float
+) -> Outcome:
+    """By the chances of the whole text. ``rate``: tokens a second, a first estimate."""
+    best = Outcome(0, 1.0)
+    for _ in range(3):  # the rate that a choice yields is the rate by which to choose
+        odds = _Knowing(known.tallies)
+        speculator = _speculator(_OracleController(prices, rate), odds)
+        odds.know()
+        found = replay(text, prices, num_seats, speculator)
+        rate = found.rate
+        best = max(best, found, key=lambda each: each.rate)
+    return best
+
+
+def compared(text: Text, prices: TruePrices, num_seats: int) -> dict[str, object]:
+    """A line of the table: tokens a second of each, regret, and ``auto`` over the best depth."""
+    found, odds = auto(text, prices, num_seats)
+    by_depth = {depth: fixed(text, prices, num_seats, depth).rate for depth in DEPTHS}
+    best = max(by_depth, key=lambda depth: by_depth[depth])
+    ideal = oracle(text, prices, num_seats, odds, found.rate)
+    return {
+        "task": text.kind,
+        "T": text.temperature,
+        "requests": num_seats,
+        "off": by_depth[0],
+        "best depth": best,
+        "at it": by_depth[best],
+        "auto": found.rate,
+        "oracle": ideal.rate,
+        "auto / best": found.rate / by_depth[best],
+        "auto / off": found.rate / by_depth[0],
+        "regret": 1.0 - found.rate / max(ideal.rate, found.rate),
+    }
+
+
+def cells(recording: Recording) -> Iterator[tuple[Text, Prices, int]]:
+    """Every text at every load on every machine."""
+    for prices in recording.prices:
+        for num_seats in LOADS:
+            for text in recording.texts:
+                yield text, prices, num_seats
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a table for each machine, and write JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m foretoken.bench.lab.regret", description=__doc__
+    )
+    parser.add_argument("--recording", type=Path, default=FILE)
+    parser.add_argument("--out", type=Path, default=RESULTS / "regret.json")
+    args = parser.parse_args(argv)
+    lines: dict[str, list[dict[str, object]]] = {}
+    for text, prices, num_seats in cells(load(args.recording)):
+        line = compared(text, TruePrices(prices), num_seats)
+        lines.setdefault(prices.name, []).append(line)
+    for name, found in lines.items():
+        print(f"\n{name}\n{table(found)}")
+    write_json(args.out, {"command": command(), "machine": machine(), "cells": lines})
+
+
+if __name__ == "__main__":
+    main()
