@@ -178,11 +178,78 @@ class _Knowing(AcceptanceModel):
             self._adjustment(request_id, source).count(expected, missed)
 
 
+class Run:
+    """Requests that run beside each other and are given recorded answers."""
+
+    def __init__(self, look_ups: DraftSpeculator) -> None:
+        self.seats: list[tuple[Request, array[int]]] = []
+        self.outcome = Outcome()
+        self._speculator = look_ups
+        self._rng = np.random.default_rng(5)
+
+    def join(self, request: Request, answer: array[int]) -> None:
+        """Add a request."""
+        self._speculator.join(request)
+        self.seats.append((request, answer))
+
+    def has_ended(self, request: Request) -> bool:
+        """Whether a request has its whole answer."""
+        return all(len(answer) == each.num_output for each, answer in self.seats if each is request)
+
+    def leave(self, request: Request) -> None:
+        """Remove a request."""
+        self._speculator.leave(request)
+        self.seats = [seat for seat in self.seats if seat[0] is not request]
+
+    def step(self, prices: TruePrices | None = None) -> int:
+        """Give each request what its draft and one more token are worth; return how many tokens.
+
+        ``prices``: what the step takes, which the speculator observes, disturbed.
+        """
+        requests = [request for request, _ in self.seats]
+        limits = draft_limits(requests, MAX_DRAFT)
+        is_plain = self._speculator.drafts_nothing(requests) or not any(limits)
+        plans: Sequence[DraftPlan] = [NO_DRAFT_PLAN] * len(requests)
+        if not is_plain:
+            budget = draft_row_budget(MAX_BATCH_TOKENS - len(requests), others_wait=False)
+            plans = self._speculator.plan(requests, limits, budget=budget, num_prefill=0)
+        rows = [_scheduled(each, plan.draft) for each, plan in zip(requests, plans, strict=True)]
+        outputs = [
+            _verified(request, answer, row.draft)
+            for (request, answer), row in zip(self.seats, rows, strict=True)
+        ]
+        for request, row, out in zip(requests, rows, outputs, strict=True):
+            request.tokens.extend(out.token_ids)
+            if not is_plain:
+                self._speculator.observe(request, row, out, len(out.token_ids))
+        num_tokens = sum(len(out.token_ids) for out in outputs)
+        if prices is not None:
+            self._pay(prices, rows, outputs)
+        self.outcome.num_tokens += num_tokens
+        return num_tokens
+
+    def _pay(
+        self, prices: TruePrices, rows: Sequence[ScheduledRequest], outputs: Sequence[RequestOutput]
+    ) -> None:
+        num_rows = len(rows) + sum(out.num_proposed for out in outputs)
+        keys = sum(row.start * out.num_proposed for row, out in zip(rows, outputs, strict=True))
+        forward = float(prices.forward(num_rows, keys))
+        host = prices.host(len(rows), has_drafts=num_rows > len(rows))
+        self.outcome.seconds += forward + host
+        factor = float(self._rng.lognormal(0.0, NOISE))
+        factor *= 10.0 if self._rng.random() < STALLS else 1.0
+        self._speculator.observe_step(
+            StepPlan(requests=rows, newly_allocated_pages=array("q")),
+            StepOutput(requests=outputs, times={"forward": factor * forward}, num_rows=num_rows),
+            factor * (forward + host),
+        )
+
+
 def replay(
     text: Text,
     prices: TruePrices,
     num_seats: int,
-    speculator: DraftSpeculator,
+    look_ups: DraftSpeculator,
     *,
     depth: int | None = None,
 ) -> Outcome:
@@ -190,32 +257,28 @@ def replay(
 
     ``depth`` fixes the depth of all. Steps count while every seat is taken.
     """
-    rng, outcome, run = np.random.default_rng(5), Outcome(), next(_NUMBERS)
-    pairs = text.requests()
+    run, number, pairs = Run(look_ups), next(_NUMBERS), text.requests()
     laps = -(-LAPS * num_seats // len(pairs)) if num_seats > 1 else 1
     waiting = iter([(lap, *pair) for lap in range(laps) for pair in pairs])
-    seats: list[tuple[Request, array[int]]] = []
 
     def take_seats() -> None:
-        while len(seats) < num_seats and (entry := next(waiting, None)) is not None:
+        while len(run.seats) < num_seats and (entry := next(waiting, None)) is not None:
             lap, prompt, answer = entry
-            request = _request(f"{run}.{lap}", prompt, answer, text.temperature, depth)
-            speculator.join(request)
-            seats.append((request, answer))
+            namespace = f"{number}.{lap}"
+            run.join(new_request(namespace, prompt, answer, text.temperature, depth), answer)
 
     take_seats()
-    while len(seats) == num_seats:
-        _step(seats, speculator, prices, outcome, rng)
-        for request, answer in [*seats]:
-            if request.num_output == len(answer):
-                speculator.leave(request)
-                seats.remove((request, answer))
+    while len(run.seats) == num_seats:
+        run.step(prices)
+        for request, _ in [*run.seats]:
+            if run.has_ended(request):
+                run.leave(request)
         take_seats()
-        speculator.work()
-    return outcome
+        look_ups.work()
+    return run.outcome
 
 
-def _request(
+def new_request(
     namespace: str, prompt: array[int], answer: array[int], temperature: float, depth: int | None
 ) -> Request:
     """A request whose prompt is computed and whose first token is chosen."""
@@ -231,43 +294,6 @@ def _request(
     request.max_len = len(prompt) + len(answer)
     request.tokens.append(answer[0])
     return request
-
-
-def _step(
-    seats: Sequence[tuple[Request, array[int]]],
-    speculator: DraftSpeculator,
-    prices: TruePrices,
-    outcome: Outcome,
-    rng: np.random.Generator,
-) -> None:
-    requests = [request for request, _ in seats]
-    budget = draft_row_budget(MAX_BATCH_TOKENS - len(seats), others_wait=False)
-    limits = draft_limits(requests, MAX_DRAFT)
-    plans: Sequence[DraftPlan] = [NO_DRAFT_PLAN] * len(seats)
-    is_plain = speculator.drafts_nothing(requests) or not any(limits)
-    if not is_plain:
-        plans = speculator.plan(requests, limits, budget=budget, num_prefill=0)
-    rows = [_scheduled(each, plan.draft) for each, plan in zip(requests, plans, strict=True)]
-    outputs = [
-        _verified(request, answer, row.draft)
-        for (request, answer), row in zip(seats, rows, strict=True)
-    ]
-    num_rows = len(seats) + sum(out.num_proposed for out in outputs)
-    keys = sum(row.start * out.num_proposed for row, out in zip(rows, outputs, strict=True))
-    forward = float(prices.forward(num_rows, keys))
-    host = prices.host(len(seats), has_drafts=num_rows > len(seats))
-    outcome.seconds += forward + host
-    outcome.num_tokens += sum(len(out.token_ids) for out in outputs)
-    for request, row, out in zip(requests, rows, outputs, strict=True):
-        request.tokens.extend(out.token_ids)
-        if not is_plain:
-            speculator.observe(request, row, out, len(out.token_ids))
-    factor = float(rng.lognormal(0.0, NOISE)) * (10.0 if rng.random() < STALLS else 1.0)
-    speculator.observe_step(
-        StepPlan(requests=rows, newly_allocated_pages=array("q")),
-        StepOutput(requests=outputs, times={"forward": factor * forward}, num_rows=num_rows),
-        factor * (forward + host),
-    )
 
 
 def _scheduled(request: Request, draft: Draft) -> ScheduledRequest:
@@ -308,7 +334,7 @@ def _verified(request: Request, answer: array[int], draft: Draft) -> RequestOutp
 # -- comparisons -----------------------------------------------------------------------------------
 
 
-def _speculator(controller: Controller, odds: AcceptanceModel) -> DraftSpeculator:
+def speculator(controller: Controller, odds: AcceptanceModel) -> DraftSpeculator:
     """Look-ups as ``--draft auto`` has them; a decision takes no time."""
     sources = make_sources(DraftSpec(AUTO), VOCAB_SIZE)
     return DraftSpeculator(sources, controller, odds, clock=lambda: 0.0)
@@ -317,14 +343,14 @@ def _speculator(controller: Controller, odds: AcceptanceModel) -> DraftSpeculato
 def auto(text: Text, prices: TruePrices, num_seats: int) -> tuple[Outcome, _Counting]:
     """The controller, and what it could have known."""
     odds = _Counting()
-    speculator = _speculator(Controller(CostModel(prices.profile())), odds)
-    return replay(text, prices, num_seats, speculator), odds
+    look_ups = speculator(Controller(CostModel(prices.profile())), odds)
+    return replay(text, prices, num_seats, look_ups), odds
 
 
 def fixed(text: Text, prices: TruePrices, num_seats: int, depth: int) -> Outcome:
     """The same depth in every step; 0: no drafts."""
-    speculator = _speculator(Controller(CostModel(prices.profile())), AcceptanceModel())
-    return replay(text, prices, num_seats, speculator, depth=depth)
+    look_ups = speculator(Controller(CostModel(prices.profile())), AcceptanceModel())
+    return replay(text, prices, num_seats, look_ups, depth=depth)
 
 
 def oracle(
@@ -334,9 +360,9 @@ def oracle(
     best = Outcome(0, 1.0)
     for _ in range(3):  # the rate that a choice yields is the rate by which to choose
         odds = _Knowing(known.tallies)
-        speculator = _speculator(_OracleController(prices, rate), odds)
+        look_ups = speculator(_OracleController(prices, rate), odds)
         odds.know()
-        found = replay(text, prices, num_seats, speculator)
+        found = replay(text, prices, num_seats, look_ups)
         rate = found.rate
         best = max(best, found, key=lambda each: each.rate)
     return best

@@ -47,7 +47,7 @@ class GrammarSource:
             return guess
         return Guess(guess.token_ids[:length], guess.source, guess.kind) if length else None
 
-    def index(self, request: Request) -> int:  # noqa: ARG002
+    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
         """Index nothing: a grammar needs no earlier tokens."""
         return 0
 

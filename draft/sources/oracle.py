@@ -47,7 +47,7 @@ class OracleSource:
         token_ids = answer[request.num_output : request.num_output + most]
         return (Guess(token_ids, self.name, 0),) if token_ids else ()
 
-    def index(self, request: Request) -> int:  # noqa: ARG002
+    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
         """Index nothing: an answer is recorded when it has ended."""
         return 0
 

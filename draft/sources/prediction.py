@@ -70,7 +70,7 @@ class PredictionSource:
         kind = IN_SYNC if cursor.num_right >= STEADY else RESYNCED
         return (Guess(token_ids, self.name, kind),)
 
-    def index(self, request: Request) -> int:  # noqa: ARG002
+    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
         """Index nothing: a prediction serves its own request alone."""
         return 0
 

@@ -61,7 +61,7 @@ class PrefixSource:
         kind = FORKED if forked or self._cursors[request].forked else SINGLE
         return (Guess(draft, self.name, kind),)
 
-    def index(self, request: Request) -> int:  # noqa: ARG002
+    def index(self, request: Request, *, for_others: bool = False) -> int:  # noqa: ARG002
         """Index nothing: requests are inserted when they end."""
         return 0
 

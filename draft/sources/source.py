@@ -69,14 +69,16 @@ class Source(Protocol):
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Return guesses of at most ``most`` tokens each behind ``request.tokens``."""
 
-    def index(self, request: Request) -> int:
-        """Index tokens of a live request, `INDEX_CHUNK` at most; return how many.
+    def index(self, request: Request, *, for_others: bool = False) -> int:
+        """Index tokens of a request, `INDEX_CHUNK` at most; return how many.
 
-        Called until it returns 0, while the model thread computes steps.
+        Called until it returns fewer, while the model thread computes steps. The newest tokens
+        come first: a request may end before all are indexed. ``for_others``: the request has
+        ended, so what served its own look-ups alone is left out.
         """
 
     def leave(self, request: Request) -> None:
-        """Keep what may serve others of a request that ended; drop everything else."""
+        """Keep what was indexed for others of a request that ended; drop everything else."""
 
     def flush(self, *namespaces: str | None) -> None:
         """Forget the tokens of these namespaces, of all when none is named."""
@@ -101,12 +103,12 @@ class GuardedSource:
             self._failed()
             return ()
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         """Call the source; 0 if it fails."""
         if self._inner is None:
             return 0
         try:
-            return self._inner.index(request)
+            return self._inner.index(request, for_others=for_others)
         except Exception:
             self._failed()
             return 0
@@ -163,24 +165,45 @@ class SourceIndexer:
         return bool(self._num_indexed or self._ended)
 
     def work(self) -> None:
-        """Keep the tokens of ended requests, then index new ones of running requests; bounded."""
-        self.keep(MAX_ENDED if self._num_indexed else None)
+        """Index tokens of ended requests and keep them, then those of running ones; bounded."""
         room = INDEX_CHUNK
+        if self._ended:
+            room -= self._finish() if self._num_indexed else self.keep()
         for request, num_indexed in list(self._num_indexed.values()):
+            if room <= 0:
+                return
             if len(request.tokens) == num_indexed:
                 continue
-            done = max((source.index(request) for source in self._sources), default=0)
+            done = self._index(request)
             is_whole = done < INDEX_CHUNK  # no source has more to index
             self._num_indexed[request.request_id] = request, len(request.tokens) * is_whole
             self._num_indexed.move_to_end(request.request_id)
             room -= done
-            if room <= 0:
-                return
 
-    def keep(self, most: int | None = None) -> None:
-        """Keep the tokens of ended requests: of the ``most`` that ended first, or of all."""
-        count = len(self._ended) if most is None else min(most, len(self._ended))
-        for _ in range(count):
-            request = self._ended.popleft()
+    def keep(self) -> int:
+        """Keep the tokens of all ended requests; return how many were indexed."""
+        num_indexed = 0
+        while self._ended:
+            num_indexed += self._finish()
+        return num_indexed
+
+    def _finish(self) -> int:
+        """Index tokens of the requests that ended first, a bounded number; return how many."""
+        num_indexed = 0
+        for _ in range(min(MAX_ENDED, len(self._ended))):
+            request = self._ended[0]
+            done = self._index(request, for_others=True)
+            num_indexed += done
+            if done >= INDEX_CHUNK:  # it may have more
+                break
+            self._ended.popleft()
             for source in self._sources:
                 source.leave(request)
+            if num_indexed >= INDEX_CHUNK:
+                break
+        return num_indexed
+
+    def _index(self, request: Request, *, for_others: bool = False) -> int:
+        """Have each source index tokens; return the most that one of them did."""
+        done = (source.index(request, for_others=for_others) for source in self._sources)
+        return max(done, default=0)

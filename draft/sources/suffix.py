@@ -80,9 +80,10 @@ class Segment:
     first_salts: tuple[int, ...]  # [len(FIRST_ORDERS)]
     shared_salts: tuple[int, ...]  # [NUM_SHARED], or none: others never look into it
     shared_from: int  # positions before this one were indexed for others by another segment
+    indexed_to: int  # positions from `shared_from` to this one are in the table
+    indexed_from: int  # and, for its own look-ups, those from this one to `shared_from`
     offset: int = 0  # position of tokens[0]
     hashes: array[int] = field(default_factory=lambda: array("Q", (0,)))
-    num_indexed: int = 0  # positions before this one are in the table
 
     def hash_new(self) -> int:
         """Bring ``hashes`` up to the newest token; returns the number of tokens."""
@@ -156,6 +157,8 @@ class SuffixIndex:
             first_salts=tuple(self._salt(~own & MASK, ORDERS[index]) for index in FIRST_ORDERS),
             shared_salts=tuple(self._salt(shared_salt or 0, order) for order in shared),
             shared_from=shared_from,
+            indexed_to=shared_from,
+            indexed_from=shared_from,
         )
         self.segments[segment.number] = segment
         return segment
@@ -223,33 +226,38 @@ class SuffixIndex:
 
     # -- indexing
 
-    def index(self, segment: Segment, most: int) -> int:
-        """Index up to ``most`` tokens of a live segment; returns how many.
+    def index(self, segment: Segment, most: int, *, for_others: bool = False) -> int:
+        """Index up to ``most`` tokens of a segment, the newest first; returns how many.
 
-        The last token waits until it is known what follows it: a look-up never finds itself.
+        What other segments have not indexed comes first, then what the segment has in common with
+        these, from its end to its start, for its own look-ups: not with ``for_others``. The last
+        token waits until it is known what follows it: a look-up never finds itself.
         """
-        first = segment.num_indexed
-        stop = min(segment.hash_new(), first + most)
+        first = segment.indexed_to
+        stop = segment.indexed_to = max(first, min(segment.hash_new(), first + most))
         if stop - first > FEW_TO_INDEX:
             self._index_many(segment, first, stop)
         elif stop > first:
             self._index_few(segment, first, stop)
-        segment.num_indexed = max(first, stop)
-        return max(0, stop - first)
+        num_indexed, end = stop - first, segment.indexed_from
+        if not for_others and num_indexed < most and end:
+            begin = segment.indexed_from = max(0, end - (most - num_indexed))
+            self._index_older(segment, begin, end)
+            num_indexed += end - begin
+        return num_indexed
 
     def _index_few(self, segment: Segment, first: int, stop: int) -> None:
         hashes, entries, shift, mask = segment.hashes, self._entries, self._shift, self._slot_mask
         number = segment.number
         for position in range(first, stop):
             entry, last = number << 32 | position, hashes[position]
-            shared = segment.shared_salts if position >= segment.shared_from else ()
             windows = [
                 (last - hashes[position - order] * power) >> shift if order <= position else None
                 for order, power in zip(ORDERS, _SHIFTS, strict=True)
             ]
             for window, salt in (
                 *zip(windows, segment.own_salts, strict=True),
-                *zip(windows, shared, strict=False),
+                *zip(windows, segment.shared_salts, strict=False),
             ):
                 if window is not None:
                     entries[(window ^ salt) & mask] = entry
@@ -261,36 +269,47 @@ class SuffixIndex:
                         entries[slot] = entry
 
     def _index_many(self, segment: Segment, first: int, stop: int) -> None:
-        """The same at once. No order reaches before the start, so the first tokens take longer."""
+        """The same at once."""
+        for index, windows, entries in self._windows(segment, first, stop):
+            self._table[self._slots(windows, segment.own_salts[index])] = entries
+            if index < len(segment.shared_salts):
+                self._table[self._slots(windows, segment.shared_salts[index])] = entries
+            if index in FIRST_ORDERS:
+                salt = segment.first_salts[FIRST_ORDERS.index(index)]
+                slots = self._slots(windows, salt)
+                is_free = (self._table[slots] >> 32) != segment.number
+                # Of equal slots the first, assigned last.
+                self._table[slots[is_free][::-1]] = entries[is_free][::-1]
+
+    def _index_older(self, segment: Segment, first: int, stop: int) -> None:
+        """Index positions before all that are indexed: newest places stay, oldest ones move."""
+        for index, windows, entries in self._windows(segment, first, stop):
+            slots = self._slots(windows, segment.own_salts[index])
+            is_free = (self._table[slots] >> 32) != segment.number
+            self._table[slots[is_free]] = entries[is_free]
+            if index in FIRST_ORDERS:
+                slots = self._slots(windows, segment.first_salts[FIRST_ORDERS.index(index)])
+                self._table[slots[::-1]] = entries[::-1]
+
+    def _windows(
+        self, segment: Segment, first: int, stop: int
+    ) -> Iterator[tuple[int, NDArray[np.uint64], NDArray[np.int64]]]:
+        """Each order's index, hashes of the last tokens before positions, and their entries.
+
+        No order reaches before the start, so there are fewer positions of the first tokens.
+        """
         low = max(0, first - MAX_ORDER)
         hashes = np.frombuffer(segment.hashes[low:stop], "u8")
         entries = np.arange(first, stop) | segment.number << 32
-        num_private = min(stop, max(first, segment.shared_from)) - first
         for index, (order, power) in enumerate(zip(ORDERS, _SHIFTS, strict=True)):
             count = min(stop - first, len(hashes) - order)
-            if count <= 0:
-                continue
-            windows = hashes[-count:] - hashes[-count - order : -order] * np.uint64(power)
-            windows >>= np.uint64(self._shift)
-            own = entries[-count:]
-            self._table[self._slots(windows, segment.own_salts[index])] = own
-            if index < len(segment.shared_salts):
-                skipped = max(0, num_private - (stop - first - count))
-                salt = segment.shared_salts[index]
-                self._table[self._slots(windows[skipped:], salt)] = own[skipped:]
-            if index in FIRST_ORDERS:
-                salt = segment.first_salts[FIRST_ORDERS.index(index)]
-                self._write_first(segment, self._slots(windows, salt), own)
+            if count > 0:
+                windows = hashes[-count:] - hashes[-count - order : -order] * np.uint64(power)
+                windows >>= np.uint64(self._shift)
+                yield index, windows, entries[-count:]
 
     def _slots(self, windows: NDArray[np.uint64], salt: int) -> NDArray[np.int64]:
         return (windows ^ np.uint64(salt)).view(np.int64)
-
-    def _write_first(
-        self, segment: Segment, slots: NDArray[np.int64], entries: NDArray[np.int64]
-    ) -> None:
-        """Write where the segment has nothing yet; of equal slots the first, assigned last."""
-        is_free = (self._table[slots] >> 32) != segment.number
-        self._table[slots[is_free][::-1]] = entries[is_free][::-1]
 
 
 class SuffixSource:
@@ -327,9 +346,12 @@ class SuffixSource:
             if token_ids:
                 yield Guess(token_ids, self.name, place.kind)
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         """Index new tokens; cached prompt tokens for this request alone, as others have them."""
-        return self._index.index(self._segment(request), INDEX_CHUNK)
+        is_unseen = request not in self._live and not request.num_output
+        if for_others and (is_unseen or self._is_private(request)):
+            return 0
+        return self._index.index(self._segment(request), INDEX_CHUNK, for_others=for_others)
 
     def leave(self, request: Request) -> None:
         """Keep the tokens that no earlier request had."""
@@ -338,9 +360,8 @@ class SuffixSource:
             return
         if request not in self._live and not request.num_output:
             return
-        segment = self._segment(request)
-        self._index.index(segment, INDEX_CHUNK)
-        del self._live[request]
+        self.index(request, for_others=True)
+        segment = self._live.pop(request)
         self._index.keep(segment)
         self._ended[segment.number] = segment
         self._num_kept += len(segment.tokens)

@@ -64,7 +64,7 @@ class Says:
     def _opinion(self, request: Request) -> Sequence[int]:
         return self.token_ids
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         return 0
 
     def leave(self, request: Request) -> None: ...
@@ -86,7 +86,7 @@ class Broken(Says):
         self.num_asked += 1
         raise RuntimeError("propose")
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         raise RuntimeError("index")
 
     def leave(self, request: Request) -> None:
@@ -284,7 +284,7 @@ def test_every_token_of_a_running_request_is_indexed() -> None:
     class Counting(SuffixSource):
         num_tokens = 0
 
-        def index(self, request: Request) -> int:
+        def index(self, request: Request, *, for_others: bool = False) -> int:
             done = super().index(request)
             self.num_tokens += done
             return done

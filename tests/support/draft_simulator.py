@@ -300,7 +300,7 @@ class _Knowing:
             return ()
         return (Guess(_guess(seat, most), self.name, seat.regime.kind(seat.at)),)
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         return 0
 
     def leave(self, request: Request) -> None:

@@ -60,7 +60,7 @@ class Parrot:
         self.num_asked += 1
         return (Guess(self.token_ids[:most], self.name, 0),) if self.token_ids else ()
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         return 0
 
     def leave(self, request: Request) -> None: ...

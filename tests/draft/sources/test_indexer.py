@@ -24,7 +24,7 @@ class Noting(SuffixSource):
         super().leave(request)
         self.left.append(request.request_id)
 
-    def index(self, request: Request) -> int:
+    def index(self, request: Request, *, for_others: bool = False) -> int:
         done = super().index(request)
         self.num_calls += 1
         self.num_indexed[request.request_id] = self.num_indexed.get(request.request_id, 0) + done

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foretoken.core.interface.request import Request
-from foretoken.draft.sources.source import BUCKETS, INDEX_CHUNK, Guess
+from foretoken.draft.sources.source import BUCKETS, INDEX_CHUNK, GuardedSource, Guess, SourceIndexer
 from foretoken.draft.sources.suffix import (
     FIRST_KIND,
     FIRST_ORDERS,
@@ -220,9 +220,9 @@ def test_growing_by_few_tokens_or_by_many_is_the_same(step: int, cached: int, ma
     """A few tokens are hashed and indexed one by one, many at once: the tables must be equal."""
     text = random_tokens(2, 600, vocab=4)
     grown, whole = SuffixIndex(2**18), SuffixIndex(2**18)
-    tokens = array("q")
+    tokens = array("q", text[:cached])
     segment = grown.open(tokens, scope=None, shared_salt=5, shared_from=cached)
-    for start in range(0, len(text), step):
+    for start in range(cached, len(text), step):
         tokens.extend(text[start : start + step])
         grown.find(segment)
         grown.index(segment, INDEX_CHUNK)
@@ -230,8 +230,77 @@ def test_growing_by_few_tokens_or_by_many_is_the_same(step: int, cached: int, ma
     assert whole.index(at_once, INDEX_CHUNK) == len(text)
     assert segment.hashes == at_once.hashes
     differ = np.count_nonzero(grown._table != whole._table)
-    assert differ <= 5, "but for places that two writers claim"
+    assert differ <= 10, "but for places that two writers claim"
     assert np.count_nonzero(whole._table) > 2500
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 50, 700])
+def test_the_newest_and_the_oldest_places_are_the_same_in_whatever_order_they_are_indexed(
+    chunk: int,
+) -> None:
+    """Cached tokens are indexed behind the new ones, from their end to their start."""
+    text = random_tokens(3, 600, vocab=4)
+    forwards, backwards = SuffixIndex(2**18), SuffixIndex(2**18)
+    expected = forwards.open(array("q", text), scope=None, shared_salt=None)
+    found = backwards.open(array("q", text), scope=None, shared_salt=None, shared_from=500)
+    assert forwards.index(expected, INDEX_CHUNK) == len(text)
+    while backwards.index(found, chunk):
+        pass
+    assert np.count_nonzero(forwards._table != backwards._table) <= 10
+
+
+def agent_turn(make_request) -> tuple[list[int], list[int], Request]:
+    """A long cached conversation, what this turn adds, and the turn's request."""
+    cached, new = random_tokens(4, 30_000, vocab=40_000), random_tokens(5, 1_000, vocab=40_000)
+    request = make_request([*cached, *new])
+    request.usage.cached_tokens = len(cached)
+    return cached, new, request
+
+
+def test_what_a_turn_adds_to_a_long_cached_conversation_is_found_by_others(make_request) -> None:
+    """In four steps: the cached tokens, which others have indexed, must not use up their time."""
+    suffix = source()
+    indexer = SourceIndexer([GuardedSource(suffix)])
+    _, new, request = agent_turn(make_request)
+    indexer.join(request)
+    for token in (7, 8, 9, 10):
+        request.tokens.append(token)
+        indexer.work()
+    indexer.leave(request)
+    indexer.work()
+    for at in (20, 500, 990):
+        assert drafted(suffix, make_request(new[at - 18 : at])) == new[at : at + 4]
+
+
+def test_a_long_prompt_that_ends_soon_is_indexed_to_its_end_a_chunk_at_a_time(make_request) -> None:
+    suffix = source()
+    indexer = SourceIndexer([GuardedSource(suffix)])
+    text = random_tokens(6, 10 * INDEX_CHUNK, vocab=40_000)
+    request, other = make_request([*text, 1]), make_request([1, 2, 3])
+    request.tokens.append(2)
+    indexer.join(other)
+    indexer.join(request)
+    indexer.leave(request)
+    for _ in range(12):
+        indexer.work()
+    at = len(text) - 40
+    assert drafted(suffix, make_request(text[at - 18 : at])) == text[at : at + 4]
+
+
+def test_the_newest_tokens_of_a_long_cached_prompt_are_found_first(make_request) -> None:
+    """And the request's own look-ups find its cached part later, its end before its start."""
+    suffix = source(num_slots=2**22)
+    cached, new, request = agent_turn(make_request)
+    suffix.index(request)
+    request.tokens.extend(new[100:103])
+    assert drafted(suffix, request) == new[103:107]
+    request.tokens.extend(cached[-50:-47])
+    assert drafted(suffix, request) == cached[-47:-43]
+    request.tokens.extend(cached[50:53])
+    assert drafted(suffix, request) != cached[53:57]
+    while suffix.index(request):
+        pass
+    assert drafted(suffix, request) == cached[53:57]
 
 
 def test_a_wide_token_id_is_not_taken_for_its_neighbour(make_request, index_all) -> None:
