@@ -262,6 +262,7 @@ def test_what_a_turn_adds_to_a_long_cached_conversation_is_found_by_others(make_
     suffix = source()
     indexer = SourceIndexer([GuardedSource(suffix)])
     _, new, request = agent_turn(make_request)
+    indexer.join(make_request([1, 2, 3]))  # while any runs, indexing is bounded
     indexer.join(request)
     for token in (7, 8, 9, 10):
         request.tokens.append(token)

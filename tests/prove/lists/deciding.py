@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "costs-rate-of-plain-decoding",
         "CostModel.rate",
-        "return num_requests * load.tokens.value / load.seconds.value",
-        "return num_requests / load.seconds.value",
+        "return num_requests * load.answers.tokens_per_second",
+        "return num_requests / load.answers.seconds_per_step",
         ("test_cost_model.py",),
         "where drafts come true a second is worth more tokens",
     ),
