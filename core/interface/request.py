@@ -172,6 +172,7 @@ class Request:
     num_prepaid: int = 0  # tokens charged to its tenant in steps that did not compute them
     num_prompt_logprobs: int = 0  # sent so far
     num_noted: int = 0  # leading tokens counted as cached or written already
+    num_uncached: int = 0  # tokens without KV when it was queued
 
     @property
     def prompt_len(self) -> int:
@@ -197,3 +198,9 @@ class Request:
 def by_order(request: Request) -> tuple[float, int]:
     """A key to sort by."""
     return request.order
+
+
+def by_work(request: Request) -> tuple[int, int]:
+    """A key to sort by: priority, then tokens left to compute, for a waiting one when queued."""
+    is_queued = request.status is RequestStatus.WAITING
+    return request.priority, request.num_uncached if is_queued else request.num_pending

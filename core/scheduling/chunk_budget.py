@@ -13,7 +13,17 @@ from ..interface.step import LEAST_CHUNK, StepOutput, StepPlan, num_chunk_tokens
 
 MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
 REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
+SHARE_OF_NEWCOMERS = 5  # one of so many prompt tokens of a step
 REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
+
+
+def newcomer_share(budget: int) -> int:
+    """Return how many of a step's prompt tokens go to the prompts with the least left to compute.
+
+    A fifth of ``budget``: the prompt that is first in order takes at most 1.25 times as long for
+    the others. Of small budgets `LEAST_CHUNK`, but never more than half.
+    """
+    return min(budget // 2, max(LEAST_CHUNK, budget // SHARE_OF_NEWCOMERS))
 
 
 class ChunkBudget:

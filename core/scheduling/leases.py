@@ -8,7 +8,7 @@ lease back to the committed tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ...radix_cache import KVLease, PrefixCache
@@ -48,18 +48,32 @@ def shares_prefill(cache: PrefixCache, request: Request, running: Iterable[Reque
     )
 
 
-def would_fit(cache: PrefixCache, request: Request, num_running: int) -> bool:
-    """Whether all its tokens and one more fit, with room to grow for each that runs.
+def num_uncached_tokens(cache: PrefixCache, request: Request) -> int:
+    """Return how many of its tokens would have to be computed if it were admitted now."""
+    limit = cache_limit(request)
+    num_cached = cache.match_len(request.tokens, namespace=request.namespace, limit=limit)
+    return len(request.tokens) - num_cached
 
-    Without spare room a preempted request would be admitted and preempted again at once.
+
+def would_fit(cache: PrefixCache, request: Request, running: Collection[Request]) -> bool:
+    """Whether all its tokens and one more fit beside those of the requests that run.
+
+    Those whose prompt is not computed yet get its pages later. Each has room to grow, too: without
+    it a preempted request would be admitted and preempted again at once.
     """
     growth = RETURN_GROWTH if request.num_preemptions else 1
+    page_size = cache.page_size
+    lacking = sum(
+        max(0, -(-len(other.tokens) // page_size) - len(other.lease.page_ids))
+        for other in running
+        if other.num_pending > 1 and other.lease is not None
+    )
     return cache.would_fit(
         request.tokens,
         len(request.tokens) + 1,
         namespace=request.namespace,
         limit=cache_limit(request),
-        slack=num_running * -(-growth // cache.page_size),
+        slack=lacking + len(running) * -(-growth // page_size),
     )
 
 

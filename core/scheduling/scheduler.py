@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 from ...radix_cache import PrefixCache
 from ...radix_cache.audit import Steps, run
 from ..errors import ForetokenError, InvalidRequest
-from ..interface.request import Delta, FinishReason, Request, RequestStatus
+from ..interface.request import Delta, FinishReason, Request, RequestStatus, by_order, by_work
 from ..interface.speculator import (
     NO_DRAFT_PLAN,
     NO_SPECULATION,
@@ -24,8 +25,15 @@ from ..interface.speculator import (
     guarded,
 )
 from ..interface.step import NO_PAGES, RequestOutput, ScheduledRequest, StepOutput, StepPlan
-from .chunk_budget import ChunkBudget
-from .leases import acquire_kv, allocate_draft_pages, pin_prompt, publish, release_kv
+from .chunk_budget import ChunkBudget, newcomer_share
+from .leases import (
+    acquire_kv,
+    allocate_draft_pages,
+    num_uncached_tokens,
+    pin_prompt,
+    publish,
+    release_kv,
+)
 from .output_processor import late_end, request_error, take_output
 from .request_table import NO_ARRIVALS, PendingArrivals, RequestTable, SchedulerLimits
 
@@ -38,10 +46,12 @@ class Scheduler:
     """Continuous batching over one KV pool.
 
     A step serves the requests that decode first, each with its draft, then prefill chunks with
-    what is left of the token budget: a long prompt never stalls a stream. When pages run out the
-    request that comes last is preempted: released and queued again. That order (`Request.order`)
-    never changes, so no two requests preempt each other in turn, whatever the queue thinks of
-    their tenants; and a request that waits long enough comes before all new ones.
+    what is left of the token budget: a long prompt never stalls a stream. Nor does it stall shorter
+    prompts: a share of the chunk tokens goes to the prompts with the least left to compute, the
+    rest in order. When pages run out the request that comes last is preempted: released and queued
+    again. That order (`Request.order`) never changes, so no two requests preempt each other in
+    turn, whatever the queue thinks of their tenants; and a request that waits long enough comes
+    before all new ones.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request that passed `check`."""
+        request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.add(request, now)
 
     def abort(
@@ -205,27 +216,47 @@ class Scheduler:
     def _plan_chunks(
         self, prefills: list[Request], budget: int, planned: set[str], now: float
     ) -> list[ScheduledRequest]:
-        """Chunks of prompts, with pages, for what is left of the token budget.
+        """Chunks of prompts, with pages, in at most ``budget`` tokens.
 
-        Of those that run already, in order, then of admitted ones: no request is admitted once the
-        budget is gone.
+        Waiting requests are admitted in order until the prompts fill the budget. If they do,
+        shorter ones are admitted, too, and all of them share it.
         """
-        chunks = []
-        for request in chain(prefills, self._admitted(now)) if budget > 0 else ():
-            scheduled = self._plan_chunk(request, budget, planned)
-            if scheduled is not None:
-                chunks.append(scheduled)
-                planned.add(scheduled.request_id)
-                budget -= scheduled.stop - scheduled.start
-            if budget <= 0:
-                break
-        return chunks
+        if budget <= 0:
+            return []
+        prompts, room = list(prefills), budget - sum(each.num_pending for each in prefills)
+        waiting = self.request_table.candidates(self.cache)
+        prompts += self._admit_until(waiting, room, now)
+        if sum(each.num_pending for each in prompts) >= budget:
+            first, least = min(map(by_order, prompts)), min(map(by_work, prompts))
+            newcomers = self.request_table.candidates(
+                self.cache, lambda request: request.order < first or by_work(request) < least
+            )
+            prompts += self._admit_until(newcomers, newcomer_share(budget), now)
+        prompts.sort(key=by_order)
+        return self._schedule_chunks(prompts, share_chunk_tokens(prompts, budget), planned)
 
-    def _admitted(self, now: float) -> Iterator[Request]:
-        """Waiting requests; each is admitted when it is taken from the iterator."""
-        for request in self.request_table.candidates(self.cache):
+    def _admit_until(self, candidates: Iterator[Request], room: int, now: float) -> list[Request]:
+        """Admit requests until they have ``room`` tokens to compute."""
+        admitted: list[Request] = []
+        while room > 0 and (request := next(candidates, None)) is not None:
             self._admit(request, now)
-            yield request
+            admitted.append(request)
+            room -= request.num_pending
+        return admitted
+
+    def _schedule_chunks(
+        self, prompts: list[Request], shares: Mapping[str, int], planned: set[str]
+    ) -> list[ScheduledRequest]:
+        """Chunks of as many tokens as ``shares`` has for each prompt, where pages can be had."""
+        chunks = []
+        for request in prompts:
+            stop = request.num_computed + shares.get(request.request_id, 0)
+            if stop > request.num_computed and self._reserve(
+                request, stop, planned, preempt_self=False
+            ):
+                chunks.append(self._schedule(request, stop))
+                planned.add(request.request_id)
+        return chunks
 
     def _admit(self, request: Request, now: float) -> None:
         """Give a waiting request its lease."""
@@ -235,13 +266,6 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.usage.queue_time = now - request.arrival_time
         self.speculator.join(request)
-
-    def _plan_chunk(
-        self, request: Request, budget: int, planned: set[str]
-    ) -> ScheduledRequest | None:
-        stop = request.num_computed + min(request.num_pending, budget)
-        reserved = self._reserve(request, stop, planned, preempt_self=False)
-        return self._schedule(request, stop) if reserved else None
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -270,6 +294,7 @@ class Scheduler:
         self._release(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
+        request.num_uncached = num_uncached_tokens(self.cache, request)
         self.request_table.requeue(request)
 
     def _release(self, request: Request, *, keep: bool = True) -> None:
@@ -395,6 +420,25 @@ def schedule_request(
         row_price=plan.row_price,
         pass_price=plan.pass_price,
     )
+
+
+def share_chunk_tokens(prompts: Sequence[Request], budget: int) -> Mapping[str, int]:
+    """Return the prompt tokens that each request may compute in a step, by its id.
+
+    `newcomer_share` goes to those with the least left to compute, the rest in the order of
+    ``prompts``. So the first one always has the greater part of a step, and a short prompt does not
+    wait for the end of a long one.
+    """
+    shares: Counter[str] = Counter()
+    for in_turn, room in (
+        (sorted(prompts, key=by_work), newcomer_share(budget)),
+        (prompts, budget - newcomer_share(budget)),
+    ):
+        for request in in_turn:
+            count = min(room, request.num_pending - shares[request.request_id])
+            shares[request.request_id] += count
+            room -= count
+    return shares
 
 
 def draft_limits(requests: Sequence[Request], depth_cap: int) -> list[int]:

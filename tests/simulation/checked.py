@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.core.interface.request import Request, RequestStatus
-from foretoken.core.interface.step import ScheduledRequest, StepOutput, StepPlan
+from foretoken.core.interface.request import Request, RequestStatus, by_order
+from foretoken.core.interface.step import (
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+    num_chunk_tokens,
+)
 from foretoken.core.scheduling.scheduler import Scheduler
 
 
@@ -13,9 +18,11 @@ class CheckedScheduler(Scheduler):
     """Raises AssertionError where a plan or the ledger is not as it must be."""
 
     def schedule(self, now: float) -> StepPlan:
+        prompts = self._prompts()
         plan = super().schedule(now)
         self.audit()
         self._check_plan(plan)
+        self._check_chunks(plan, prompts)
         for request in (*self.running.values(), *self.waiting.requests):
             due = request.arrival_time + (request.deadline or 0.0)
             assert request.deadline is None or due > now, "a deadline has passed unnoticed"
@@ -46,6 +53,19 @@ class CheckedScheduler(Scheduler):
             num_rows += max(row.max_draft, len(row.draft.token_ids))
             self._check_row(row)
         assert num_rows <= self.limits.max_batch_tokens, "a step is larger than its budget"
+
+    def _prompts(self) -> list[Request]:
+        return [each for each in self.running.values() if each.num_pending > 1]
+
+    def _check_chunks(self, plan: StepPlan, prompts: list[Request]) -> None:
+        """Half of the prompt tokens of a step, or all that it lacks, go to the first in order."""
+        num_tokens = num_chunk_tokens(plan.requests)
+        first = min(self._prompts(), key=by_order, default=None)
+        if num_tokens and first is not None and first in prompts:
+            chunks = {row.request_id: row.stop - row.start for row in plan.requests}
+            assert chunks[first.request_id] >= min(first.num_pending, num_tokens / 2), (
+                "the prompt that is first in order waits for others"
+            )
 
     def _check_row(self, row: ScheduledRequest) -> None:
         request = self.running[row.request_id]

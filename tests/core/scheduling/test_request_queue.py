@@ -428,7 +428,7 @@ def test_those_whose_prefix_is_on_its_way_do_not_stop_the_others() -> None:
         driver.add(make_request(f"same-{index}", [*shared, 5], tenant="a", max_tokens=2))
     driver.add(make_request("other", [6, 5, 4, 3, 2], tenant="a", max_tokens=2))
     driver.step()
-    assert [row.request_id for row in driver.step().requests] == ["same-0", "other"]
+    assert {row.request_id for row in driver.step().requests} == {"same-0", "other"}
     driver.run()
     assert all(
         driver.served[f"same-{index}"] == answer([*shared, 5], 2) for index in range(MAX_PASSED - 1)

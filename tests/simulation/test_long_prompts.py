@@ -1,0 +1,188 @@
+"""Prompts share the tokens of a step: none waits for the end of a longer one, none starves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from foretoken.core.interface.request import Request
+from foretoken.core.scheduling.chunk_budget import newcomer_share
+from foretoken.core.scheduling.request_table import SchedulerLimits
+from foretoken.radix_cache import PrefixCache
+from support.fake_model import VOCAB_SIZE, Driver, FakeRunner, make_request, no_draft
+
+from .checked import CheckedScheduler
+
+BUDGET = 100  # tokens a step
+LONG = 6000
+
+
+def make_driver(*, num_pages: int = 20_000, max_running: int = 1000) -> Driver:
+    limits = SchedulerLimits(
+        max_batch_tokens=BUDGET,
+        max_running=max_running,
+        max_queued=1000,
+        max_model_len=10_000,
+        vocab_size=VOCAB_SIZE,
+    )
+    page_size = 16
+    scheduler = CheckedScheduler(PrefixCache(num_pages, page_size), limits)
+    return Driver(scheduler, FakeRunner(page_size, no_draft))
+
+
+def come(driver: Driver, name: str, length: int, **options: object) -> Request:
+    rng = random.Random(name)
+    prompt = [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+    driver.add(request := make_request(name, prompt, max_tokens=1, **options))
+    return request
+
+
+def steps_to_first_token(driver: Driver, request: Request) -> int:
+    num_steps = 0
+    while request.num_output == 0:
+        driver.step()
+        num_steps += 1
+    return num_steps
+
+
+@pytest.mark.parametrize("num_long", [1, 4, 16])
+def test_a_short_prompt_does_not_wait_for_long_ones(num_long: int) -> None:
+    """It is computed in the step after the one under way, or the next where its share is full."""
+    driver = make_driver()
+    long = [come(driver, f"long-{index}", LONG) for index in range(num_long)]
+    for _ in range(10):
+        driver.step()
+    assert steps_to_first_token(driver, come(driver, "short", 20)) == 1
+    assert steps_to_first_token(driver, come(driver, "longer", 60)) == 3, "a fifth of each step"
+    assert all(each.num_output == 0 for each in long)
+    driver.run()
+
+
+@pytest.mark.parametrize("length", [40, 80, 99, 100, 101, 150, 300])
+def test_a_short_prompt_does_not_wait_for_a_queue_of_longer_ones(length: int) -> None:
+    """Neither of such as fit into a step, nor of such as do not quite."""
+    driver = make_driver()
+    longer = [come(driver, f"longer-{index}", length) for index in range(40)]
+    driver.step()
+    assert steps_to_first_token(driver, come(driver, "short", 20)) <= 2
+    assert any(each.num_output == 0 for each in longer[5:])
+    driver.run()
+
+
+def test_short_prompts_one_after_another_cost_a_long_one_a_quarter_of_its_time() -> None:
+    alone, beside = make_driver(), make_driver()
+    num_alone = steps_to_first_token(alone, come(alone, "long", LONG))
+    long, num_beside = come(beside, "long", LONG), 0
+    while long.num_output == 0:
+        come(beside, f"short-{num_beside}", 30)  # more than its share
+        beside.step()
+        num_beside += 1
+    assert 1.1 * num_alone < num_beside <= 1.25 * num_alone + 1
+    beside.run()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_prompt_starves(seed: int) -> None:
+    """Until a prompt is computed, at most 1.25 times the tokens before it and its own are."""
+    rng, driver = random.Random(seed), make_driver()
+    requests: list[Request] = []
+    allowed: dict[str, float] = {}  # tokens computed in all by the time of the first token
+    for _ in range(120):
+        for _ in range(rng.choice([0, 1, 1, 3])):
+            length = int(10 ** rng.uniform(0.5, 3.3))
+            request = come(driver, f"{seed}-{len(requests)}", length)
+            before = sum(each.num_pending for each in requests if not each.num_output)
+            allowed[request.request_id] = (
+                driver.runner.num_computed + 1.25 * (before + length) + 3 * BUDGET
+            )
+            requests.append(request)
+        driver.step()
+        _check(driver, requests, allowed)
+    while driver.scheduler.num_requests:
+        driver.step()
+        _check(driver, requests, allowed)
+    assert driver.scheduler.num_preemptions == 0
+
+
+def _check(driver: Driver, requests: list[Request], allowed: dict[str, float]) -> None:
+    late = [
+        request.request_id
+        for request in requests
+        if not request.num_output and driver.runner.num_computed > allowed[request.request_id]
+    ]
+    assert not late
+
+
+def test_a_conversation_that_is_mostly_cached_is_short() -> None:
+    driver = make_driver()
+    first = come(driver, "first", 3000)
+    driver.run()
+    come(driver, "long", 2000)
+    driver.step()
+    driver.add(second := make_request("second", [*first.tokens, *range(1, 6)], max_tokens=1))
+    assert steps_to_first_token(driver, second) <= 2
+    driver.run()
+
+
+def test_sharers_of_a_long_prefix_still_compute_it_once() -> None:
+    driver = make_driver()
+    prefix = [random.Random(1).randrange(1, VOCAB_SIZE) for _ in range(1000)]
+    come(driver, "long", LONG)
+    driver.step()
+    for index in range(4):
+        driver.add(make_request(f"sharer-{index}", [*prefix, 1 + index], max_tokens=1))
+    driver.run()
+    assert driver.runner.num_computed <= LONG + len(prefix) + 4 * (1 + 16)
+
+
+def test_a_less_urgent_short_prompt_takes_nothing_from_a_long_one() -> None:
+    driver = make_driver()
+    long = come(driver, "long", 1000)
+    driver.step()
+    background = come(driver, "background", 20, priority=1)
+    while long.num_output == 0:
+        assert background.num_output == 0
+        driver.step()
+    driver.run()
+
+
+def test_an_urgent_prompt_takes_a_share_however_long_it_is() -> None:
+    driver = make_driver()
+    long = come(driver, "long", 3000)
+    driver.step()
+    urgent = come(driver, "urgent", 3000, priority=-1000)
+    while urgent.num_output == 0:
+        driver.step()
+    assert long.num_output == 0
+    driver.run()
+
+
+def test_a_tenant_with_many_short_prompts_does_not_keep_anothers_waiting() -> None:
+    driver = make_driver()
+    come(driver, "long", LONG, tenant="long")
+    driver.step()
+    for index in range(200):
+        come(driver, f"flood-{index}", 20, tenant="flood")
+        if index % 20 == 19:
+            driver.step()
+    other = come(driver, "other", 20, tenant="other")
+    assert steps_to_first_token(driver, other) <= 2
+    driver.run()
+
+
+def test_no_shorter_prompt_is_admitted_into_pages_that_a_longer_one_will_need() -> None:
+    """Its pages are taken chunk by chunk: those that it lacks still are not free."""
+    driver = make_driver(num_pages=100)
+    long = come(driver, "long", 1400)
+    driver.step()
+    short = [come(driver, f"short-{length}", length) for length in (500, 450, 400)]
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+    assert all(each.num_output for each in (long, *short))
+
+
+def test_the_share_of_newcomers_leaves_the_greater_part_to_the_first() -> None:
+    assert [newcomer_share(budget) for budget in (0, 1, 2, 20, 64, 100, 1000)] == [
+        0, 0, 1, 10, 16, 20, 200,
+    ]  # fmt: skip
