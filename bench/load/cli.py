@@ -11,8 +11,9 @@ from ...api.cli.flags import Parser
 from .agents import AGENTS
 from .figures import SLO_MEASURES, Record, parse_slo, summary
 from .generator import Load, Session, arrivals, warm_up
-from .noisy_neighbour import NOISY_NEIGHBOUR, neighbour_figures
+from .noisy_neighbour import NOISY_NEIGHBOUR
 from .report import progress, stall_note, stalls
+from .short_beside_long import SHORT_BESIDE_LONG
 from .trace import TRACE
 from .workloads import (
     MIXED,
@@ -24,7 +25,10 @@ from .workloads import (
     positive,
 )
 
-WORKLOADS = {each.name: each for each in (SHARED_PREFIX, AGENTS, MIXED, NOISY_NEIGHBOUR, TRACE)}
+WORKLOADS = {
+    each.name: each
+    for each in (SHARED_PREFIX, AGENTS, MIXED, NOISY_NEIGHBOUR, SHORT_BESIDE_LONG, TRACE)
+}
 ALL = "all"
 
 
@@ -151,7 +155,7 @@ async def run(load: Load, scene: Scene) -> tuple[dict[str, object], list[str]]:
         "process_cpu_seconds": cpu,
         "process_cpu_share": cpu / seconds,
         "longest_stall_ms": 1e3 * worst[0],
-        "neighbour": _neighbour(load, workload, args),
+        **workload.own_figures(load.records, args),
     }
     notes = [how, *scene.told()]
     if failed:
@@ -164,14 +168,6 @@ def _failures(records: Sequence[Record]) -> list[str]:
     """The first message of each kind of error."""
     found = {record.error: record.message for record in reversed(records) if record.error}
     return [f"{kind}: {' '.join(message.split())}" for kind, message in found.items() if message]
-
-
-def _neighbour(
-    load: Load, workload: Workload, args: argparse.Namespace
-) -> dict[str, object] | None:
-    if workload is not NOISY_NEIGHBOUR:
-        return None
-    return neighbour_figures(load.records, args.steady)
 
 
 async def _drive(load: Load, workload: Workload, sessions: Sequence[Session], scene: Scene) -> str:

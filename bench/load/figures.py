@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -63,6 +64,16 @@ class Record(msgspec.Struct, omit_defaults=True):
     def tpot(self) -> float | None:
         """Seconds per token after the first; None for an answer of one chunk."""
         return self.decode_time / (self.num_tokens - 1) if len(self.times) > 1 else None
+
+
+def by_round(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of each round: those whose names have the same text behind the slash."""
+    ordered = sorted(records, key=_round_of)
+    return [list(group) for _, group in groupby(ordered, key=_round_of)]
+
+
+def _round_of(record: Record) -> str:
+    return record.name.partition("/")[2]
 
 
 # -- gaps ---------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ concurrency keeps it waiting.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from .figures import Record
 from .http import Failure
@@ -62,6 +63,21 @@ class Session:
     run: Callable[[Ask], Awaitable[None]]
     planned: int = 1
     at: float | None = None  # seconds after the start, where the workload has its own schedule
+
+
+@contextlib.asynccontextmanager
+async def at_once(
+    requests: Iterable[Coroutine[Any, Any, object]],
+) -> AsyncIterator[list[asyncio.Task[object]]]:
+    """Run requests beside a block, to their ends; the first failure cuts off what still runs."""
+    tasks = [asyncio.create_task(request) for request in requests]
+    try:
+        yield tasks
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Driver(Protocol):

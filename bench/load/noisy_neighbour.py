@@ -10,11 +10,10 @@ import argparse
 import asyncio
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import groupby
 
 from ..report import Spread
-from .figures import Record, gaps_between, percentile, token_gaps
-from .generator import Ask, Job, Piece, Session
+from .figures import Record, by_round, gaps_between, percentile, token_gaps
+from .generator import Ask, Job, Piece, Session, at_once
 from .http import Failure
 from .workloads import Scene, Workload, positive
 
@@ -57,20 +56,12 @@ class _Steady:
 async def _round(scene: Scene, index: int, ask: Ask) -> None:
     args = scene.args
     steady = _Steady(args.streams, args.steady + args.before)
-    tasks = [
-        asyncio.create_task(_stream(scene, ask, steady, (index, number)))
-        for number in range(args.streams)
-    ]
-    try:
+    streams = [_stream(scene, ask, steady, (index, number)) for number in range(args.streams)]
+    async with at_once(streams) as tasks:  # not cut off: usage comes with the last chunk
         await _until(steady.reached, tasks)
         length = scene.fitted(args.long, LONG_OUTPUT)
         prompt = [Piece("user", scene.corpus.cut((LONG, index), length))]
         await ask(Job(name=f"{LONG}/{index}", prompt=prompt, output_len=LONG_OUTPUT))
-        await asyncio.gather(*tasks)  # not cut off: usage comes with the last chunk
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _stream(scene: Scene, ask: Ask, steady: _Steady, key: tuple[int, int]) -> None:
@@ -80,7 +71,7 @@ async def _stream(scene: Scene, ask: Ask, steady: _Steady, key: tuple[int, int])
     await ask(Job(name=name, prompt=prompt, output_len=output_len, watch=steady.watch))
 
 
-async def _until(reached: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _until(reached: asyncio.Event, tasks: Sequence[asyncio.Task[object]]) -> None:
     """Wait for the streams to be steady; raises `Failure` when one ends before that."""
     waiter = asyncio.create_task(reached.wait())
     done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -106,17 +97,12 @@ def noisy_neighbour(scene: Scene) -> list[Session]:
 
 def neighbour_figures(records: Iterable[Record], steady: int) -> dict[str, object] | None:
     """ITL of the streams before a long prompt joined and while it was read; None of no round."""
-    ordered = sorted(records, key=_round_of)
-    groups = (list(group) for _, group in groupby(ordered, key=_round_of))
-    rounds = [found for group in groups if (found := _one_round(group, steady)) is not None]
+    found = (_one_round(group, steady) for group in by_round(records))
+    rounds = [each for each in found if each is not None]
     if not rounds:
         return None
     figures = {name: Spread.of([each[name] for each in rounds]) for name in rounds[0]}
     return {"rounds": len(rounds), **figures, "aim": AIM}
-
-
-def _round_of(record: Record) -> str:
-    return record.name.partition("/")[2]
 
 
 def _one_round(records: Sequence[Record], steady: int) -> dict[str, float] | None:
@@ -153,6 +139,7 @@ NOISY_NEIGHBOUR = Workload(
     "a long prompt joins running streams",
     _flags,
     noisy_neighbour,
+    lambda records, args: {"neighbour": neighbour_figures(records, args.steady)},
     has_loop=True,
     temperature=1.0,  # greedy streams fall into loops, and drafts of a loop are always right
 )

@@ -167,6 +167,29 @@ def neighbour_rows(found: Figures) -> list[dict[str, object]]:
     ]
 
 
+BESIDE = {
+    "ttft_p50": "TTFT of the short ones, p50",
+    "ttft_p99": "TTFT of the short ones, p99",
+    "longest_gap": "longest gap between chunks of a short one",
+    "long": "first long one sent to last first token",
+}
+
+
+def beside_rows(found: Sequence[Figures]) -> list[dict[str, object]]:
+    """Short prompts and long ones, alone and beside each other, for each number of long ones."""
+    return [
+        {
+            "short beside long": f"{each['num_short']} beside {each['num_long']}",
+            "": title,
+            "alone, ms": _plain(each[f"{name}_alone_ms"]),
+            "beside, ms": _plain(each[f"{name}_beside_ms"]),
+            "ratio": _plain(each[f"{name}_ratio"]),
+        }
+        for each in found
+        for name, title in BESIDE.items()
+    ]
+
+
 def heading() -> dict[str, object]:
     """Command and machine, which every report begins with."""
     return {"command": command(), "machine": machine()}
@@ -181,6 +204,9 @@ def show(name: str, figures: Figures, notes: Sequence[str]) -> None:
         long = f"TTFT of the long prompt, ms: {neighbour['long_ttft_ms']}"
         left = f"streams that still ran at its first token: {neighbour['streams_left']}"
         print(f"\n{table(neighbour_rows(neighbour))}\n\n{rounds}\n{long}\n{left}")
+    beside = figures.get("short_beside_long")
+    if isinstance(beside, list) and beside:
+        print(f"\n{table(beside_rows(beside))}")
     print("", *(f"- {note}" for note in notes), sep="\n", flush=True)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .corpus import TextCorpus
+from .figures import Record
 from .generator import Ask, Job, Piece, Session
 
 SHORTEST = 8  # tokens of a prompt that was cut to fit
@@ -118,6 +119,7 @@ class Workload:
     help: str
     add_flags: Callable[[argparse.ArgumentParser], None]
     sessions: Callable[[Scene], Sequence[Session]]
+    own_figures: Callable[[Sequence[Record], argparse.Namespace], dict[str, object]] = lambda *_: {}
     concurrency: int = 8
     request_rate: float | None = None  # open loop at so many requests a second
     has_schedule: bool = False  # sessions come with their own arrivals

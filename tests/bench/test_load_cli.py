@@ -74,6 +74,15 @@ def test_the_noisy_neighbour_has_its_own_loop():
             measured("noisy-neighbour", *flags)
 
 
+def test_short_beside_long_has_its_own_loop_and_figures():
+    driver = FakeDriver(first=0.0, gap=0.5, per_token=0.001)
+    figures, notes, _ = measured("short-beside-long", "--shorts", "3", driver=driver)
+    [row] = figures["short_beside_long"]
+    assert (row["num_long"], row["num_short"]) == (4, 2)
+    assert "neighbour" not in figures
+    assert notes[0].startswith("closed loop, one round after the other")
+
+
 def test_a_failed_warm_up_is_told_with_its_message():
     driver = FakeDriver(fails={0, 1})
     figures, notes, _ = measured("mixed", "--requests", "2", "--warmup", "2", driver=driver)
@@ -89,4 +98,4 @@ def test_all_runs_every_workload_with_its_own_defaults():
     assert {args.seed for args in runs} == {3}
     assert {args.workload: args.temperature for args in runs}["noisy-neighbour"] == 1.0
     assert runs[0].temperature == 0.0
-    assert [args.concurrency for args in runs] == [5, 5, 5, None, 5]
+    assert [args.concurrency for args in runs] == [5, 5, 5, None, None, 5]

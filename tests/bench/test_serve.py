@@ -6,10 +6,12 @@ import asyncio
 import json
 import math
 import time
+from collections import Counter
 
 import pytest
 
 from foretoken.bench import offline, serve
+from foretoken.bench.load import short_beside_long
 from foretoken.bench.load.noisy_neighbour import LONG_OUTPUT
 from foretoken.bench.load.report import busy_note, latency_rows, progress_line, stall_note, stalls
 from foretoken.bench.roofline import Roofline
@@ -28,6 +30,7 @@ SMALL = {
     "agents": ("--agents", "2", "--turns", "2", "--output-len", "3"),
     "mixed": ("--requests", "4", "--output-len", "3", "--request-rate", "inf"),
     "noisy-neighbour": ("--rounds", "1", "--streams", "2", "--steady", "2", "--before", "9"),
+    "short-beside-long": ("--num-long", "1,2", "--long-len", "90", "--shorts", "2"),
     "trace": ("--requests", "5", "--speedup", "1e6", "--scale", "0.01"),
 }
 
@@ -154,6 +157,26 @@ def test_what_was_not_measured_is_a_dash():
 
 
 # -- offline ------------------------------------------------------------------------------------
+
+
+def test_the_engine_computes_short_prompts_beside_long_ones(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(offline, "measured_roofline", lambda *_: Roofline(10**7, 1e10))
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(short_beside_long, "PAUSE_SECONDS", 0)  # one is sent on the fastest machine
+    small = ["--long-len", "400", "--num-long", "2", "--shorts", "2", "--warmup", "1"]
+    engine = ["--model", "builtin", "--threads", "1", "--kv-tokens", "8192"]
+    offline.main(["short-beside-long", *small, *engine, "--save-requests", "--out", str(out)])
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["errors"] == {}
+    assert report["cached_tokens"] == 0
+    phases = Counter(record["name"] for record in report["records"])
+    [row] = report["short_beside_long"]
+    assert phases == {"short-alone/0": 2, "long-alone/0": 2, "long-beside/0": 2,
+                      "short-beside/0": row["num_short"]}  # fmt: skip
+    assert row["num_long"] == 2
+    printed = capsys.readouterr().out
+    assert "| short beside long |" in printed
+    assert f"| {row['num_short']} beside 2" in printed
 
 
 def test_the_engine_itself_runs_a_workload_and_compares_speculation(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,12 @@ from foretoken.bench.load.corpus import TextCorpus, chat_corpus, id_corpus, pool
 from foretoken.bench.load.figures import Record
 from foretoken.bench.load.noisy_neighbour import NOISY_NEIGHBOUR, neighbour_figures
 from foretoken.bench.load.openai import joined
+from foretoken.bench.load.short_beside_long import (
+    LONG_OUTPUT,
+    PAUSE_SECONDS,
+    SHORT_BESIDE_LONG,
+    beside_figures,
+)
 from foretoken.bench.load.trace import BLOCK, TRACE, read_trace, synthetic, write_trace
 from foretoken.bench.load.workloads import MIXED, SHARED_PREFIX, Lengths, Scene, lengths
 from support.virtual_time import FakeDriver, make_load, run
@@ -231,6 +237,106 @@ def test_gaps_are_compared_before_the_long_prompt_and_until_its_first_token():
 
 def test_without_a_long_answer_there_is_no_comparison():
     assert neighbour_figures([_stream([1.0, 2.0, 3.0])], steady=0) is None
+
+
+# -- short beside long --------------------------------------------------------------------------
+
+BESIDE_FLAGS = ("--long-len", "900", "--short-len", "20", "--output-len", "3", "--shorts", "5")
+AS_LONG = {"first": 0.0, "gap": 0.05, "per_token": 0.001}  # 0.9 s and 0.02 s
+
+
+def names(records: list[Record]) -> list[str]:
+    return [record.name for record in records]
+
+
+def test_short_and_long_prompts_come_alone_and_then_beside_each_other():
+    made = scene(SHORT_BESIDE_LONG, *BESIDE_FLAGS, "--num-long", "2")
+    jobs, records = asked(SHORT_BESIDE_LONG, made, FakeDriver(**AS_LONG), concurrency=1)
+    assert names(records) == (
+        ["short-alone/0"] * 5
+        + ["long-alone/0"] * 2
+        + ["long-beside/0"] * 2
+        + ["short-beside/0"] * 5
+    )
+    assert [(len(ids(job)), job.output_len) for job in jobs] == (
+        [(20, 3)] * 5 + [(900, LONG_OUTPUT)] * 4 + [(20, 3)] * 5
+    )
+    for before, after in pairwise(records[:5]):
+        assert after.sent == pytest.approx(before.ended + PAUSE_SECONDS)
+    for before, after in pairwise(records[9:]):
+        assert after.sent == pytest.approx(before.ended + PAUSE_SECONDS)
+    alone, beside = records[5:7], records[7:9]
+    assert alone[0].sent == alone[1].sent >= records[4].ended
+    assert beside[0].sent == beside[1].sent >= max(record.ended for record in alone)
+    assert records[9].sent == pytest.approx(beside[0].sent + PAUSE_SECONDS)
+
+
+def test_no_prompt_finds_the_text_of_another_in_the_cache():
+    made = scene(SHORT_BESIDE_LONG, *BESIDE_FLAGS, "--num-long", "2,2")
+    jobs, _ = asked(SHORT_BESIDE_LONG, made, FakeDriver(**AS_LONG), concurrency=1)
+    assert len({tuple(ids(job)[:8]) for job in jobs}) == len(jobs) == 2 * 14
+
+
+def test_no_short_request_is_sent_after_the_last_first_token_of_the_long_ones():
+    made = scene(SHORT_BESIDE_LONG, *BESIDE_FLAGS, "--shorts", "50", "--num-long", "3")
+    driver = FakeDriver(**AS_LONG, slots=2)  # the third long one is computed after the others
+    _, records = asked(SHORT_BESIDE_LONG, made, driver, concurrency=1)
+    last = max(record.times[0] for record in records if record.name == "long-beside/0")
+    shorts = [record for record in records if record.name == "short-beside/0"]
+    assert 1 < len(shorts) < 50
+    assert shorts[-1].sent < last < shorts[-1].ended + PAUSE_SECONDS
+
+
+def test_there_is_a_row_for_each_number_of_long_prompts():
+    made = scene(SHORT_BESIDE_LONG, *BESIDE_FLAGS, "--num-long", "1,4,16")
+    _, records = asked(SHORT_BESIDE_LONG, made, FakeDriver(**AS_LONG), concurrency=1)
+    rows = beside_figures(records)
+    assert [(row["num_long"], row["num_short"]) for row in rows] == [(1, 5), (4, 5), (16, 5)]
+    with pytest.raises(SystemExit):
+        scene(SHORT_BESIDE_LONG, "--num-long", "1,,4")
+
+
+def test_long_prompts_that_were_computed_too_soon_are_noted():
+    made = scene(SHORT_BESIDE_LONG, *BESIDE_FLAGS)
+    _, records = asked(SHORT_BESIDE_LONG, made, FakeDriver(first=0.001), concurrency=1)
+    assert "short-beside/0" not in names(records)
+    assert beside_figures(records) == []
+    assert made.told() == [
+        "4 long prompts had their first tokens before a short one was sent: raise --long-len"
+    ]
+
+
+def test_prompts_that_do_not_fit_are_cut_and_a_round_that_fails_has_no_row():
+    made = scene(SHORT_BESIDE_LONG, *BESIDE_FLAGS, "--num-long", "2,1", max_len=517)
+    driver = FakeDriver(**AS_LONG, fails={8})  # one of the long prompts beside short ones
+    jobs, records = asked(SHORT_BESIDE_LONG, made, driver, concurrency=1)
+    assert [len(ids(job)) for job in jobs if job.name.startswith("long")] == [500] * 6
+    assert made.told() == ["6 prompts were cut to fit 517 tokens"]
+    assert (records[8].name, records[8].error) == ("long-beside/0", "HTTP 429")
+    assert [row["num_long"] for row in beside_figures(records)] == [1]
+
+
+def test_short_requests_are_compared_by_ttft_and_gap_and_long_ones_from_send_to_first_token():
+    def record(name: str, sent: float, *times: float) -> Record:
+        return Record(name, sent, sent=sent, times=list(times), counts=[1] * len(times))
+
+    [row] = beside_figures([
+        record("short-alone/0", 0.0, 0.1, 0.2),
+        record("short-alone/0", 1.0, 1.1, 1.3),
+        record("long-alone/0", 2.0, 3.0),
+        record("long-alone/0", 2.1, 4.0),
+        record("long-beside/0", 5.0, 8.0),
+        record("long-beside/0", 5.1, 7.0),
+        record("short-beside/0", 5.2, 5.4, 5.5),
+        record("short-beside/0", 6.0, 8.2, 8.8),  # waited for the long ones
+    ])  # fmt: skip
+    assert row == pytest.approx({
+        "num_long": 2, "num_short": 2,
+        "ttft_p50_alone_ms": 100, "ttft_p50_beside_ms": 1200, "ttft_p50_ratio": 12,
+        "ttft_p99_alone_ms": 100, "ttft_p99_beside_ms": 2180, "ttft_p99_ratio": 21.8,
+        "longest_gap_alone_ms": 200, "longest_gap_beside_ms": 600, "longest_gap_ratio": 3,
+        "long_alone_ms": 2000, "long_beside_ms": 3000, "long_ratio": 1.5,
+    })  # fmt: skip
 
 
 # -- traces -------------------------------------------------------------------------------------

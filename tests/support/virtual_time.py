@@ -40,11 +40,14 @@ class FakeDriver:
     """The first token after ``first`` seconds, the next ones every ``gap``; one at a time or not.
 
     ``fails`` names the numbers of the requests that are refused; each request begins ``later``
-    than the one before it.
+    than the one before it, and ``per_token`` later for each token of its prompt.
     """
 
-    def __init__(self, first=1.0, gap=0.1, *, slots=1000, fails=(), later=0.0) -> None:
+    def __init__(
+        self, first=1.0, gap=0.1, *, slots=1000, fails=(), later=0.0, per_token=0.0
+    ) -> None:
         self.first, self.gap, self.fails, self.later = first, gap, fails, later
+        self.per_token = per_token
         self.jobs: list[Job] = []
         self.most_running = self.running = 0
         self._slots = asyncio.Semaphore(slots)
@@ -58,7 +61,8 @@ class FakeDriver:
         self.most_running = max(self.most_running, self.running)
         try:
             async with self._slots:
-                await asyncio.sleep(self.first + self.later * number)
+                prompt_len = sum(len(piece.content) for piece in job.prompt)
+                await asyncio.sleep(self.first + self.later * number + self.per_token * prompt_len)
                 for index in range(job.output_len):
                     if index:
                         await asyncio.sleep(self.gap)
