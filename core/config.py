@@ -192,6 +192,14 @@ def parse_size(text: str | int) -> int:
     return size
 
 
+def format_size(num_bytes: int) -> str:
+    """Format bytes with three digits and the largest unit that suits: 3.2 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def _check_integer(name: str, value: object, lowest: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     _require(is_int, name, f"must be an integer, not {shown(value)}")

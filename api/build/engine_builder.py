@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from ...core.config import EngineConfig, Sizes
+from ...core.config import EngineConfig, Sizes, format_size
 from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
 from ...core.execution.model_runner import ModelRunner
@@ -21,10 +21,11 @@ from ...core.execution.warm_up import warm_up
 from ...core.model.checkpoint import open_checkpoint
 from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
+from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
 from ...core.ops.batch import Taps
-from ...core.ops.device import choose_device
+from ...core.ops.device import choose_device, free_memory
 from ...core.ops.host_memory import keep_freed_memory
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.native_ops import NativeOps
@@ -155,6 +156,8 @@ def _thread_setter(threads: int | None, ops: Ops) -> Callable[[], None]:
 
 
 def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
+    if config.load_format == "auto" and config.quantize == "none":
+        _warn_of_short_memory(path, device)
     remedy = "use a smaller --dtype, or --quantize"
     with out_of_memory_told(f"while loading {path.name}", remedy):
         return load_decoder(
@@ -168,6 +171,19 @@ def _load(path: Path, config: EngineConfig, device: torch.device) -> Decoder:
             kv_dtype=config.kv_cache_dtype,
             impl=config.model_impl,
         )
+
+
+def _warn_of_short_memory(path: Path, device: torch.device) -> None:
+    """Log it where the weights' files alone are larger than the free memory.
+
+    On a CPU the process is then killed while it loads, and can say no more.
+    """
+    num_bytes, free = weight_files(path)[1], free_memory(device)
+    if num_bytes > free:
+        logger.warning(
+            "%s: the weights have %s, and %s of memory are free",
+            path.name, format_size(num_bytes), format_size(free),
+        )  # fmt: skip
 
 
 def _load_models(

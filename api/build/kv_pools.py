@@ -8,14 +8,14 @@ from typing import Protocol
 
 import torch
 
-from ...core.config import EngineConfig, Sizes, parse_size
-from ...core.engine.step_bisection import is_out_of_memory
-from ...core.errors import InvalidRequest, ModelLoadError
+from ...core.config import EngineConfig, Sizes, format_size, parse_size
+from ...core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
 from ...core.model.decoder import Decoder
 from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KvDtype, KVPool
 
 HOST_KV_BYTES = 2 * 2**30
+LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usual request
 # Of a GPU, beside the pools: 2 GiB for what steps, their graphs and logits take, and for the target
 # and its draft model each 256 MiB for the sums of attention and 128 MiB for the logits that graphs
 # of few rows keep.
@@ -51,21 +51,52 @@ def make_pools(
 def count_pages(
     target: Decoder, drafts: Sequence[Pooled], config: EngineConfig, sizes: Sizes
 ) -> int:
-    """Number of pages of each pool, so that all pools together fit the budget."""
-    if config.kv_tokens is not None:
-        return -(-config.kv_tokens // sizes.page_size)
+    """Number of pages of each pool, so that all pools together fit the budget.
+
+    Raises what `make_pools` raises.
+    """
     per_page = sum(
         model.bytes_per_page(page_size=sizes.page_size, kv_dtype=config.kv_cache_dtype)
         for model in (target, *drafts)
     )
-    if config.kv_memory is None:
-        longest = model_len(config, target)
-        useful = sizes.max_running * -(-longest // sizes.page_size)
-        return max(1, min(useful, default_budget(target.device) // per_page))
-    num_pages = parse_size(config.kv_memory) // per_page
+    if config.kv_tokens is not None:
+        num_pages = -(-config.kv_tokens // sizes.page_size)
+    elif config.kv_memory is not None:
+        num_pages = parse_size(config.kv_memory) // per_page
+    else:
+        return _default_pages(target, config, sizes, per_page)
     if num_pages < 1:
         message = f"kv_memory must be at least {per_page} bytes, the size of one KV page"
         raise InvalidRequest(message, param="kv_memory")
+    if target.device.type == "cpu":
+        _check_free(num_pages * per_page, free_memory(target.device))
+    return num_pages
+
+
+def _check_free(num_bytes: int, free: int) -> None:
+    """Raise `ModelLoadError` for a pool that is larger than the free memory of the host.
+
+    The host grants memory that it does not have, and kills the process once the pool fills.
+    """
+    if num_bytes > free:
+        raise ModelLoadError(
+            f"a KV pool of {format_size(num_bytes)} is larger than the free memory of this machine "
+            f"or container, {format_size(free)}: lower --kv-memory or --kv-tokens"
+        )
+
+
+def _default_pages(target: Decoder, config: EngineConfig, sizes: Sizes, per_page: int) -> int:
+    """Number of pages by default: as many as the budget has, and no more than can be in use."""
+    useful = sizes.max_running * -(-model_len(config, target) // sizes.page_size)
+    budget = default_budget(target.device)
+    num_pages = min(useful, budget // per_page)
+    least = min(useful, -(-LEAST_TOKENS // sizes.page_size))
+    if num_pages < least:
+        raise ModelLoadError(
+            f"memory is short: by default the KV pool has {format_size(budget)}, and "
+            f"{least * sizes.page_size} tokens need {format_size(least * per_page)}; free memory, "
+            "or set --kv-memory"
+        )
     return num_pages
 
 

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.config import format_size
 from ...core.errors import ModelLoadError
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
@@ -159,12 +160,12 @@ def check_model(path: Path) -> int:
     kv = report.kv_bytes_per_token
     room = "known when it is loaded"
     if kv is not None:
-        room = f"{_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
-    weights = f"{_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
+        room = f"{format_size(kv)} a token; 1 GiB holds {2**30 // kv:,} tokens"
+    weights = f"{format_size(report.weight_bytes)}, {report.dtype}, {report.file_format}"
     if report.quantization:
         weights = (
-            f"{_size(report.weight_bytes)}, {report.file_format}, {report.quantization};"
-            f" at most {_size(report.most_bytes)} in memory, computed in {report.dtype}"
+            f"{format_size(report.weight_bytes)}, {report.file_format}, {report.quantization};"
+            f" at most {format_size(report.most_bytes)} in memory, computed in {report.dtype}"
         )
     print(
         f"model     {report.model_type}, {report.num_parameters / 1e9:.2f} billion parameters"
@@ -174,10 +175,3 @@ def check_model(path: Path) -> int:
         f"\ncontext   {report.max_model_len:,} tokens"
     )
     return 0
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} bytes"

@@ -54,7 +54,7 @@ def inspect_model(path: Path) -> ModelReport:
 
 
 def _own(path: Path) -> ModelReport:
-    file_format, size = _files(path)
+    file_format, size = weight_files(path)
     config = read_config(path)
     shapes = tensor_shapes(config)
     dtype: str = config.dtype
@@ -76,7 +76,7 @@ def _by_transformers(path: Path) -> ModelReport:
     from .fallback.transformers_decoder import kv_shapes
     from .fallback.transformers_loader import read_text_model
 
-    file_format, size = _files(path)
+    file_format, size = weight_files(path)
     source = read_text_model(path)
     shapes = kv_shapes(source.asked.sites) if source.asked else []
     config = source.config
@@ -118,7 +118,7 @@ def _report(
     )
 
 
-def _files(path: Path) -> tuple[Format, int]:
+def weight_files(path: Path) -> tuple[Format, int]:
     """The format of the weights, and their bytes on disk."""
     file = gguf_file(path)
     if file is not None:

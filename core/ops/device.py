@@ -6,13 +6,13 @@ Other rooms use this module or an `Ops`: the engine names `torch.cuda` in this f
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import Protocol
 
 import torch
 
 from ..errors import ModelLoadError
+from .system_memory import available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ def _why_no_cuda() -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be had on a device now."""
+    """Bytes that could be had on a device now; on the CPU within the limits of a container."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps of memory that was freed is free as well
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_memory()
 
 
 class Event(Protocol):

@@ -62,4 +62,31 @@ MUTATIONS = (
         ("test_what_a_template_builds_is_bounded_by_what_may_fit",),
         "what a template writes is bounded",
     ),
+    Mutation(
+        "memory-of-the-own-group-alone",
+        "_groups",
+        "(group, *group.parents)",
+        "(group,)",
+        (
+            "test_any_group_up_to_the_top_may_limit",
+            "test_the_group_of_a_container_may_be_mounted_as_the_top_one",
+        ),
+        "a container's memory is within the limits of all groups above it",
+    ),
+    Mutation(
+        "memory-that-file-cache-holds-is-lost",
+        "_left",
+        'limit - usage + _fields(group / "memory.stat").get(names.cache, 0)',
+        "limit - usage",
+        ("test_version_2_limits_with_cache_that_can_be_dropped",),
+        "file cache that is dropped first counts as free",
+    ),
+    Mutation(
+        "pool-of-more-than-there-is",
+        "_check_free",
+        "if num_bytes > free:",
+        "if False:",
+        ("test_a_pool_larger_than_free_memory_is_refused_with_both_numbers",),
+        "an engine that does not fit is refused at its start",
+    ),
 )

@@ -1,0 +1,82 @@
+"""available_memory: memory that this process can still take, from the machine and its container.
+
+A container is limited by Linux control groups. A process that exceeds such a limit is killed, and
+the machine's own numbers do not show it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+
+class _Names(NamedTuple):
+    """Files of a control group, by the version of the hierarchy."""
+
+    limit: str  # "max" in version 2, a huge number in version 1: no limit
+    usage: str
+    cache: str  # in memory.stat: file cache that is dropped first
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "inactive_file")
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes; file cache that the system drops when memory is short counts as available.
+
+    ``root``: the folder with ``proc`` and ``sys``. A file that cannot be read sets no limit.
+    """
+    limits = [_left(folder, names) for folder, names in _groups(root)]
+    return min([_of_machine(root), *(left for left in limits if left is not None)])
+
+
+def _of_machine(root: Path) -> int:
+    kib = _fields(root / "proc/meminfo").get("MemAvailable:")
+    if kib is not None:
+        return kib * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
+    """Folders of this process's control groups and of all above them, each of which may limit it.
+
+    In a container the folder of its own group may be mounted as the top one, under which the path
+    that the process sees does not exist.
+    """
+    mount = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers:
+            top, names = mount, _V2
+        elif "memory" in controllers.split(","):
+            top, names = mount / "memory", _V1
+        else:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            yield top / folder, names
+
+
+def _left(group: Path, names: _Names) -> int | None:
+    """Bytes up to the limit of a group; None where there is no limit."""
+    try:
+        limit, usage = (int(_text(group / name)) for name in (names.limit, names.usage))
+    except ValueError:
+        return None
+    return max(0, limit - usage + _fields(group / "memory.stat").get(names.cache, 0))
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """Lines of a name and a number; a unit behind it is ignored."""
+    lines = (line.split() for line in _text(file).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
