@@ -466,8 +466,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--error",
         type=float,
         default=0.03,
-        help="a cell ends after 3 turns or more, once the standard error of auto over the best"
-        " setting is below this share (%(default)s)",
+        help="largest standard error of auto over the best setting, as a share, at which a cell"
+        " ends after 3 turns or more (%(default)s)",
     )
     parser.add_argument("--threads", type=int, default=None, help="number of CPU threads (all)")
     parser.add_argument(

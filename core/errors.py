@@ -11,6 +11,15 @@ ForetokenError
 
 from __future__ import annotations
 
+_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether a computation failed for lack of memory; torch reports it in several ways."""
+    if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
+        return True
+    return any(words in str(failure) for words in _OUT_OF_MEMORY)
+
 
 def shown(value: object) -> str:
     """A value as an error message quotes it: a number or a short text itself, else its type."""

@@ -17,10 +17,9 @@ from typing import Literal
 import numpy as np
 
 from ..core.interface.request import Request
-from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, Speculator
+from ..core.interface.speculator import NO_DRAFT_PLAN, DraftPlan, ProposerTraits, Speculator
 from ..core.interface.step import (
     NO_DRAFT,
-    Draft,
     RequestOutput,
     ScheduledRequest,
     StepOutput,
@@ -34,6 +33,7 @@ from .sources.grammar import GrammarSource
 from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
+PROPOSER = "proposer"  # its name beside those of sources
 LOOKUP_LEN = 24  # longest path of a look-up in "auto"
 PROPOSER_NODES = 16  # most nodes of its draft in "auto"
 FEW_TO_CATCH_UP = 6  # tokens of its KV that are caught up with while prompts wait
@@ -47,10 +47,7 @@ class DraftSpeculator(Speculator):
     ``depth``: "auto" lets the controller decide, a number fixes it. A request may ask for another
     depth; if ``adapts`` is false, its "auto" means ``depth``. ``overlaps``: steps without drafts
     are launched before the step ahead of them is read, so look-ups back off even if they are cheap.
-    ``has_proposer``: a draft model or a trained head drafts in the model thread.
-    ``tokens_per_pass``: tokens that one of its passes yields. ``proposer_catches_up``: whether it
-    must compute the tokens of a request itself; a head's KV is written from the target's passes.
-    ``proposer_weighs``: whether it weighs its own tokens by the prices of a plan.
+    ``proposer``: how the draft model or trained head works that drafts in the model thread.
     """
 
     def __init__(
@@ -60,10 +57,7 @@ class DraftSpeculator(Speculator):
         odds: AcceptanceModel,
         *,
         depth: Literal["auto"] | int = "auto",
-        has_proposer: bool = False,
-        tokens_per_pass: int = 1,
-        proposer_catches_up: bool = True,
-        proposer_weighs: bool = True,
+        proposer: ProposerTraits | None = None,
         adapts: bool = True,
         overlaps: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -74,14 +68,13 @@ class DraftSpeculator(Speculator):
         self._sources = [GuardedSource(source) for source in sources]
         self._grammar = next((s for s in sources if isinstance(s, GrammarSource)), None)
         self._indexer = SourceIndexer(self._sources)
-        self._has_proposer, self._adapts, self._overlaps = has_proposer, adapts, overlaps
-        self._tokens_per_pass, self._proposer_catches_up = tokens_per_pass, proposer_catches_up
-        self._proposer_weighs = proposer_weighs
+        self._proposer, self._adapts, self._overlaps = proposer, adapts, overlaps
+        self._lost_proposer = False  # it was given up after failures
         self._clock = clock
         self._states: dict[str, DraftState] = {}  # of requests that may draft
         self._decide_s = Mean()  # seconds of a decision
         self._proposer_use = _ProposerUse()  # in the step under way
-        self._uses_proposer = has_proposer and depth != "auto"
+        self._uses_proposer = proposer is not None and depth != "auto"
         self._node_worth = NodeWorth(PROPOSER_NODES, **PROPOSER_PRIORS)
         self._draft_shape = Mean(), Mean()  # of its drafts in a step: most levels, most nodes
         for source in self._sources:
@@ -96,9 +89,7 @@ class DraftSpeculator(Speculator):
     def _drafts_nothing(self, request: Request, num_new_tokens: int) -> bool:
         state = self._states.get(request.request_id)
         return state is None or (
-            state.drafts_nothing(num_new_tokens)
-            and request.sampling.constraint is None
-            and self._depth(request) == "auto"
+            state.drafts_nothing(num_new_tokens) and request.sampling.constraint is None
         )
 
     def plan(
@@ -144,13 +135,18 @@ class DraftSpeculator(Speculator):
         return self._states.setdefault(request.request_id, DraftState(request))
 
     def _fixed(self, state: DraftState, depth: int) -> DraftPlan:
-        """A source's draft of at most ``depth`` tokens; without one, the proposer's."""
-        if depth < 1:
+        """Plan a chain of ``depth`` tokens: the likeliest guess, or the proposer's if it is better.
+
+        Look-ups that were left alone by a lost proposer may find nothing for long. They back off
+        where steps without drafts are launched ahead.
+        """
+        if depth < 1 or self._drafts_nothing(state.request, 0):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
-        if tree is not None:
-            return DraftPlan(Draft.of(tree.trunk.token_ids[:depth], tree.trunk.source))
-        return DraftPlan(max_draft=depth) if self._has_proposer else NO_DRAFT_PLAN
+        known = NO_DRAFT if tree is None else tree.chain(depth)
+        plan = DraftPlan(known, max_draft=0 if self._proposer is None else depth)
+        state.drafted(plan.num_rows, may_back_off=self._lost_proposer and self._overlaps)
+        return plan if plan.num_rows else NO_DRAFT_PLAN
 
     def _look_up(self, state: DraftState, most: int) -> GuessTree | None:
         return state.look_up(self._sources, self._grammar, self.odds, most)
@@ -178,14 +174,16 @@ class DraftSpeculator(Speculator):
             num_prefill=num_prefill,
             num_others=num_others,
             proposer_shown=shown,
-            tokens_per_pass=self._tokens_per_pass,
+            tokens_per_pass=1 if self._proposer is None else self._proposer.tokens_per_pass,
             passes_per_node=levels.value / nodes.value if nodes.value else 1.0,
             context_lens=np.array([len(state.request.tokens) for state in states]),
         )
 
     def _num_uncached(self, state: DraftState) -> int:
         """Tokens that the proposer must compute before it drafts."""
-        return len(state.request.tokens) - state.proposer_len if self._proposer_catches_up else 0
+        if self._proposer is None or not self._proposer.catches_up:
+            return 0
+        return len(state.request.tokens) - state.proposer_len
 
     def _proposer_odds(
         self, states: Sequence[DraftState], limits: Sequence[int], *, is_busy: bool
@@ -194,7 +192,7 @@ class DraftSpeculator(Speculator):
 
         Empty without a model.
         """
-        if not self._has_proposer:
+        if self._proposer is None:
             return (none := np.zeros((len(states), 0))), none
         pairs = zip(states, limits, strict=True)
         nodes = [(self._most_nodes(*each, is_busy), each[0].is_sampled) for each in pairs]
@@ -220,7 +218,8 @@ class DraftSpeculator(Speculator):
         # The model weighs its own tokens: its drafts may have what is left of the rows.
         room = candidates.budget - allocation.num_rows
         spare = room // max(1, int(np.count_nonzero(allocation.num_proposer)))
-        row_prices = allocation.row_prices if self._proposer_weighs else None
+        weighs = self._proposer is not None and self._proposer.weighs
+        row_prices = allocation.row_prices if weighs else None
         prices = [0.0] * len(states) if row_prices is None else row_prices.tolist()
         plans = []
         for state, limit, num_nodes, depth, price in zip(
@@ -270,14 +269,16 @@ class DraftSpeculator(Speculator):
             return
         if state.guesses:
             state.score(self.odds, request.tokens[-num_served:])
-        if scheduled.max_draft:
-            uncached = scheduled.stop - state.proposer_len if self._proposer_catches_up else 0
-            self._proposer_use.add(uncached, output, self._tokens_per_pass)
+        if scheduled.max_draft and self._proposer is not None:
+            uncached = scheduled.stop - state.proposer_len if self._proposer.catches_up else 0
+            self._proposer_use.add(uncached, output, self._proposer.tokens_per_pass)
             is_trial = self.controller.is_trying
             state.judge_proposer(self._node_worth, scheduled, output, num_served, is_trial=is_trial)
 
     def observe_step(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """Learn the cost of a step that took ``seconds``."""
+        """Learn the cost of a step that took ``seconds``; drop a proposer that was given up."""
+        if output.lost_proposer and self._proposer is not None:
+            self._proposer, self._lost_proposer, self._uses_proposer = None, True, False
         decodes = [
             out
             for scheduled, out in zip(plan.requests, output.requests, strict=True)
@@ -336,6 +337,13 @@ class DraftSpeculator(Speculator):
         self._indexer.keep()
         for source in self._sources:
             source.flush(*namespaces)
+
+    def drafters(self) -> Mapping[str, bool]:
+        """Return whether each source is still in use, and the proposer, if there ever was one."""
+        working = {source.name: source.works for source in self._sources}
+        if self._proposer is not None or self._lost_proposer:
+            working[PROPOSER] = not self._lost_proposer
+        return working
 
     def describe(self) -> Mapping[str, object]:
         """Describe the decisions since the last call, for the log."""

@@ -18,7 +18,6 @@ from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.profiler import profile_step
-from ...draft.models.draft_model import LmProposer
 from ...draft.models.heads.head_proposer import HeadProposer
 from ...draft.models.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
@@ -129,16 +128,12 @@ def make_speculator(
     depth: Literal["auto"] | int = "auto"
     if isinstance(config.speculation, int):
         depth = config.speculation
-    head = proposer if isinstance(proposer, HeadProposer) else None
     speculator = DraftSpeculator(
         make_sources(spec, vocab_size),
         Controller(costs),
         AcceptanceModel(),
         depth=depth,
-        has_proposer=proposer is not None,
-        tokens_per_pass=head.tokens_per_pass if head else 1,
-        proposer_catches_up=head is None,
-        proposer_weighs=isinstance(proposer, LmProposer | HeadProposer) and proposer.weighs,
+        proposer=None if proposer is None else proposer.traits,
         adapts=config.verify == "coupled",
         overlaps=overlaps,
     )

@@ -7,13 +7,10 @@ follow its conventions for generative AI and HTTP. Spans contain no text of requ
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ParamSpec
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -33,8 +30,6 @@ from ...core.telemetry.metrics import EngineObserver
 from ..types.request_context import CONTEXT, RequestContext
 from ..types.sampling_params import SamplingParams
 
-logger = logging.getLogger(__name__)
-P = ParamSpec("P")
 MAX_CHUNKS = 32  # spans of one prompt; the last of them covers all later chunks
 NANO = 1e9
 SEND_SECONDS = 3.0
@@ -129,19 +124,6 @@ def _timeout() -> float | None:
     """Seconds for a batch; None where the operator says. The exit waits for the last one."""
     names = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
     return None if any(name in os.environ for name in names) else SEND_SECONDS
-
-
-def _harmless(method: Callable[P, None]) -> Callable[P, None]:
-    """Log an exception of tracing instead of raising it."""
-
-    @functools.wraps(method)
-    def guarded(*args: P.args, **options: P.kwargs) -> None:
-        try:
-            method(*args, **options)
-        except Exception:
-            logger.exception("a trace was lost")
-
-    return guarded
 
 
 @dataclass(slots=True)
@@ -249,7 +231,6 @@ class Telemetry(EngineObserver):
 
     # -- the engine -----------------------------------------------------------------------------
 
-    @_harmless
     def begin(self, request: Request, now: float) -> None:
         """A request was taken; the current span is its caller's."""
         http = CONTEXT.get()
@@ -266,7 +247,6 @@ class Telemetry(EngineObserver):
         context = trace.set_span_in_context(span)
         self._live[request.request_id] = _Live(span, context, http, now, offset)
 
-    @_harmless
     def observe_step(
         self, plan: StepPlan, output: StepOutput, *, began: float, ended: float
     ) -> None:
@@ -299,7 +279,6 @@ class Telemetry(EngineObserver):
         self._child(context, "host", at, max(at, end))
         span.end(max(at, end))
 
-    @_harmless
     def observe_delta(self, request: Request, delta: Delta, now: float) -> None:
         """The end is what matters: the parts are told then."""
         if not delta.terminal:

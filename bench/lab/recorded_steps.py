@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m foretoken.bench.lab.recorded_steps", description=__doc__
     )
     parser.add_argument("what", choices=("texts", "prices"))
-    parser.add_argument("name", nargs="?", help="of this machine, where prices are recorded")
+    parser.add_argument("name", nargs="?", help="name of this machine, with prices only")
     parser.add_argument("--out", type=Path, default=FILE)
     args = parser.parse_args(argv)
     before = load(args.out)

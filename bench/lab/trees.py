@@ -27,7 +27,7 @@ from ...core.config import EngineConfig
 from ...core.execution.model_runner import ModelRunner
 from ...core.interface.request import Request
 from ...core.interface.sampling_params import TokenSamplingParams
-from ...core.interface.speculator import DraftPlan, Speculator
+from ...core.interface.speculator import DraftPlan, ProposerTraits, Speculator
 from ...core.interface.step import RequestOutput, SamplingMetadata
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
@@ -46,6 +46,7 @@ from .streams import builtin_tokenizer, streams
 PROMPT_LEN, PAGE_SIZE, NUM_PAGES = 256, 16, 400
 ROW, PASS = 0.035, 0.1  # of a plain step
 MOST_ROWS = 20  # that a draft may have
+MODEL = ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=True)  # of the draft model
 KINDS = ("fresh code", "agent edit")
 
 
@@ -104,7 +105,7 @@ def controlled() -> list[tuple[str, Speculator]]:
             sources,
             Controller(Fixed()),
             AcceptanceModel(),
-            has_proposer=has_proposer,
+            proposer=MODEL if has_proposer else None,
             clock=lambda: 0.0,
         )
         made.append((name, speculator))

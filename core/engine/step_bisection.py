@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from ..errors import is_out_of_memory
 from ..interface.sampling_params import TokenSamplingParams
 from ..interface.step import (
     LEAST_CHUNK,
@@ -24,15 +25,7 @@ from ..interface.step import (
     num_chunk_tokens,
 )
 
-_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "ALLOC_FAILED")
 _GPU_FAILED = ("CUDA error", "Error [CUDA]")  # in errors of torch and Triton
-
-
-def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether a step failed for lack of memory; torch reports it in several ways."""
-    if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
-        return True
-    return any(words in str(failure) for words in _OUT_OF_MEMORY)
 
 
 def may_have_lost_gpu(failure: BaseException) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from ..errors import ForetokenError
+from ..errors import ForetokenError, is_out_of_memory
 from ..interface.step import StepOutput, StepPlan
 from ..interface.step_runner import OnKernelsStarted, Pending, StepCancelled, StepRunner
 from ..scheduling.async_scheduling import plan_next, replan
@@ -18,7 +18,6 @@ from .step_bisection import (
     StepBisection,
     drafts,
     forget_frames,
-    is_out_of_memory,
     may_have_lost_gpu,
 )
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from ..errors import is_out_of_memory
 from ..interface.speculator import CircuitBreaker
 from ..interface.step import (
     NO_DRAFT,
@@ -24,7 +25,13 @@ from ..interface.step import (
     StepPlan,
     TokenLogprob,
 )
-from ..interface.step_runner import OnKernelsStarted, Pending, ignore_kernels, launch_behind
+from ..interface.step_runner import (
+    OnKernelsStarted,
+    Pending,
+    StepCancelled,
+    ignore_kernels,
+    launch_behind,
+)
 from ..model.decoder import Decoder
 from ..ops.batch import DeviceTokens, ForwardOutput, RaggedBatch, Segment, Wanted
 from ..ops.device import Stopwatch, make_stopwatch
@@ -43,7 +50,6 @@ from .layout import LogitsLayout, fitting, moves, prompt_logprobs, request_segme
 from .proposer import Proposer, VerifiedRequest
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 20  # of one method of the proposer, in a row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +77,18 @@ class PendingStep:
     def __init__(self, work: LaunchedStep, finish: Callable[[LaunchedStep], StepOutput]) -> None:
         self.plan, self.tokens = work.plan, work.tokens
         self._finish: Callable[[], StepOutput] | None = partial(finish, work)
-        self._output = StepOutput(requests=())
+        self._output: StepOutput | None = None
 
     def finish(self) -> StepOutput:
-        """Wait for its tokens, not for later launches. Raises the device's errors."""
-        if self._finish is not None:
-            self._output = self._finish()
-            self._finish = None  # drop the work
+        """Wait for its tokens, not for later launches. Raises the device's errors.
+
+        Raises `StepCancelled` if it failed before: the proposer must not observe a step twice.
+        """
+        finish, self._finish = self._finish, None  # drop the work
+        if finish is not None:
+            self._output = finish()
+        if self._output is None:
+            raise StepCancelled
         return self._output
 
     def lend(self, batch_rows: Mapping[str, int], num_rows: int, vocab_size: int) -> DeviceTokens:
@@ -111,8 +122,10 @@ class ModelRunner:
     ) -> None:
         self.decoder = decoder
         self.pool = pool
-        self.proposer = proposer
-        self._breakers = {name: CircuitBreaker(MAX_FAILURES) for name in ("propose", "observe")}
+        self.proposer = proposer  # None, too, once it was given up
+        self._lost_proposer = False  # it was given up
+        self._taps = () if proposer is None else proposer.taps
+        self._breakers = {name: CircuitBreaker() for name in ("propose", "observe")}
         self.rejection = rejection  # verify by rejection sampling, for comparison only
         self._on_device = isinstance(decoder.sampler, DeviceSampler)
 
@@ -166,7 +179,12 @@ class ModelRunner:
             outputs[index] = RequestOutput(request_id=requests[index].request_id, error=NOT_FINITE)
         self._observe(work, verified, outputs)
         times = _times(work.clocks, work.seconds + time.perf_counter() - began)
-        return StepOutput(requests=outputs, times=times, num_rows=int(work.batch.lens.sum()))
+        return StepOutput(
+            requests=outputs,
+            times=times,
+            num_rows=int(work.batch.lens.sum()),
+            lost_proposer=self._lost_proposer,
+        )
 
     def _clocks(self) -> tuple[Stopwatch, Stopwatch]:
         return make_stopwatch(self.decoder.device), make_stopwatch(self.decoder.device)
@@ -179,10 +197,22 @@ class ModelRunner:
         if plan.is_plain:
             return [NO_DRAFT] * len(plan.requests)
         return [
-            proposed.get(index)
-            or self._sound(scheduled.draft, scheduled, len(scheduled.draft.token_ids))
+            self._draft(scheduled, proposed.get(index, NO_DRAFT))
             for index, scheduled in enumerate(plan.requests)
         ]
+
+    def _draft(self, scheduled: ScheduledRequest, proposed: Draft) -> Draft:
+        """Return the proposer's draft, or the tokens that were looked up where it has none."""
+        if proposed.token_ids:
+            return proposed
+        draft = self._sound(scheduled.draft, scheduled, len(scheduled.draft.token_ids))
+        if not scheduled.max_draft:
+            return draft
+        return replace(
+            draft,
+            odds=(0.0,) * len(draft.token_ids),  # the proposer found none of them
+            num_uncached_draft_tokens=proposed.num_uncached_draft_tokens,
+        )
 
     def _propose(self, plan: StepPlan, on_kernels_started: OnKernelsStarted) -> dict[int, Draft]:
         """The proposer's drafts by index of the request; none if it fails."""
@@ -204,8 +234,11 @@ class ModelRunner:
                 index: self._sound(draft, plan.requests[index], plan.requests[index].max_draft)
                 for index, draft in zip(wanted, proposed, strict=True)
             }
-        except Exception:
-            self._failed("propose")
+        except Exception as failure:
+            if is_out_of_memory(failure):  # depends on the requests: later drafts may fit
+                logger.warning("out of memory while drafting; the step continues without drafts")
+            else:
+                self._failed("propose")
             return {}
         self._breakers["propose"].record_success()
         return drafts
@@ -229,10 +262,8 @@ class ModelRunner:
         logger.exception("the proposer failed to %s; the step continues without drafts", what)
         self._breakers[what].record_failure()
         if self._breakers[what].is_open:
-            logger.error(
-                "the proposer failed %d times in a row and is no longer used", MAX_FAILURES
-            )
-            self.proposer = None
+            logger.error("the proposer failed repeatedly and is no longer used")
+            self.proposer, self._lost_proposer = None, True
 
     def _sound(self, draft: Draft, scheduled: ScheduledRequest, max_draft: int) -> Draft:
         """What of a draft is verified: its nodes up to the first token that the model lacks.
@@ -284,8 +315,9 @@ class ModelRunner:
         self, batch: RaggedBatch, layout: LogitsLayout, on_kernels_started: OnKernelsStarted
     ) -> ForwardOutput:
         draws = layout.draws(batch.num_logits) if self._chooses else None
-        taps = () if self.proposer is None else self.proposer.taps
-        output = self.decoder.forward(batch, self.pool, Wanted(draws, taps, on_kernels_started))
+        # The taps of a proposer that was given up stay: a GPU's graphs were captured with them.
+        wanted = Wanted(draws, self._taps, on_kernels_started)
+        output = self.decoder.forward(batch, self.pool, wanted)
         if output.taps is not None and self._chooses:  # the next pass may come before `_observe`
             output = output._replace(taps=output.taps.clone())
         return output

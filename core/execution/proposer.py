@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from ..interface.speculator import ProposerTraits
 from ..interface.step import Draft, RequestOutput, ScheduledRequest
 from ..ops.batch import ForwardOutput, RaggedBatch, Taps
 
@@ -33,6 +34,10 @@ class VerifiedRequest(msgspec.Struct, frozen=True, gc=False):
 
 class Proposer(Protocol):
     """Guesses the next tokens of a batch of requests."""
+
+    @property
+    def traits(self) -> ProposerTraits:
+        """How it works, as far as prices depend on it; fixed."""
 
     @property
     def taps(self) -> Taps:

@@ -8,7 +8,6 @@ change the output, only how many tokens a step yields and what the step costs.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
@@ -18,16 +17,18 @@ from .step import NO_DRAFT, Draft, RequestOutput, ScheduledRequest, StepOutput, 
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
-MAX_FAILURES = 20  # in close succession
-FORGIVEN = 0.05  # of a failure, for each plan that succeeds
+MAX_FAILURES = 20  # in close succession, until a drafter is given up
+FORGIVEN = 0.05  # of a failure, for each call that succeeds
+ALL_DRAFTERS = "all"  # the name of drafting as a whole among the names of drafters
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
     """What one request drafts in a step: known tokens, a number for the proposer, or both.
 
-    With both the proposer merges what it guesses into the known tokens. Either may be a tree. If
-    pages are short, the last nodes beside the trunk are dropped first.
+    With both the proposer merges what it guesses into the known tokens; where it may not branch,
+    the better of the two chains is verified. Either may be a tree. If pages are short, the last
+    nodes beside the trunk are dropped first.
     """
 
     draft: Draft = NO_DRAFT
@@ -54,6 +55,15 @@ class DraftPlan:
 
 
 NO_DRAFT_PLAN = DraftPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerTraits:
+    """How a proposer works, as far as the prices of its drafts depend on it."""
+
+    tokens_per_pass: int  # of a draft, that one of its passes yields
+    catches_up: bool  # whether it must compute tokens of a request itself before it drafts
+    weighs: bool  # whether it stops where a token is not worth its row, and may grow trees
 
 
 class Speculator:
@@ -119,6 +129,10 @@ class Speculator:
         """Describe the decisions since the last call, for the log."""
         return {}
 
+    def drafters(self) -> Mapping[str, bool]:
+        """Return whether each drafter, by name, is still in use; False: it was given up."""
+        return {}
+
     def broke_step(self) -> None:
         """Note that a step failed with drafts and succeeded without them."""
 
@@ -127,29 +141,28 @@ NO_SPECULATION = Speculator()
 
 
 class CircuitBreaker:
-    """When to give up a drafter that fails: at the ``max_failures``-th failure in close succession.
+    """Decides when a drafter is given up: after `MAX_FAILURES` in close succession.
 
-    Each success takes off ``forgiven`` failures; by default all of them, so that only failures in
-    a row count. The owner reads ``is_open`` after each failure and drops the drafter.
+    One rule for all drafters: each success takes off `FORGIVEN` of a failure, so failures that lie
+    far apart never add up. The owner reads ``is_open`` after each failure and drops the drafter.
+    A drafter has a breaker for each of its methods where a success of one says nothing of another.
     """
 
-    def __init__(self, max_failures: int, *, forgiven: float = math.inf) -> None:
-        self._max_failures = max_failures
-        self._forgiven = forgiven
+    def __init__(self) -> None:
         self._num_failures = 0.0  # less those that were forgiven
 
     @property
     def is_open(self) -> bool:
         """Whether the drafter is to be given up."""
-        return self._num_failures >= self._max_failures
+        return self._num_failures >= MAX_FAILURES
 
     def record_failure(self) -> None:
         """Count a failure."""
         self._num_failures += 1
 
     def record_success(self) -> None:
-        """Forgive failures that lie back."""
-        self._num_failures = max(0.0, self._num_failures - self._forgiven)
+        """Forgive a part of the failures so far."""
+        self._num_failures = max(0.0, self._num_failures - FORGIVEN)
 
 
 class GuardedSpeculator(Speculator):
@@ -161,7 +174,7 @@ class GuardedSpeculator(Speculator):
 
     def __init__(self, speculator: Speculator) -> None:
         self.inner = speculator
-        self._breaker = CircuitBreaker(MAX_FAILURES, forgiven=FORGIVEN)
+        self._breaker = CircuitBreaker()
 
     def drafts_nothing(self, requests: Sequence[Request], *, num_new_tokens: int = 0) -> bool:
         """Call the speculator; True if it fails."""
@@ -221,6 +234,10 @@ class GuardedSpeculator(Speculator):
     def describe(self) -> Mapping[str, object]:
         """Call the speculator."""
         return self.inner.describe()
+
+    def drafters(self) -> Mapping[str, bool]:
+        """Return the speculator's drafters, and whether drafting as a whole is still on."""
+        return {**self.inner.drafters(), ALL_DRAFTERS: self.inner is not NO_SPECULATION}
 
     def broke_step(self) -> None:
         """Count a step that failed with drafts and succeeded without them."""

@@ -1,8 +1,8 @@
 """Ops: the operations of a decoder step, behind which the backends stand.
 
 The torch backend is the oracle: another backend is right when it agrees with it. Every operation
-keeps a row's bits independent of the rows beside it unless the
-backend was made with ``exact="off"``.
+keeps a row's bits independent of the rows beside it unless the backend was made with
+``exact="off"``.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ already is read by collectors when Prometheus scrapes, at no cost to a step.
 
 from __future__ import annotations
 
+import logging
 import platform
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
@@ -32,6 +33,7 @@ from ..interface.step import StepOutput, StepPlan
 from ..scheduling.scheduler import Scheduler
 from .spec_decode_stats import SpecDecodeStats
 
+logger = logging.getLogger(__name__)
 PREFIX = "foretoken:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -39,6 +41,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 65)
 PARTS = ("draft", "forward", "verify", "host")
 DEADLINE = "deadline"
 C = TypeVar("C", bound=Collector)
+P = ParamSpec("P")
 
 
 # -- plain numbers as families that Prometheus reads -----------------------------------------------
@@ -202,6 +205,24 @@ class PoolCollector(Collector):
         )
 
 
+class DrafterCollector(Collector):
+    """Whether each drafter was given up."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the speculator; called by the registry."""
+        family = GaugeMetricFamily(
+            f"{PREFIX}drafter_disabled",
+            "1 for a drafter that was switched off after repeated failures",
+            labels=["source"],
+        )
+        for name, works in self._scheduler.speculator.drafters().items():
+            family.add_metric([name], not works)
+        yield family
+
+
 class FaultCollector(Collector):
     """Failures of the engine, and whether it is alive."""
 
@@ -307,7 +328,8 @@ class EngineObserver:
     """Follows requests and steps; this one does nothing, subclasses do.
 
     Called by the engine, on the event loop, between two steps. Times are seconds on the engine's
-    clock. It must be quick and must not raise.
+    clock. It must be quick. If a method raises, that is counted, and logged the first time; the
+    engine goes on.
     """
 
     def begin(self, request: Request, now: float) -> None:
@@ -333,12 +355,17 @@ class EngineMetrics:
             QueueCollector(scheduler),
             PoolCollector(scheduler.cache),
             TokenCollector(self.spec_stats),
+            DrafterCollector(scheduler),
             BuildCollector(),
         ):
             self.registry.register(collector)
         if engine is not None:
             self.registry.register(FaultCollector(engine))
         self._last_token_times: dict[str, float] = {}
+        self._failed_observers: set[str] = set()  # methods whose failure was logged
+        self._observer_failures = self._count(
+            "observer_failures", "Calls of observers (logs, traces) that raised an exception"
+        )
         self._make_request_metrics()
         self._make_step_metrics()
 
@@ -395,10 +422,21 @@ class EngineMetrics:
         self.registry.register(collector)
         return collector
 
+    def _notify(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call an observer's method; no step and no request depends on it."""
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            self._observer_failures.inc()
+            name = getattr(call, "__qualname__", repr(call))
+            if name not in self._failed_observers:
+                self._failed_observers.add(name)
+                logger.exception("%s raised an exception; later ones are only counted", name)
+
     def observe_arrival(self, request: Request, now: float) -> None:
         """A request was accepted. Called in the caller's own context, unlike the other methods."""
         for observer in self.observers:
-            observer.begin(request, now)
+            self._notify(observer.begin, request, now)
 
     def observe_step(
         self,
@@ -422,7 +460,7 @@ class EngineMetrics:
         for part, part_seconds in output.times.items():
             self._parts.of[part].observe(part_seconds)
         for observer in self.observers:
-            observer.observe_step(plan, output, began=began, ended=ended)
+            self._notify(observer.observe_step, plan, output, began=began, ended=ended)
 
     def _observe_batch(self, plan: StepPlan) -> None:
         num_requests, num_tokens = len(plan.requests), plan.num_tokens
@@ -452,7 +490,7 @@ class EngineMetrics:
             self._last_token_times.pop(request.request_id, None)
             self._observe_end(request, delta)
         for observer in self.observers:
-            observer.observe_delta(request, delta, now)
+            self._notify(observer.observe_delta, request, delta, now)
 
     def _observe_tokens(self, request: Request, num_tokens: int, now: float) -> None:
         last = self._last_token_times.get(request.request_id)

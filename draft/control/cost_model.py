@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import log
+from functools import partial
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ MAX_ERROR = 0.3  # share or log ratio that one pass may claim: a stall is no pri
 MEAN_RATE = 0.05  # of a new value in a running mean
 PRIOR_SPREAD = 0.1  # share by which passes must differ before a slope is learnt from them
 SLOPE_RANGE = (0.2, 5.0)
-MAX_OUTLIER = 3.0  # times a mean that one value may claim
+MAX_OUTLIER = 3.0  # times a mean that one value may claim: a stall counts as a few steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,53 +95,22 @@ def _with_tail(measured: Mapping[int, float]) -> tuple[FloatArray, FloatArray]:
 
 
 class Mean:
-    """A running mean; the first values count as many, and none by more than a few times."""
+    """A running mean; the first values count as many, and none by more than a few times.
 
-    def __init__(self) -> None:
+    ``max_outlier``: times the mean that one value may claim.
+    """
+
+    def __init__(self, max_outlier: float = MAX_OUTLIER) -> None:
         self.value = 0.0
         self.num_seen = 0
+        self._max_outlier = max_outlier
 
     def observe(self, value: float) -> None:
         """One more value, of any size but negative."""
         self.num_seen += 1
         if self.num_seen > 3:
-            value = min(value, MAX_OUTLIER * self.value)
+            value = min(value, self._max_outlier * self.value)
         self.value += max(MEAN_RATE, 1.0 / self.num_seen) * (value - self.value)
-
-
-class _Yield:
-    """Tokens a second: tokens of recent steps over their seconds.
-
-    A mean of each step's own quotient, or of its tokens without their extremes, would be another
-    number where steps differ: few of them yield most of the tokens.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = self._steps = 0.0  # faded sums
-
-    def observe(self, num_tokens: float, seconds: float) -> None:
-        """Count a step; a stall counts as a few steps."""
-        if self._steps > 3:
-            seconds = min(seconds, MAX_OUTLIER * self._seconds / self._steps)
-        keep = 1.0 - MEAN_RATE
-        self._tokens = keep * self._tokens + num_tokens
-        self._seconds = keep * self._seconds + seconds
-        self._steps = keep * self._steps + 1.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any step was seen."""
-        return self._steps > 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens a second."""
-        return self._tokens / self._seconds
-
-    @property
-    def seconds_per_step(self) -> float:
-        """Seconds of a step."""
-        return self._seconds / self._steps
 
 
 class _Fit:
@@ -184,7 +154,8 @@ class _Fit:
 class _Load:
     """Means over steps of about the same number of decoding requests, without prompts."""
 
-    answers: _Yield = field(default_factory=_Yield)  # tokens of one request, commit to commit
+    seconds: Mean = field(default_factory=Mean)  # from commit to commit
+    tokens: Mean = field(default_factory=partial(Mean, max_outlier=inf))  # for each request
     forward: _Fit = field(default_factory=_Fit)
     host_plain: Mean = field(default_factory=Mean)  # beyond the passes, without drafts
     host_lookup: Mean = field(default_factory=Mean)  # the same with drafts that were looked up
@@ -245,18 +216,22 @@ class CostModel:
         return max(0.0, host.value - load.host_plain.value)
 
     def rate(self, num_requests: int) -> float:
-        """Recent tokens a second of steps with about so many decoding requests."""
+        """Recent tokens a second of steps with about so many decoding requests.
+
+        All tokens over all seconds, the few steps that yield most of the tokens included: a mean of
+        each step's own quotient, or of clipped tokens, would be another number.
+        """
         load = self._loads.get(num_requests.bit_length())
-        if load is None or not load.answers.is_known:
+        if load is None or not load.seconds.num_seen:
             return num_requests / float(self._forward.at(num_requests))
-        return num_requests * load.answers.tokens_per_second
+        return num_requests * load.tokens.value / load.seconds.value
 
     def step_seconds(self, num_requests: int) -> float:
         """Recent seconds of a step with about so many decoding requests."""
         load = self._loads.get(num_requests.bit_length())
-        if load is None or not load.answers.is_known:
+        if load is None or not load.seconds.num_seen:
             return float(self._forward.at(num_requests))
-        return load.answers.seconds_per_step
+        return load.seconds.value
 
     def observe(
         self,
@@ -287,7 +262,8 @@ class CostModel:
         load.forward.observe(by_curve + keys_s, forward_s)
         off = (forward_s - load.forward.at(by_curve + keys_s)) / load.forward.slope
         self._forward.observe(num_rows, by_curve + off)
-        load.answers.observe(num_tokens / num_requests, seconds)
+        load.seconds.observe(seconds)
+        load.tokens.observe(num_tokens / num_requests)
         host = load.host_lookup if num_rows > num_requests else load.host_plain
         host = load.host_proposer if with_proposer else host
         host.observe(max(0.0, seconds - forward_s - draft_s))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.execution.proposer import VerifiedRequest
+from ...core.interface.speculator import ProposerTraits
 from ...core.interface.step import Draft, ScheduledRequest
 from ...core.model.decoder import Decoder
 from ...core.ops.batch import (
@@ -92,9 +93,9 @@ class LmProposer:
         self._tuner = TemperatureTuner(self._sampler)
 
     @property
-    def weighs(self) -> bool:
-        """Whether drafts may be trees, and end where a node is not worth its row."""
-        return not self._independent
+    def traits(self) -> ProposerTraits:
+        """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
+        return ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=not self._independent)
 
     @property
     def temperature_scale(self) -> float:

@@ -155,8 +155,11 @@ class TreeGrowth:
 
     @property
     def wants_best(self) -> bool:
-        """Whether the best few tokens of a place are wanted, with their scores."""
-        return bool(self.scheduled.row_price or self.is_tree)
+        """Whether the best few tokens of a place are wanted, with their scores.
+
+        A known chain is compared with the grown one by odds, which need scores.
+        """
+        return bool(self.scheduled.row_price or self.is_tree or self.scheduled.draft.odds)
 
     def expand(self, node: int, best: Best) -> None:
         """Note what a pass found behind ``node``."""

@@ -55,17 +55,18 @@ class GuessTree:
     def draft(self, count: int) -> Draft:
         """The tree of the ``count`` best tokens, with their odds."""
         if len(self._paths) == 1 or count < 1:
-            return self._chain(count)
+            return self.chain(count)
         odds = np.concatenate([path.odds for path in self._paths])
         owners = np.repeat(np.arange(len(self._paths)), [len(p.odds) for p in self._paths])
         best = (-odds).argsort(kind="stable")[:count]  # of equals those that stand before others
         counts = np.bincount(owners[best], minlength=len(self._paths)).tolist()
         if counts[0] == len(best):
-            return self._chain(count)
+            return self.chain(count)
         kept = {id(path): kept for path, kept in zip(self._paths, counts, strict=True)}
         return _laid_out(self.trunk, kept)
 
-    def _chain(self, count: int) -> Draft:
+    def chain(self, count: int) -> Draft:
+        """Make a chain of the first ``count`` tokens of the most promising guess."""
         token_ids = self.trunk.token_ids[:count]
         sources = (self.trunk.source,) * len(token_ids)
         return Draft(token_ids, sources, odds=self.trunk.odds[:count].tolist())

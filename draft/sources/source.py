@@ -16,7 +16,6 @@ from ...core.interface.request import Request
 from ...core.interface.speculator import CircuitBreaker
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES = 5  # in all
 INDEX_CHUNK = 2048  # tokens that one call of `Source.index` indexes at most
 MAX_ENDED = 8  # ended requests whose tokens one call keeps, a tenth of a millisecond each
 BUCKETS = (0, 1, 2, 4, 8, 16)  # first draft position of each class of positions
@@ -85,33 +84,42 @@ class Source(Protocol):
 
 
 class GuardedSource:
-    """Wraps a source: a failure costs its guesses, and after a few failures it is dropped."""
+    """Wraps a source: a failure costs its guesses, and repeated failures the source."""
 
     def __init__(self, source: Source) -> None:
         self.name = source.name
         self.priors = source.priors
         self._inner: Source | None = source
-        self._breaker = CircuitBreaker(MAX_FAILURES, forgiven=0.0)
+        self._breakers = {name: CircuitBreaker() for name in ("propose", "index", "leave")}
+
+    @property
+    def works(self) -> bool:
+        """Whether the source is still used."""
+        return self._inner is not None
 
     def propose(self, request: Request, most: int) -> Sequence[Guess]:
         """Call the source; no guesses if it fails."""
         if self._inner is None:
             return ()
         try:
-            return self._inner.propose(request, most)
+            guesses = self._inner.propose(request, most)
         except Exception:
-            self._failed()
+            self._failed("propose")
             return ()
+        self._breakers["propose"].record_success()
+        return guesses
 
     def index(self, request: Request, *, for_others: bool = False) -> int:
         """Call the source; 0 if it fails."""
         if self._inner is None:
             return 0
         try:
-            return self._inner.index(request, for_others=for_others)
+            num_indexed = self._inner.index(request, for_others=for_others)
         except Exception:
-            self._failed()
+            self._failed("index")
             return 0
+        self._breakers["index"].record_success()
+        return num_indexed
 
     def leave(self, request: Request) -> None:
         """Call the source."""
@@ -120,7 +128,9 @@ class GuardedSource:
         try:
             self._inner.leave(request)
         except Exception:
-            self._failed()
+            self._failed("leave")
+        else:
+            self._breakers["leave"].record_success()
 
     def flush(self, *namespaces: str | None) -> None:
         """Call the source; if it cannot forget, it is dropped with all that it holds."""
@@ -129,13 +139,14 @@ class GuardedSource:
         try:
             self._inner.flush(*namespaces)
         except Exception:
-            self._failed(is_last=True)
+            logger.exception("draft source %s failed to flush and is no longer used", self.name)
+            self._inner = None
 
-    def _failed(self, *, is_last: bool = False) -> None:
-        """Log and count the exception that is being handled; drop the source if it ``is_last``."""
-        self._breaker.record_failure()
-        logger.exception("draft source %s failed", self.name)
-        if is_last or self._breaker.is_open:
+    def _failed(self, what: str) -> None:
+        """Log and count the exception that is being handled."""
+        logger.exception("draft source %s failed to %s", self.name, what)
+        self._breakers[what].record_failure()
+        if self._breakers[what].is_open:
             logger.error("draft source %s failed repeatedly and is no longer used", self.name)
             self._inner = None
 

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core.interface.request import Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.speculator import NO_DRAFT_PLAN, DraftPlan
+from foretoken.core.interface.speculator import MAX_FAILURES, NO_DRAFT_PLAN, DraftPlan
 from foretoken.core.interface.step import (
     RequestOutput,
     SamplingMetadata,
@@ -25,9 +25,10 @@ from foretoken.draft.control.draft_state import FRUITLESS, MAX_PAUSE
 from foretoken.draft.sources.merge import common_len
 from foretoken.draft.sources.prediction import PredictionSource
 from foretoken.draft.sources.prefix import PrefixSource
-from foretoken.draft.sources.source import MAX_FAILURES, Guess, Priors, Source
+from foretoken.draft.sources.source import GuardedSource, Guess, Priors, Source
 from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import LOOKUP_LEN, PROPOSER_NODES, DraftSpeculator
+from support.proposers import MODEL
 
 TEXT = [7, 3, 9, 4, 1, 8, 2, 6, 5, 11, 13, 12, 17, 19, 14, 16, 23, 21, 22, 29, 27, 31, 33, 37]
 NEWS = range(10_000, 20_000)  # tokens that were never said
@@ -348,12 +349,25 @@ def test_the_budget_is_kept_by_fixed_depths_and_what_they_leave_is_for_the_rest(
     assert [plan.num_rows for plan in plans] == [2, 2, 2, 4]
 
 
-def test_at_a_fixed_depth_the_draft_model_is_asked_where_nothing_is_known() -> None:
-    bench = Bench(depth=4, has_proposer=True)
+def test_at_a_fixed_depth_the_draft_model_competes_with_what_is_known() -> None:
+    bench = Bench(depth=4, proposer=MODEL)
     assert bench.plan(bench.request(TEXT[:8])) == [DraftPlan(max_draft=4)]
     bench.tell(TEXT[:6], TEXT[6:])
     (plan,) = bench.plan(bench.request(TEXT[:8]))
-    assert (plan.max_draft, plan.depth) == (0, 4)
+    assert list(plan.draft.token_ids) == TEXT[8:12]
+    assert len(plan.draft.odds) == 4, "the better chain is chosen by odds"
+    assert (plan.max_draft, plan.may_branch) == (4, False)
+
+
+def test_the_better_of_two_chains_is_no_sample_of_the_draft_models() -> None:
+    """Else a fixed depth would teach requests with "auto" that the model finds nothing."""
+    bench = Bench(Says("a", NEWS), profile=TENTH, proposer=MODEL)
+    fixed = bench.request(TEXT, depth=4)
+    for token_id in TEXT:
+        bench.step(fixed, [token_id])
+    bench.plan(auto := bench.request(TEXT))
+    assert bench.seen[-1].proposer_worth[0, 0] == pytest.approx(0.65), "as if it was never asked"
+    assert bench.plan(auto)[0].max_draft > 0
 
 
 # -- the controller's choice --------------------------------------------------------------------
@@ -399,7 +413,7 @@ def test_guesses_are_scored_though_they_are_not_verified() -> None:
 
 
 def test_where_rows_are_dear_nothing_is_drafted() -> None:
-    bench = Bench(profile=DEAR, has_proposer=True)
+    bench = Bench(profile=DEAR, proposer=MODEL)
     bench.tell(TEXT[:6], TEXT[6:])
     request = bench.request(TEXT[:8])
     assert [bench.step(request, [t]).num_rows for t in (41, 42, 43, 44)] == [0] * 4
@@ -486,7 +500,7 @@ def test_trees_stay_within_the_rows_that_are_offered() -> None:
 
 
 def test_a_draft_model_is_asked_as_deep_as_its_guesses_come_true() -> None:
-    bench = Bench(Says("nothing"), profile=TENTH, has_proposer=True)
+    bench = Bench(Says("nothing"), profile=TENTH, proposer=MODEL)
     request = bench.request([1, 2, 3])
     depths = [bench.step(request, [4] * 20, lm_hits=20, draft_s=0.01).max_draft for _ in range(30)]
     assert depths[0] > 0
@@ -496,7 +510,7 @@ def test_a_draft_model_is_asked_as_deep_as_its_guesses_come_true() -> None:
 
 
 def test_the_draft_model_helps_out_where_nothing_is_known() -> None:
-    bench = Bench(Knows("a", [1, 2, 3, 4, 5]), has_proposer=True)
+    bench = Bench(Knows("a", [1, 2, 3, 4, 5]), proposer=MODEL)
     knowing, other = bench.request([1, 2]), bench.request(TEXT)
     plans = bench.plan(knowing, other)
     assert (list(plans[0].draft.token_ids), plans[0].max_draft) == ([3, 4, 5], 0)
@@ -505,7 +519,7 @@ def test_the_draft_model_helps_out_where_nothing_is_known() -> None:
 
 def test_a_draft_model_that_is_slower_than_measured_is_asked_ever_less() -> None:
     measured = StepProfile(TENTH.forward, dict.fromkeys(ROWS, 0.3))
-    bench = Bench(Says("nothing"), profile=measured, has_proposer=True)
+    bench = Bench(Says("nothing"), profile=measured, proposer=MODEL)
     request = bench.request([1, 2, 3])
     depths = [bench.step(request, [4, 5], lm_hits=1, draft_s=2.0).max_draft for _ in range(250)]
     assert sum(depths[:50]) >= 50
@@ -514,7 +528,7 @@ def test_a_draft_model_that_is_slower_than_measured_is_asked_ever_less() -> None
 
 def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
     dear = StepProfile(TENTH.forward, dict.fromkeys(ROWS, 0.1))
-    bench = Bench(Says("nothing"), profile=dear, has_proposer=True)
+    bench = Bench(Says("nothing"), profile=dear, proposer=MODEL)
     request = bench.request(TEXT[:4])
     asked = []
     for token_id in NEWS[:60]:
@@ -529,7 +543,7 @@ def test_a_draft_model_that_says_nothing_is_not_asked_for_long() -> None:
 
 
 def test_what_the_draft_model_lacks_is_followed() -> None:
-    bench = Bench(Says("nothing"), has_proposer=True)
+    bench = Bench(Says("nothing"), proposer=MODEL)
     request = bench.request(TEXT)
     lacking = []
     for num_uncached_draft_tokens in (10, 4, 0, 0):
@@ -545,7 +559,7 @@ def test_what_the_draft_model_lacks_is_followed() -> None:
 
 
 def test_catching_up_teaches_nothing_about_the_draft_model() -> None:
-    bench = Bench(Says("nothing"), has_proposer=True)
+    bench = Bench(Says("nothing"), proposer=MODEL)
     request = bench.request(TEXT)
     for _ in range(30):
         bench.step(request, [1], num_uncached_draft_tokens=10)
@@ -554,7 +568,7 @@ def test_catching_up_teaches_nothing_about_the_draft_model() -> None:
 
 
 def test_while_prompts_wait_the_draft_model_does_not_catch_up_with_much() -> None:
-    bench = Bench(Says("nothing"), has_proposer=True)
+    bench = Bench(Says("nothing"), proposer=MODEL)
     request = bench.request(TEXT)
     assert bench.plan(request)[0].max_draft > 0
     assert bench.plan(request, num_prefill=40)[0].max_draft == 0
@@ -564,7 +578,7 @@ def test_while_prompts_wait_the_draft_model_does_not_catch_up_with_much() -> Non
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_cached_kv_of_the_draft_model_is_expected_only_where_it_was_in_use(is_used) -> None:
-    bench = Bench(Says("nothing"), profile=CHEAP if is_used else DEAR, has_proposer=True)
+    bench = Bench(Says("nothing"), profile=CHEAP if is_used else DEAR, proposer=MODEL)
     bench.plan(bench.request(TEXT))
     request = bench.request(TEXT, num_computed=16)
     bench.plan(request)
@@ -662,19 +676,118 @@ def test_a_fixed_depth_is_never_silent() -> None:
     assert not bench.speculator.drafts_nothing([request, other])
 
 
+# -- a proposer that is lost ----------------------------------------------------------------------
+
+
+def lose_proposer(bench: Bench) -> None:
+    """The model thread gives it up, and says so with every step from then on."""
+    for _ in range(2):
+        bench.speculator.observe_step(
+            StepPlan(requests=(), newly_allocated_pages=array("q")),
+            StepOutput(requests=(), lost_proposer=True),
+            1.0,
+        )
+
+
+@pytest.mark.parametrize("depth", ["auto", 4])
+def test_a_lost_proposer_is_planned_for_no_more(depth) -> None:
+    bench = Bench(Says("nothing"), depth=depth, proposer=MODEL)
+    request = bench.request(TEXT)
+    assert bench.step(request, [1]).max_draft > 0
+    lose_proposer(bench)
+    assert [bench.step(request, [1]) for _ in range(300)] == [NO_DRAFT_PLAN] * 300
+    assert not bench.seen or bench.seen[-1].num_uncached_draft_tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize(("overlaps", "expected"), [(True, GROWING), (False, "a" * len(GROWING))])
+def test_look_ups_that_a_lost_proposer_leaves_alone_back_off_where_steps_overlap(
+    overlaps, expected
+) -> None:
+    bench = Bench(source := Says("nothing"), depth=4, proposer=MODEL, overlaps=overlaps)
+    request = bench.request(TEXT)
+    assert pattern(bench, request, NEWS[:9]) == "d" * 9
+    lose_proposer(bench)
+    before = source.num_asked
+    assert pattern(bench, request, NEWS[9 : 9 + len(expected)]) == expected
+    assert source.num_asked == before + expected.count("a")
+    source.token_ids = TEXT
+    assert "d" in pattern(bench, request, NEWS[100:110])
+
+
+def test_a_pause_at_a_fixed_depth_holds_beside_others() -> None:
+    bench = Bench(source := Says("nothing"), depth=4, proposer=MODEL, overlaps=True)
+    lose_proposer(bench)
+    paused, other = bench.request(TEXT), bench.request(TEXT)
+    pattern(bench, paused, NEWS[: GROWING.index("s")])
+    before = source.num_asked
+    bench.plan(paused, other)
+    assert source.num_asked == before + 1
+
+
+def test_drafters_are_listed_with_those_that_were_lost() -> None:
+    bench = Bench(Broken("broken"), Says("sound", TEXT), proposer=MODEL)
+    assert bench.speculator.drafters() == {"broken": True, "sound": True, "proposer": True}
+    request = bench.request(TEXT[:4])
+    for _ in range(MAX_FAILURES):
+        bench.plan(request)
+    assert bench.speculator.drafters() == {"broken": False, "sound": True, "proposer": True}
+    lose_proposer(bench)
+    assert bench.speculator.drafters() == {"broken": False, "sound": True, "proposer": False}
+    assert Bench(Says("sound")).speculator.drafters() == {"sound": True}, "there is no proposer"
+
+
 # -- failures and upkeep ------------------------------------------------------------------------
 
 
 def test_a_source_that_fails_takes_no_other_with_it_and_is_dropped() -> None:
     broken = Broken("broken")
     bench = Bench(broken, Says("sound", TEXT), depth=5)
-    for _ in range(10):
+    for _ in range(2 * MAX_FAILURES):
         request = bench.request(TEXT[:4])
         assert bench.step(request, [9]).depth == 5
         bench.speculator.leave(request)
         bench.speculator.work()
-    assert broken.num_asked <= MAX_FAILURES
+    assert 0 < broken.num_asked <= MAX_FAILURES
+    assert bench.speculator.drafters() == {"broken": False, "sound": True}
     bench.speculator.flush()
+
+
+@pytest.mark.parametrize("call", ["propose", "index", "leave"])
+def test_a_source_is_dropped_after_failures_in_close_succession_alone(call, make_request) -> None:
+    """One malformed request a week took a source after five weeks."""
+    failing = False
+
+    class Fragile(Says):
+        def propose(self, request: Request, most: int) -> Sequence[Guess]:
+            return self._fail("propose") or super().propose(request, most)
+
+        def index(self, request: Request, *, for_others: bool = False) -> int:
+            self._fail("index")
+            return 0
+
+        def leave(self, request: Request) -> None:
+            self._fail("leave")
+
+        def _fail(self, name: str) -> None:
+            if failing and name == call:
+                raise RuntimeError(name)
+
+    source, request = GuardedSource(Fragile("a", TEXT)), make_request(TEXT[:4])
+    calls = {
+        "propose": lambda: source.propose(request, 4),
+        "index": lambda: source.index(request),
+        "leave": lambda: source.leave(request),
+    }
+    for number in range(30 * MAX_FAILURES):
+        failing = number % 30 == 0
+        calls[call]()
+    assert source.works
+    failing = True
+    for _ in range(MAX_FAILURES):
+        assert source.works
+        for each in calls.values():
+            each()  # that the others succeed forgives nothing
+    assert not source.works
 
 
 def test_a_source_that_cannot_forget_is_dropped_at_once() -> None:

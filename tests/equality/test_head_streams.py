@@ -15,9 +15,11 @@ def house(request) -> House:
     return tiny_house(*request.param.split("-"))
 
 
+HEADS = ["block", "reduced", "eagle", "medusa"]
+
+
 @pytest.mark.parametrize(
-    "drafter",
-    ["block", "reduced", "eagle", "medusa", "auto+block", "auto+eagle", "auto+medusa"],
+    "drafter", [*HEADS, "auto+block", "auto+eagle", "auto+medusa", "fixed+block"]
 )
 def test_no_head_changes_a_token(house: House, drafter) -> None:
     house.check(house.run(shuffled(3)[::2], drafter, max_running=5))

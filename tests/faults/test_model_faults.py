@@ -23,6 +23,7 @@ from foretoken.draft.models.draft_model import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.fault_table import BAD, NAMES, NUM_TOKENS, PROMPTS, Reader, live, no_act
 from support.fixed_depth import FixedDepth
+from support.proposers import BareProposer
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 64, 4, 100
@@ -57,7 +58,7 @@ class PoisonedDown(Poisoned):
     value = float("-inf")
 
 
-class Drafter:
+class Drafter(BareProposer):
     """Proposes what ``drafts`` makes of the rows."""
 
     def __init__(self, drafts: Callable[[Sequence[object]], object]) -> None:
@@ -65,12 +66,6 @@ class Drafter:
 
     def propose(self, rows):
         return self.drafts(rows)
-
-    taps = ()
-
-    def observe(self, *step: object) -> None: ...
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 def raises(rows: Sequence[object]) -> object:

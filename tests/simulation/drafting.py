@@ -27,6 +27,7 @@ from foretoken.draft.sources.suffix import SuffixSource
 from foretoken.draft.speculator import DraftSpeculator
 from support.draft_trees import tree_of
 from support.fixed_depth import FixedDepth
+from support.proposers import MODEL, BareProposer
 
 from .faults import Fault, Faults
 from .model import VOCAB_SIZE, Chains, advance, choose, solo
@@ -37,7 +38,7 @@ PROFILE = StepProfile({1: 0.010, 8: 0.011, 64: 0.02}, {1: 0.001, 8: 0.001, 64: 0
 SPECULATORS = ("off", "fixed", "forks", "auto", "auto+lm", "radix", "suffix", "ngram")
 
 
-class FakeProposer:
+class FakeProposer(BareProposer):
     """A draft model that is right as often as ``skill`` says, with KV of its own in every page."""
 
     def __init__(
@@ -61,10 +62,6 @@ class FakeProposer:
         if self._faults.happens("draft of wrong shape"):
             return self._rng.choice([[], drafts[1:], drafts * 2])
         return drafts
-
-    taps = ()
-
-    def observe(self, *step: object) -> None: ...
 
     def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
         for page_id in newly_allocated_pages:
@@ -212,7 +209,7 @@ def make_speculator(
         Controller(CostModel(PROFILE)),
         AcceptanceModel(),
         depth=chosen,
-        has_proposer=kind == "auto+lm",
+        proposer=MODEL if kind == "auto+lm" else None,
         overlaps=overlaps,
         clock=clock,
     )

@@ -34,6 +34,7 @@ from foretoken.draft.control.controller import Controller
 from foretoken.draft.control.cost_model import CostModel, StepProfile
 from foretoken.draft.sources.source import Guess, Priors
 from foretoken.draft.speculator import DraftSpeculator
+from support.proposers import MODEL
 
 DEPTHS = (0, 1, 2, 4, 8, 16)  # constant ones to compare with
 ANSWER = 250  # tokens
@@ -238,7 +239,7 @@ class Auto:
             [self._source],
             Controller(self.costs),
             AcceptanceModel(),
-            has_proposer=has_proposer,
+            proposer=MODEL if has_proposer else None,
             clock=lambda: self._source.num_asked * machine.look_up * machine.step_s,
         )
         self._drafts_nothing = False

@@ -20,6 +20,7 @@ from foretoken.core.ops.batch import Segment
 from foretoken.core.ops.kv_pool import KvDtype
 from support.checkpoints import void_item
 from support.fixed_depth import FixedDepth
+from support.proposers import BareProposer
 
 
 def tree_of(paths: Sequence[Sequence[int]], names: Sequence[str] | None = None) -> Draft:
@@ -96,10 +97,8 @@ class TreeDepth(FixedDepth):
         return [DraftPlan(max_draft=plan.max_draft, may_branch=True) for plan in plans]
 
 
-class TreeProposer:
+class TreeProposer(BareProposer):
     """Proposes random trees about the right answers, larger than it may, too."""
-
-    taps = ()
 
     def __init__(self, answers: dict[str, list[int]]) -> None:
         self._answers, self._rng = answers, random.Random(4)
@@ -111,10 +110,6 @@ class TreeProposer:
         at = len(row.tokens) - row.sampling.prompt_len
         right = self._answers[row.request_id][at : at + row.max_draft]
         return tree_of(random_paths(self._rng, right, 4, 257)) if right else Draft()
-
-    def observe(self, *step: object) -> None: ...
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 class TreeRows:

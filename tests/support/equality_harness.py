@@ -17,7 +17,7 @@ from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import Proposer
 from foretoken.core.interface.request import Request
-from foretoken.core.interface.speculator import Speculator
+from foretoken.core.interface.speculator import ProposerTraits, Speculator
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import ModelImpl, load_decoder
@@ -40,6 +40,7 @@ from support.checkpoints import void_item
 from support.draft_trees import TreeProposer
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
+from support.proposers import BareProposer
 from support.tiny_heads import join_random
 from support.tiny_pair import write_pair
 
@@ -94,7 +95,7 @@ SHARED = [random.Random(99).randrange(4, 256) for _ in range(137)]
 REQUESTS = requests(SHARED)
 
 
-class RandomDrafts:
+class RandomDrafts(BareProposer):
     """Guesses anything, ids that do not exist included."""
 
     def __init__(self, targets: dict[str, list[int]]) -> None:
@@ -106,14 +107,8 @@ class RandomDrafts:
     def _guess(self, most: int) -> list[int]:
         return [self._rng.randrange(-2, 260) for _ in range(self._rng.randrange(most + 1))]
 
-    taps = ()
 
-    def observe(self, *step: object) -> None: ...
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
-
-
-class Perfect:
+class Perfect(BareProposer):
     """Knows the answer."""
 
     def __init__(self, targets: dict[str, list[int]]) -> None:
@@ -124,12 +119,6 @@ class Perfect:
 
     def _rest(self, row: ScheduledRequest) -> list[int]:
         return self._targets[row.request_id][len(row.tokens) - row.sampling.prompt_len :]
-
-    taps = ()
-
-    def observe(self, *step: object) -> None: ...
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 class Wrong(Perfect):
@@ -193,8 +182,9 @@ CHEAP = StepProfile(  # drafts cost next to nothing: the controller drafts, and 
 DEPTHS: dict[str, int | Literal["auto"]] = dict.fromkeys(SOURCES, 4)
 DEPTHS |= {"auto": "auto", "auto+lm": "auto", "auto+block": "auto", "auto+eagle": "auto"}
 DEPTHS["auto+medusa"] = "auto"
+DEPTHS |= {"fixed+lm": 4, "fixed+block": 4}
 HEADS = {name: name for name in ("block", "reduced", "eagle", "medusa")}  # kinds of `join_random`
-HEADS |= {f"auto+{name}": name for name in ("block", "eagle", "medusa")}
+HEADS |= {f"auto+{name}": name for name in ("block", "eagle", "medusa")} | {"fixed+block": "block"}
 
 
 class Frozen(CostModel):
@@ -206,17 +196,20 @@ class Frozen(CostModel):
 
 
 def make_speculator(name: str) -> DraftSpeculator:
-    """The sources of that name; "auto" is all of them under the controller."""
+    """The sources of that name; "auto" is all of them under the controller, "fixed" without it."""
     return DraftSpeculator(
         SOURCES.get(name, SOURCES["all"])(),
         Controller(Frozen(CHEAP)),
         AcceptanceModel(),
         depth=DEPTHS[name],
-        has_proposer="+" in name,
-        tokens_per_pass=4 if name in ("auto+block", "auto+medusa") else 1,
-        proposer_catches_up=name not in HEADS,
+        proposer=_traits(name) if "+" in name else None,
         clock=lambda: 0.0,
     )
+
+
+def _traits(name: str) -> ProposerTraits:
+    many = 4 if name.endswith(("+block", "+medusa")) else 1
+    return ProposerTraits(tokens_per_pass=many, catches_up=name not in HEADS, weighs=True)
 
 
 class House:
@@ -289,7 +282,7 @@ class House:
             head_pool = joined.make_pool(num_pages, page_size=page_size)
             head_pool.data.fill_(float("nan"))
             return joined.proposer(head_pool)
-        if name not in ("lm", "auto+lm"):
+        if name not in ("lm", "auto+lm", "fixed+lm"):
             return None
         pool = self.draft.make_pool(num_pages, page_size=page_size, kv_dtype=self.kv_dtype)
         return LmProposer(self.draft, pool, window=16)

@@ -48,6 +48,11 @@ class BlockProposer(HeadProposer):
         return self.head.config.num_drafted
 
     @property
+    def reads_in_place(self) -> bool:
+        """Where the target's kernels compute the head."""
+        return self.head.block_pass is not None
+
+    @property
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's."""
         return self.head.draft_ids

@@ -59,9 +59,14 @@ class EagleProposer(HeadProposer):
         return MOST_PASSES
 
     @property
-    def keeps_columns(self) -> bool:
+    def reads_in_place(self) -> bool:
         """Where the target's kernels compute the head."""
         return self.head.eagle_pass is not None
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Likewise: the columns of draft tokens are read in the pool, too."""
+        return self.reads_in_place
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -26,9 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....core.errors import is_out_of_memory
 from ....core.execution.proposer import VerifiedRequest
 from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.step import Draft, SamplingMetadata, ScheduledRequest
+from ....core.interface.speculator import ProposerTraits
+from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest
 from ....core.ops.batch import ForwardOutput, RaggedBatch, Taps
 from ....core.ops.kv_pool import KVPool
 from ....core.sampling.sampler import Columns, Sampler
@@ -36,6 +38,8 @@ from ..tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, front
 from .head_layers import KeysValues, TapConfig
 
 IntArray: TypeAlias = NDArray[np.int64]
+MOST_COPIED = 256 * 2**20  # bytes: the copy of head KV that requests draft from together
+REGROWTH = 1 / 64  # of a limit lowered by lack of memory, for each draft that filled it and fitted
 TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, none is too dear
 
 
@@ -132,6 +136,8 @@ class HeadProposer(ABC):
         self._ready = np.zeros(pool.num_pages, dtype=np.bool_)
         self._head_kvs: dict[str, HeadKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
+        self._page_bytes = pool.data[0].nbytes
+        self._most_copied: float = MOST_COPIED  # less once memory ran out
         self._odds = default_odds()  # by whether tokens are sampled
         self._taps: Taps = tuple(dict.fromkeys(config.taps))
         self.dtype, self.device = pool.dtype, pool.data.device
@@ -147,9 +153,13 @@ class HeadProposer(ABC):
         return self._taps
 
     @property
-    def weighs(self) -> bool:
-        """Whether drafts may be trees, and end where a node is not worth its row."""
-        return not self._independent
+    def traits(self) -> ProposerTraits:
+        """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
+        return ProposerTraits(
+            tokens_per_pass=self.tokens_per_pass,
+            catches_up=False,  # its KV is written from the target's own passes
+            weighs=not self._independent,
+        )
 
     # -- what heads do --------------------------------------------------------------------------
 
@@ -162,6 +172,11 @@ class HeadProposer(ABC):
     @abstractmethod
     def longest(self) -> int:
         """Tokens of a draft at most."""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether kernels read head KV where it lies; else a draft copies what it sees."""
+        return False
 
     @property
     def keeps_columns(self) -> bool:
@@ -257,12 +272,13 @@ class HeadProposer(ABC):
         """Whether a request was committed, to pages that are still the request's.
 
         A step launched ahead may end behind the one in which its request did: then its pages may
-        have gone to others, and the request has been forgotten.
+        have gone to others, and the request has been forgotten. The dummy request of a health
+        check has no id, and would never be forgotten.
         """
         scheduled = verified.scheduled
         is_known = len(scheduled.tokens) >= scheduled.stop
         return (
-            bool(verified.batch_rows)
+            bool(verified.batch_rows and scheduled.request_id)
             and is_known
             and not (scheduled.is_ahead and scheduled.request_id not in self._head_kvs)
         )
@@ -339,11 +355,11 @@ class HeadProposer(ABC):
         """The KV of each request from ``firsts`` to its last token; and which of it are seen."""
         page_size, data = self.pool.page_size, self.pool.data
         stops = np.array([len(scheduled.tokens) - 1 for scheduled in requests])
-        num_pages = max(1, -(-int(stops.max()) // page_size))
+        counts = [self._num_pages_seen(scheduled) for scheduled in requests]
+        num_pages = max(1, *counts)
         table = np.zeros((len(requests), num_pages), dtype=np.int64)
-        for index, scheduled in enumerate(requests):
-            count = -(-int(stops[index]) // page_size)
-            table[index, :count] = scheduled.page_ids[:count]
+        for row, scheduled, num_seen in zip(table, requests, counts, strict=True):
+            row[:num_seen] = scheduled.page_ids[:num_seen]
         places = np.arange(num_pages * page_size)
         seen = torch.from_numpy((places >= np.array(firsts)[:, None]) & (places < stops[:, None]))
         seen = seen.to(data.device)
@@ -357,6 +373,10 @@ class HeadProposer(ABC):
             keys, values = found.masked_fill_(void, 0.0).unbind()
             context.append((keys, values))
         return context, seen
+
+    def _num_pages_seen(self, scheduled: ScheduledRequest) -> int:
+        """Pages of the positions before the request's last token."""
+        return -(-(len(scheduled.tokens) - 1) // self.pool.page_size)
 
     def _first_seen(self, scheduled: ScheduledRequest, head_kv: HeadKV) -> int:
         """The lowest position from which on all head KV is there."""
@@ -380,20 +400,23 @@ class HeadProposer(ABC):
             max_draft=self.tokens_per_pass, row_price=TRIED_PRICE,
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
-        self._grow([DraftStart(scheduled, self.first, feature)] * num_requests)
+        self._grow_all([DraftStart(scheduled, self.first, feature)] * num_requests)
 
     # -- drafts ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
-        """A tree for each request that has head KV, with the verifier's noise."""
+        """A tree for each request that has head KV, with the verifier's noise.
+
+        If memory runs out, that is raised, and later drafts copy half as much head KV at a time.
+        """
         self._trees = {}  # those of a step that failed are void
         self._write_waiting([scheduled for scheduled in requests if self._waits(scheduled)])
         starts = [start for start in map(self._start, requests) if start is not None]
         if starts:
-            self._trees = {tree.scheduled.request_id: tree for tree in self._grow(starts)}
-        found = [(scheduled, self._trees.get(scheduled.request_id)) for scheduled in requests]
-        return [scheduled.draft if tree is None else tree.draft() for scheduled, tree in found]
+            self._trees = {tree.scheduled.request_id: tree for tree in self._grow_all(starts)}
+        found = [self._trees.get(scheduled.request_id) for scheduled in requests]
+        return [NO_DRAFT if tree is None else tree.draft() for tree in found]
 
     def _waits(self, scheduled: ScheduledRequest) -> bool:
         head_kv = self._head_kvs.get(scheduled.request_id)
@@ -405,6 +428,38 @@ class HeadProposer(ABC):
         if head_kv is None or head_kv.stop < len(scheduled.tokens) - 1:
             return None
         return DraftStart(scheduled, self._first_seen(scheduled, head_kv), head_kv.feature)
+
+    def _grow_all(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:
+        """Grow the trees of some requests, one group after another; in the order of the groups.
+
+        Whether another pass pays is decided for each group: each has passes of its own.
+        """
+        groups = self._groups(starts)
+        try:
+            trees = [tree for group in groups for tree in self._grow(group)]
+        except Exception as failure:
+            if is_out_of_memory(failure):
+                self._most_copied = max(self._page_bytes, self._most_copied / 2)
+            raise
+        if len(groups) > 1:
+            self._most_copied = min(MOST_COPIED, self._most_copied * (1 + REGROWTH))
+        return trees
+
+    def _groups(self, starts: Sequence[DraftStart]) -> list[list[DraftStart]]:
+        """Split requests by length, so that the copy of head KV for each group is within the limit.
+
+        The copy has as many pages for each request as for the longest one of its group. A request
+        whose own copy exceeds the limit is alone.
+        """
+        if self.reads_in_place:
+            return [list(starts)]
+        groups: list[list[DraftStart]] = [[]]
+        for start in sorted(starts, key=lambda start: len(start.scheduled.tokens)):
+            num_pages = (len(groups[-1]) + 1) * max(1, self._num_pages_seen(start.scheduled))
+            if groups[-1] and num_pages * self._page_bytes > self._most_copied:
+                groups.append([])
+            groups[-1].append(start)
+        return groups
 
     @torch.inference_mode()
     def _grow(self, starts: Sequence[DraftStart]) -> list[TreeGrowth]:

@@ -11,8 +11,8 @@ import pytest
 
 from foretoken.core.engine.engine import Engine
 from foretoken.core.engine.inbox import TokenStream
-from foretoken.core.engine.step_bisection import StepBisection, forget_frames, is_out_of_memory
-from foretoken.core.errors import EngineDead, ForetokenError
+from foretoken.core.engine.step_bisection import StepBisection, forget_frames
+from foretoken.core.errors import EngineDead, ForetokenError, is_out_of_memory
 from foretoken.core.interface.request import Delta, FinishReason
 from foretoken.core.interface.speculator import NO_SPECULATION
 from foretoken.core.interface.step import LEAST_CHUNK, StepOutput, StepPlan

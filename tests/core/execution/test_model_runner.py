@@ -20,6 +20,7 @@ from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
+from support.proposers import BareProposer
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 64, 2, 40
@@ -35,7 +36,7 @@ def decoder(tmp_path_factory) -> Decoder:
     return decoder
 
 
-class Fixed:
+class Fixed(BareProposer):
     """Proposes the same thing whatever it is asked."""
 
     def __init__(self, drafts: object) -> None:
@@ -43,12 +44,6 @@ class Fixed:
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         return self._drafts if isinstance(self._drafts, list) else [self._drafts] * len(rows)  # type: ignore[list-item]
-
-    taps = ()
-
-    def observe(self, *step: object) -> None: ...
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 def drive(decoder: Decoder, proposer: Fixed | None = None) -> Driver:

@@ -10,14 +10,19 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from foretoken.core.execution.model_runner import MAX_FAILURES, ModelRunner
+from foretoken.core.execution import model_runner
+from foretoken.core.execution.model_runner import ModelRunner
 from foretoken.core.execution.proposer import VerifiedRequest
 from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.speculator import MAX_FAILURES
 from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest, StepPlan
+from foretoken.core.interface.step_runner import StepCancelled
 from foretoken.core.model import Decoder, load_decoder
-from foretoken.core.ops.batch import ForwardOutput, RaggedBatch
+from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
+from foretoken.core.ops.kv_pool import KVPool
 from support.checkpoints import make_checkpoint
 from support.draft_trees import tree_of
+from support.proposers import BareProposer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = array("q", [5, 9, 2, 6, 5])
@@ -26,7 +31,7 @@ SAMPLING = SamplingMetadata(
 )
 
 
-class Observer:
+class Observer(BareProposer):
     """Notes each row's positions, token ids and taps; proposes ``drafts``, if any."""
 
     taps = (0,)
@@ -52,8 +57,6 @@ class Observer:
             [(batch.positions[each].tolist(), batch.token_ids[each].tolist()) for each in rows]
         )
         self.embedded = [output.taps[each] for each in rows]
-
-    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +137,59 @@ def test_a_proposer_that_fails_to_observe_costs_nothing_and_is_let_go(decoder: D
         (out,) = runner.step(plan_of(row(PROMPT, 0, 5))).requests
         assert list(out.token_ids) == answer(decoder, 1)
     assert runner.proposer is None
+
+
+def test_a_proposer_that_is_let_go_is_reported_and_its_taps_stay(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other taps a GPU's graphs would be captured again, one after another, while it serves.
+
+    That it observes without failing forgives nothing.
+    """
+    taps, forward = [], decoder.forward
+
+    def watched(batch: RaggedBatch, pool: KVPool, wanted: Wanted) -> ForwardOutput:
+        taps.append(wanted.taps)
+        return forward(batch, pool, wanted)
+
+    monkeypatch.setattr(decoder, "forward", watched)
+    runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), Observer())
+    drafting = replace(row(PROMPT, 0, 5), max_draft=2)
+    lost = [
+        runner.step(plan_of(drafting, is_plain=False)).lost_proposer
+        for _ in range(MAX_FAILURES + 2)
+    ]
+    assert lost == [False] * (MAX_FAILURES - 1) + [True] * 3
+    assert taps == [Observer.taps] * (MAX_FAILURES + 2)
+
+
+@pytest.mark.parametrize(("drafts", "num_uncached"), [([Draft((), (), 2)], 2), (None, 0)])
+def test_where_the_proposer_has_no_draft_what_was_looked_up_is_verified(
+    decoder: Decoder, drafts: list[Draft] | None, num_uncached: int
+) -> None:
+    """It returns an empty draft, or fails; either way it found none of these tokens."""
+    right = answer(decoder, 3)
+    known = replace(Draft.of(right, "suffix"), odds=(0.9, 0.8, 0.7))
+    (out,) = compute(
+        decoder, Observer(drafts), replace(row(PROMPT, 4, 5), draft=known, max_draft=4)
+    )
+    assert (out.num_accepted, out.sources) == (3, ("suffix",) * 3)
+    assert (out.num_ranked, list(out.accepted_ranks)) == (0, [])
+    assert out.num_uncached_draft_tokens == num_uncached
+
+
+def test_a_step_that_failed_behind_its_observation_is_not_observed_again(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> dict[str, float]:
+        raise RuntimeError("the device lost the clock")
+
+    monkeypatch.setattr(model_runner, "_times", refuse)
+    observer = Observer()
+    runner = ModelRunner(decoder, decoder.make_pool(16, page_size=16), observer)
+    pending = runner.launch(plan_of(row(PROMPT, 0, 5)))
+    with pytest.raises(RuntimeError, match="lost the clock"):
+        pending.finish()
+    with pytest.raises(StepCancelled):
+        pending.finish()
+    assert len(observer.steps) == 1

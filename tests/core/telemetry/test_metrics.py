@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from array import array
+from collections.abc import Mapping
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from foretoken.core.errors import DeadlineExceeded, ForetokenError
 from foretoken.core.interface.request import Delta, FinishReason, Request
 from foretoken.core.interface.sampling_params import TokenSamplingParams
+from foretoken.core.interface.speculator import MAX_FAILURES, NO_SPECULATION, Speculator
 from foretoken.core.interface.step import (
     RequestOutput,
     SamplingMetadata,
@@ -21,7 +23,7 @@ from foretoken.core.interface.step import (
 )
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.core.telemetry.metrics import EngineMetrics
+from foretoken.core.telemetry.metrics import EngineMetrics, EngineObserver
 from foretoken.core.telemetry.spec_decode_stats import SpecDecodeLog, SpecDecodeStats
 from foretoken.radix_cache import PrefixCache
 
@@ -40,9 +42,10 @@ class Troubled:
 class Engine:
     """Metrics over a scheduler of ten pages of two tokens, fed as the engine feeds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, speculator: Speculator = NO_SPECULATION) -> None:
         self.cache = PrefixCache(10, 2)
-        self.metrics = EngineMetrics(Scheduler(self.cache, LIMITS), Troubled())
+        self.scheduler = Scheduler(self.cache, LIMITS, speculator)
+        self.metrics = EngineMetrics(self.scheduler, Troubled())
         sampling = SamplingMetadata(params=TokenSamplingParams(), seed=1, prompt_len=1)
         self.request = Request(request_id="a", tokens=array("q", [1]), sampling=sampling)
 
@@ -233,6 +236,71 @@ def test_what_goes_wrong_is_told_from_the_start(engine: Engine) -> None:
     assert found["request_aborts_total caller"] == found["request_aborts_total deadline"] == 0
     assert found["max_requests_running"] == 4
     assert found["max_requests_waiting"] == 9
+
+
+def test_drafters_that_were_given_up_are_told_by_name() -> None:
+    class Drafting(Speculator):
+        lost = False
+
+        def drafters(self) -> Mapping[str, bool]:
+            return {"suffix": True, "proposer": not self.lost}
+
+    engine = Engine(drafting := Drafting())
+    found = [engine.samples()]
+    drafting.lost = True
+    found.append(engine.samples())
+    for _ in range(MAX_FAILURES):
+        engine.scheduler.speculator.broke_step()
+    found.append(engine.samples())
+    disabled = [
+        {name.split()[1]: value for name, value in each.items() if name.startswith("drafter_")}
+        for each in found
+    ]
+    assert disabled == [
+        {"suffix": 0, "proposer": 0, "all": 0},
+        {"suffix": 0, "proposer": 1, "all": 0},
+        {"all": 1},
+    ]
+
+
+def test_without_drafts_there_is_no_drafter_to_give_up(engine: Engine) -> None:
+    assert not any(name.startswith("drafter_disabled") for name in engine.samples())
+
+
+class Failing(EngineObserver):
+    """Raises whatever it is told."""
+
+    def begin(self, *event: object) -> None:  # type: ignore[override]
+        raise RuntimeError("begin")
+
+    def observe_step(self, *event: object, **times: float) -> None:  # type: ignore[override]
+        raise RuntimeError("observe_step")
+
+    def observe_delta(self, *event: object) -> None:  # type: ignore[override]
+        raise RuntimeError("observe_delta")
+
+
+class Counting(EngineObserver):
+    num_steps = 0
+
+    def observe_step(self, *event: object, **times: float) -> None:  # type: ignore[override]
+        self.num_steps += 1
+
+
+def test_an_observer_that_raises_costs_nothing_but_itself(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = Counting()
+    engine.metrics.observers += [Failing(), sound]
+    for _ in range(3):
+        engine.metrics.observe_arrival(engine.request, 0.0)
+        engine.step("n", 1)
+    found = engine.samples()
+    assert found["observer_failures_total"] == 9
+    assert found["generation_tokens_total"] == 6
+    assert sound.num_steps == 3, "those behind it are called"
+    names = [text.partition(" ")[0] for text in caplog.messages]
+    assert names == [f"Failing.{call}" for call in ("begin", "observe_step", "observe_delta")]
 
 
 def test_an_abort_is_the_callers_or_the_deadlines(engine: Engine) -> None:

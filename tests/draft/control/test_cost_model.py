@@ -166,6 +166,14 @@ def test_the_rate_is_that_of_whole_steps_with_what_drafts_brought() -> None:
     assert costs.rate(4) == pytest.approx(4 / 0.016, rel=0.02), "lately"
 
 
+def test_the_rate_counts_all_tokens_of_the_few_steps_that_yield_most() -> None:
+    costs = CostModel(PROFILE)
+    step(costs, 1, times=9)
+    step(costs, 1, num_tokens=16)
+    assert costs.rate(1) == pytest.approx(25 / 0.110)
+    assert costs.step_seconds(1) == pytest.approx(0.011)
+
+
 def test_the_rate_of_about_as_many_requests_is_scaled_and_that_of_others_is_apart() -> None:
     costs = CostModel(PROFILE)
     step(costs, 4, num_tokens=8, host_s=0.008)

@@ -170,7 +170,8 @@ class Doubting:
 
     def __init__(self, proposer: LmProposer, draft: Decoder) -> None:
         self._proposer, self._draft = proposer, draft
-        self.forget, self.observe, self.taps = proposer.forget, proposer.observe, proposer.taps
+        self.forget, self.observe = proposer.forget, proposer.observe
+        self.traits, self.taps = proposer.traits, proposer.taps
         self.num_compared = self.num_calls = 0
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:

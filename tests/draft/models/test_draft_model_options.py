@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from foretoken.core.interface.sampling_params import TokenSamplingParams
-from foretoken.core.interface.step import SamplingMetadata, ScheduledRequest
+from foretoken.core.interface.step import Draft, SamplingMetadata, ScheduledRequest
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
@@ -54,6 +54,21 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
     return ids
+
+
+def test_beside_looked_up_tokens_a_draft_for_rejection_sampling_is_drawn_all_the_same(pair) -> None:
+    """To choose between them after a look at what was drawn would bias the answer."""
+    row = row_of(prompt_of(9), temperature=1.0)
+    known = Draft([1, 2, 3, 4], ("suffix",) * 4, odds=(0.99, 0.98, 0.97, 0.96))
+    proposers = [proposer_of(pair[1], independent=True) for _ in range(2)]
+    assert not proposers[0].traits.weighs
+    assert proposer_of(pair[1]).traits.weighs
+    (alone,), (beside,) = (
+        proposer.propose([each])
+        for proposer, each in zip(proposers, (row, replace(row, draft=known)), strict=True)
+    )
+    assert isinstance(beside, SampledDraft)
+    assert beside.token_ids == alone.token_ids
 
 
 def logits_after(decoder: Decoder, tokens: Sequence[int], tail: Sequence[int]) -> torch.Tensor:

@@ -143,7 +143,7 @@ class Compared:
     def __init__(self, proposer: HeadProposer, target: Decoder, *, rests: bool = True) -> None:
         self.proposer, self._target, self._rests = proposer, target, rests
         self.observe, self.forget = proposer.observe, proposer.forget
-        self.taps = proposer.taps
+        self.traits, self.taps = proposer.traits, proposer.taps
         self.num_calls = self.num_right = self.num_compared = self.num_trees = 0
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
@@ -236,6 +236,30 @@ def test_drafts_are_the_reference_over_chunks_hits_and_rejections(target, kind) 
     assert compared.num_compared > 200
     # near ties may fall otherwise: a pass over more rows rounds otherwise
     assert compared.num_right >= 0.98 * compared.num_compared
+
+
+def test_without_head_kv_there_is_no_draft_and_what_was_looked_up_is_not_the_heads(target) -> None:
+    params = TokenSamplingParams(temperature=1.0)
+    row = ScheduledRequest(
+        request_id="never seen",
+        tokens=array("q", prompt_of(9)),
+        start=8,
+        stop=9,
+        page_ids=array("q", range(4)),
+        sampling=SamplingMetadata(params=params, seed=7, prompt_len=9),
+        draft=Draft([1, 2], ("suffix", "suffix"), odds=(0.9, 0.8)),
+        max_draft=4,
+    )
+    proposer = make_proposer(make_head("block", target), target)
+    assert proposer.propose([row]) == [Draft()]
+
+
+@pytest.mark.parametrize(("kind", "tokens_per_pass"), [("block", 5), ("eagle", 1), ("medusa", 4)])
+def test_a_head_says_how_it_works(target, kind, tokens_per_pass) -> None:
+    head = make_head(kind, target)
+    found = [make_proposer(head, target, independent=each).traits for each in (False, True)]
+    assert [each.weighs for each in found] == [True, False]
+    assert {(each.tokens_per_pass, each.catches_up) for each in found} == {(tokens_per_pass, False)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

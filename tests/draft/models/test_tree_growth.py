@@ -236,6 +236,13 @@ def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
         assert any(draft.odds) == (expected == [5])
 
 
+def test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_price() -> None:
+    """At a fixed depth, too: a token that is drawn alone seems certain, and would always win."""
+    row = replace(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_price=0.0)
+    assert grown(row).wants_best
+    assert not grown(replace(row, draft=Draft())).wants_best
+
+
 def test_the_target_may_walk_from_looked_up_tokens_to_the_models() -> None:
     tree = grown(looked_up(9, 10, odds=(0.6, 0.3), max_draft=12))
     tree.expand(ROOT, CLOSE)
@@ -269,7 +276,8 @@ class Doubting:
 
     def __init__(self, proposer: LmProposer, draft: Decoder) -> None:
         self._proposer, self._draft = proposer, draft
-        self.forget, self.observe, self.taps = proposer.forget, proposer.observe, proposer.taps
+        self.forget, self.observe = proposer.forget, proposer.observe
+        self.traits, self.taps = proposer.traits, proposer.taps
         self.num_trees = 0
 
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:

@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(
         "costs-mean-believes-a-stall",
         "Mean.observe",
-        "value = min(value, MAX_OUTLIER * self.value)",
+        "value = min(value, self._max_outlier * self.value)",
         "value = max(value, 0.0)",
         ("test_cost_model.py",),
         "one stalled step does not rule a mean",
@@ -96,10 +96,18 @@ MUTATIONS = (
     Mutation(
         "costs-rate-of-plain-decoding",
         "CostModel.rate",
-        "return num_requests * load.answers.tokens_per_second",
-        "return num_requests / load.answers.seconds_per_step",
+        "return num_requests * load.tokens.value / load.seconds.value",
+        "return num_requests / load.seconds.value",
         ("test_cost_model.py",),
         "where drafts come true a second is worth more tokens",
+    ),
+    Mutation(
+        "costs-rate-of-clipped-steps",
+        "_Load",
+        "partial(Mean, max_outlier=inf)",
+        "Mean",
+        ("test_the_rate_counts_all_tokens_of_the_few_steps_that_yield_most",),
+        "a second is worth all of its tokens",
     ),
     Mutation(
         "costs-prompts-slow-decoding",
@@ -224,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "silence-holds-for-forced-runs",
         "DraftSpeculator._drafts_nothing",
-        "            and request.sampling.constraint is None\n",
+        " and request.sampling.constraint is None",
         "",
         ("sources/test_grammar.py",),
         "a forced run is found however long nothing was drafted",

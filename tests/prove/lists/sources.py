@@ -211,7 +211,7 @@ MUTATIONS = (
         'is no longer used", self.name)\n            self._inner = None',
         'is no longer used", self.name)',
         ("test_speculator.py",),
-        "a source that cannot forget is dropped",
+        "a source that fails repeatedly is dropped",
     ),
     Mutation(
         "speculator-flush-forgets-the-ended",

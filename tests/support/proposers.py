@@ -1,0 +1,23 @@
+"""What fakes of proposers have in common."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from foretoken.core.interface.speculator import ProposerTraits
+from foretoken.core.ops.batch import Taps
+
+MODEL = ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=True)
+"""Traits of a draft model."""
+
+
+class BareProposer:
+    """Keeps no KV and learns nothing; subclasses propose."""
+
+    traits = MODEL
+    taps: Taps = ()
+
+    def observe(self, *step: object) -> None: ...
+
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None: ...
