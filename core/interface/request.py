@@ -173,6 +173,7 @@ class Request:
     num_prompt_logprobs: int = 0  # sent so far
     num_noted: int = 0  # leading tokens counted as cached or written already
     num_uncached: int = 0  # tokens without KV when it was queued
+    is_early: bool = False  # admitted before its turn, because it is short
 
     @property
     def prompt_len(self) -> int:

@@ -13,6 +13,8 @@ from ..interface.step import LEAST_CHUNK, StepOutput, StepPlan, num_chunk_tokens
 
 MEAN_RATE, STALE_RATE = 0.2, 0.5  # of a new value in a running mean; where the mean is old
 REGROWTH = 1 / 64  # of the room for prompts, by each step that fills it, once memory ran out
+STEP_SECONDS = 0.25  # that the prompts of a step may take where no request decodes
+WIDE_CHUNK = 64  # tokens that they may have whatever these take: narrower matrices cost more a row
 SHARE_OF_NEWCOMERS = 5  # one of so many prompt tokens of a step
 REMEASURE, MEASURE = 32, 2  # steps with chunks until one without is due; where none was seen yet
 
@@ -29,9 +31,11 @@ def newcomer_share(budget: int) -> int:
 class ChunkBudget:
     """Bounds the prompt tokens of a step by the time that they take.
 
-    ``slowdown``: how many times longer a step with chunks may take than one without. While prompts
-    keep arriving, one step in `REMEASURE` has no chunks, so that the time of decoding alone stays
-    measured: without that, its estimate would fall and the estimate of chunks would rise.
+    ``slowdown``: how many times longer a step with chunks may take than one without. Where no
+    request decodes, a step's chunks take `STEP_SECONDS`: a request that arrives waits for its end.
+    Both bounds are off where ``slowdown`` is infinite. While prompts keep arriving, one step in
+    `REMEASURE` has no chunks, so that the time of decoding alone stays measured: without that, its
+    estimate would fall and the estimate of chunks would rise.
     """
 
     def __init__(self, slowdown: float) -> None:
@@ -53,15 +57,23 @@ class ChunkBudget:
             self._room = max(LEAST_CHUNK, num_tokens / 2)
 
     def _limit(self, num_decodes: int, budget: int) -> int:
-        if not num_decodes or self._slowdown == math.inf:
+        if self._slowdown == math.inf:
             return budget
+        if not num_decodes:
+            return self._tokens_in(STEP_SECONDS, WIDE_CHUNK, budget)
         if self._is_plain_due(num_decodes.bit_length()):
             return 0
         plain_s = self._plain(num_decodes)
-        if not plain_s or not self._chunk_s:
+        if not plain_s:
             return budget
-        tokens = (self._slowdown - 1.0) * plain_s * self._chunk_tokens / self._chunk_s
-        return min(budget, max(LEAST_CHUNK, int(min(tokens, budget))))
+        return self._tokens_in((self._slowdown - 1.0) * plain_s, LEAST_CHUNK, budget)
+
+    def _tokens_in(self, seconds: float, least: int, most: int) -> int:
+        """Prompt tokens that take so long, if any were measured, within these bounds."""
+        if not self._chunk_s:
+            return most
+        tokens = seconds * self._chunk_tokens / self._chunk_s
+        return min(most, max(least, int(min(tokens, most))))
 
     def observe(self, plan: StepPlan, output: StepOutput) -> None:
         """Learn from a step's times; a runner may report none."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container, Iterator, ValuesView
+from collections.abc import Callable, Container, Iterator, ValuesView
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from sortedcontainers import SortedDict, SortedKeyList, SortedList
 
-from ..interface.request import Request, Tenant, by_order
+from ..interface.request import Request, Tenant, by_order, by_work
 
 SortKey = tuple[int, float, int]
 MAX_PROMOTED = 8  # tenants whose urgency rises in one round; the others follow a round later
@@ -76,6 +76,10 @@ def _in_order() -> SortedKeyList[Request]:
     return SortedKeyList(key=by_order)
 
 
+def _work_then_order(request: Request) -> tuple[tuple[int, int], tuple[float, int]]:
+    return by_work(request), by_order(request)
+
+
 @dataclass(slots=True, eq=False)
 class TenantQueue:
     """The waiting requests of one tenant."""
@@ -108,6 +112,8 @@ class WaitingQueue:
         self._promotions: SortedDict[tuple[float, int], TenantQueue] = SortedDict()
         self._priorities: SortedList[int] = SortedList()  # of all requests in tenants' queues
         self._last_tenant: Tenant = None  # whose queue was emptied last
+        # all requests of each tenant, the shortest first
+        self._by_work: dict[Tenant, SortedKeyList[Request]] = {}
 
     # -- content --------------------------------------------------------------------------------
 
@@ -150,6 +156,9 @@ class WaitingQueue:
             self._leave(request)
         del self._requests[request.request_id]
         self.num_tokens -= len(request.tokens)
+        (own := self._by_work[request.tenant]).remove(request)
+        if not own:
+            del self._by_work[request.tenant]
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
         """Charge a tenant for computed tokens. O(1): its queue is filed anew when it is read."""
@@ -170,6 +179,21 @@ class WaitingQueue:
         """Return the request to be admitted next."""
         foremost = min(self._urgent(), key=lambda tenant_queue: tenant_queue.sort_key, default=None)
         return None if foremost is None else foremost.requests[0]
+
+    def shortest(self, may_run: Callable[[Request], bool]) -> Request | None:
+        """Return the shortest request of the tenant served least whose shortest one ``may_run``.
+
+        Priority goes before both. O(tenants).
+        """
+        return min(
+            (own[0] for own in self._by_work.values() if may_run(own[0])),
+            key=lambda request: (
+                request.priority,
+                self.counters[request.tenant],
+                _work_then_order(request),
+            ),
+            default=None,
+        )
 
     def pass_over(self, request: Request) -> None:
         """Skip a request until the next round."""
@@ -203,6 +227,9 @@ class WaitingQueue:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             self.num_tokens += len(request.tokens)
+            if request.tenant not in self._by_work:
+                self._by_work[request.tenant] = SortedKeyList(key=_work_then_order)
+            self._by_work[request.tenant].add(request)
         self._priorities.add(request.priority)
         tenant_queue = self._tenant_queues.get(request.tenant)
         if tenant_queue is None:
@@ -284,6 +311,9 @@ class WaitingQueue:
         queued = [request for each in queues.values() for request in each.requests]
         assert len({*queued, *self._passed}) == len(queued) + len(self._passed), "queued twice"
         assert {*queued, *self._passed} == set(self._requests.values()), "a request is not queued"
+        by_work = [request for own in self._by_work.values() for request in own]
+        assert sorted(map(id, by_work)) == sorted(map(id, self._requests.values())), "not by work"
+        assert all(self._by_work.values()), "a tenant without requests is kept"
         assert self.num_tokens == sum(len(request.tokens) for request in self._requests.values())
         assert list(self._priorities) == sorted(request.priority for request in queued)
         assert set(self._promotions.values()) == set(queues.values()), "a queue is never promoted"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from .request_queue import WaitingQueue
 # A tenant is a ``cache_salt`` or an API key; requests without either are one tenant together.
 MULTI_TENANT_SECONDS = 600.0  # that a tenant counts as present after its last request
 MAX_PASSED = 16  # requests that a round passes over because their prefix is being computed
-MAX_SKIPPED = 64  # and because they are not looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,28 +170,45 @@ class RequestTable:
         self._now = now
         self.waiting.begin_round(now)
 
-    def candidates(
-        self, cache: PrefixCache, may_run: Callable[[Request], bool] | None = None
-    ) -> Iterator[Request]:
-        """Yield the requests that may run; the caller admits each before it takes the next.
+    def candidates(self, cache: PrefixCache) -> Iterator[Request]:
+        """Yield the requests whose turn it is; the caller admits each before it takes the next.
 
         A request whose prefix is being computed by another one waits, and others go first.
-        ``may_run``: whether a request is looked for; by default all are.
         """
-        num_passed = num_skipped = 0
-        while num_passed < MAX_PASSED and num_skipped < MAX_SKIPPED:
-            request = self.waiting.first()
-            if request is None or len(self.running) >= self._limits.max_running:
+        num_passed = 0
+        while num_passed < MAX_PASSED and (request := self.waiting.first()) is not None:
+            if len(self.running) >= self._limits.max_running:
                 return
-            is_skipped = may_run is not None and not may_run(request)
-            if is_skipped or shares_prefill(cache, request, self.running.values()):
+            if shares_prefill(cache, request, self.running.values()):
                 self.waiting.pass_over(request)
-                num_skipped += is_skipped
-                num_passed += not is_skipped
-            elif would_fit(cache, request, self.running.values()):
-                yield request
-            else:
+                num_passed += 1
+                continue
+            if not would_fit(cache, request, self.running.values()):
                 return  # those behind it must not take the pages that it waits for
+            yield request
+
+    def short_ones(self, cache: PrefixCache, most: tuple[int, int]) -> Iterator[Request]:
+        """Yield requests that may run before their turn; the caller admits each.
+
+        Those whose priority is more urgent than that of ``most``, or equal with at most half of its
+        tokens to compute. Only the shortest of each tenant is looked at.
+        """
+        tried: set[Tenant] = set()
+        priority, num_tokens = most
+
+        def may_run(request: Request) -> bool:
+            is_short = (request.priority, 2 * request.num_uncached) <= (priority, num_tokens)
+            return is_short and request.tenant not in tried
+
+        while len(self.running) < self._limits.max_running and len(tried) < MAX_PASSED:
+            request = self.waiting.shortest(may_run)
+            if request is None:
+                return
+            running = self.running.values()
+            if shares_prefill(cache, request, running) or not would_fit(cache, request, running):
+                tried.add(request.tenant)
+            else:
+                yield request
 
     def admit(self, request: Request) -> None:
         """Move a waiting request to the running ones. O(1) if it is last in order, else O(n)."""

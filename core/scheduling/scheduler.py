@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
 from ...radix_cache import PrefixCache
@@ -218,30 +218,56 @@ class Scheduler:
     ) -> list[ScheduledRequest]:
         """Chunks of prompts, with pages, in at most ``budget`` tokens.
 
-        Waiting requests are admitted in order until the prompts fill the budget. If they do,
-        shorter ones are admitted, too, and all of them share it.
+        Waiting requests are admitted in turn until such prompts fill the budget. If they do, short
+        ones are admitted before their turn, and all of them share it.
         """
         if budget <= 0:
             return []
-        prompts, room = list(prefills), budget - sum(each.num_pending for each in prefills)
-        waiting = self.request_table.candidates(self.cache)
-        prompts += self._admit_until(waiting, room, now)
-        if sum(each.num_pending for each in prompts) >= budget:
-            first, least = min(map(by_order, prompts)), min(map(by_work, prompts))
-            newcomers = self.request_table.candidates(
-                self.cache, lambda request: request.order < first or by_work(request) < least
-            )
-            prompts += self._admit_until(newcomers, newcomer_share(budget), now)
-        prompts.sort(key=by_order)
-        return self._schedule_chunks(prompts, share_chunk_tokens(prompts, budget), planned)
+        in_turn, early = self._fill_in_turn(prefills, budget, now)
+        prompts = in_turn + early
+        if sum(each.num_pending for each in in_turn) >= budget:
+            least = min(map(by_work, prompts))
+            prompts += self._admit_early(least, newcomer_share(budget), now)
+        shares = share_chunk_tokens(prompts, budget)
+        return self._schedule_chunks(sorted(prompts, key=by_order), shares, planned)
 
-    def _admit_until(self, candidates: Iterator[Request], room: int, now: float) -> list[Request]:
-        """Admit requests until they have ``room`` tokens to compute."""
-        admitted: list[Request] = []
-        while room > 0 and (request := next(candidates, None)) is not None:
-            self._admit(request, now)
-            admitted.append(request)
+    def _fill_in_turn(
+        self, prefills: list[Request], budget: int, now: float
+    ) -> tuple[list[Request], list[Request]]:
+        """Admit requests until those whose turn it is have ``budget`` tokens to compute.
+
+        Returns these, and those that were admitted early. The turn of one of the latter comes when
+        it is before the next waiting one in order.
+        """
+        in_turn = [each for each in prefills if not each.is_early]
+        early = deque(each for each in prefills if each.is_early)
+        room = budget - sum(each.num_pending for each in in_turn)
+        waiting = self.request_table.candidates(self.cache)
+        while room > 0:
+            head = self.waiting.first()
+            if early and (head is None or early[0].order < head.order):
+                request = early.popleft()
+                request.is_early = False
+            elif (found := next(waiting, None)) is not None:
+                self._admit(request := found, now)
+            else:
+                break
+            in_turn.append(request)
             room -= request.num_pending
+        return in_turn, list(early)
+
+    def _admit_early(self, least: tuple[int, int], share: int, now: float) -> list[Request]:
+        """Admit requests much shorter than each prompt that runs, to fill their share of a step.
+
+        Or more urgent ones: their turn is now, however long they are.
+        """
+        admitted: list[Request] = []
+        waiting = self.request_table.short_ones(self.cache, least)
+        while share > 0 and (request := next(waiting, None)) is not None:
+            self._admit(request, now)
+            request.is_early = request.priority >= least[0]
+            admitted.append(request)
+            share -= request.num_pending
         return admitted
 
     def _schedule_chunks(
@@ -295,6 +321,7 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.num_uncached = num_uncached_tokens(self.cache, request)
+        request.is_early = False
         self.request_table.requeue(request)
 
     def _release(self, request: Request, *, keep: bool = True) -> None:

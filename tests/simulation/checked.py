@@ -55,16 +55,18 @@ class CheckedScheduler(Scheduler):
         assert num_rows <= self.limits.max_batch_tokens, "a step is larger than its budget"
 
     def _prompts(self) -> list[Request]:
-        return [each for each in self.running.values() if each.num_pending > 1]
+        """Prompts under way whose turn it is."""
+        running = self.running.values()
+        return [each for each in running if each.num_pending > 1 and not each.is_early]
 
     def _check_chunks(self, plan: StepPlan, prompts: list[Request]) -> None:
-        """Half of the prompt tokens of a step, or all that it lacks, go to the first in order."""
+        """Half of the prompt tokens of a step, or all that it lacks, go to the first in turn."""
         num_tokens = num_chunk_tokens(plan.requests)
         first = min(self._prompts(), key=by_order, default=None)
         if num_tokens and first is not None and first in prompts:
             chunks = {row.request_id: row.stop - row.start for row in plan.requests}
             assert chunks[first.request_id] >= min(first.num_pending, num_tokens / 2), (
-                "the prompt that is first in order waits for others"
+                "the prompt whose turn it is waits for others"
             )
 
     def _check_row(self, row: ScheduledRequest) -> None:

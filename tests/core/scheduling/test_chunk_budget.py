@@ -17,7 +17,7 @@ from foretoken.core.interface.step import (
     StepOutput,
     StepPlan,
 )
-from foretoken.core.scheduling.chunk_budget import MEASURE, REMEASURE, ChunkBudget
+from foretoken.core.scheduling.chunk_budget import MEASURE, REMEASURE, WIDE_CHUNK, ChunkBudget
 from support.fake_model import Driver, FakeRunner, make_request, make_scheduler
 
 SAMPLING = SamplingMetadata(params=TokenSamplingParams(), seed=0, prompt_len=1)
@@ -73,12 +73,19 @@ def test_a_prompt_gets_on_however_dear_its_tokens_are() -> None:
     assert learnt(1.0).limit(4, 1000) == LEAST_CHUNK
 
 
-def test_nobody_who_decodes_nobody_who_waits() -> None:
-    assert learnt(2.0).limit(0, 1000) == 1000
+@pytest.mark.parametrize(
+    ("token_s", "tokens"), [(0.002, 125), (0.001, 250), (1e-6, 1000), (0.5, WIDE_CHUNK)]
+)
+def test_where_no_request_decodes_a_step_ends_soon_for_those_that_arrive(token_s, tokens) -> None:
+    chunk_budget = ChunkBudget(2.0)
+    chunk_budget.observe(step_of(0, 60, 40), after(100 * token_s))
+    assert chunk_budget.limit(0, 1000) == pytest.approx(tokens, abs=1)
+    assert chunk_budget.limit(0, 20) == 20
 
 
-def test_without_a_bound_the_budget_alone_counts() -> None:
-    assert learnt(math.inf).limit(4, 1000) == 1000
+@pytest.mark.parametrize("num_decodes", [0, 4])
+def test_without_a_bound_the_budget_alone_counts(num_decodes: int) -> None:
+    assert learnt(math.inf).limit(num_decodes, 1000) == 1000
 
 
 @pytest.mark.parametrize("seen", [[step_of(4)], [step_of(0, 90)], [step_of(4, 90)], []])
