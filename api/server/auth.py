@@ -1,4 +1,4 @@
-"""Gate: checks of every request before its route: protocol, header size, connections, API key."""
+"""Gate: checks of every request before its route: protocol, connections, key, origin, content."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
 from ..serving.serving_context import Settings
 from ..types.request_context import CONTEXT, NOBODY, caller_of, header
+from .foreign_pages import PAGE_PATH, foreign_page
 
-PAGE_PATH = "/"  # it holds nothing but itself, and asks for the key
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
 OPERATOR_PATHS = frozenset({"/cache", "/ui/events"})
 OPERATOR_PREFIX = "/debug/"
 VERSIONS = ("1.1", "1.0")
+JSON = "application/json"
 CLOSE = {"connection": "close"}
 FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
 
 
 class Gate:
-    """Refuses callers without a key, and notes the caller of each request.
+    """Refuses callers without a key and pages of other origins; notes the caller of each request.
 
     Every path needs the key unless it is named in ``OPEN_PATHS``; the path
     is the one of the scope, because a Host header can be forged.
@@ -31,12 +32,13 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
+        self._settings = settings
         self._limits = settings.limits
         self._needs_key = bool(settings.api_keys)
         self._has_page = settings.ui
         self._admins = _digests(settings.admin_keys)
         self._callers = [*_digests(settings.api_keys), *self._admins]
-        # With several API keys and no admin key, no caller is an admin.
+        # With several API keys and no admin key, no caller is an admin: they are different tenants.
         self._all_are_admins = not self._admins and len(settings.api_keys) <= 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,10 +80,11 @@ class Gate:
             return None
         if IS_SPARE in scope["state"]:
             return self._full()
-        if path == PAGE_PATH and self._has_page:
-            return None
+        refusal = foreign_page(scope, self._settings)
+        if refusal is not None or (path == PAGE_PATH and self._has_page):
+            return refusal  # the page holds nothing but itself, and asks for the key
         is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
-        needs_admin = bool(self._admins) and is_operators
+        needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):
             return ApiError(
                 401,
@@ -89,7 +92,9 @@ class Gate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return needs_admin_key(path) if needs_admin and known not in self._admins else None
+        if needs_admin and known not in self._admins:
+            return needs_admin_key(path)
+        return None if self._needs_key else _not_json(scope)
 
     def _full(self) -> ApiError:
         most = self._limits.named("max_connections")
@@ -100,6 +105,17 @@ class Gate:
             code="too_many_connections",
             headers={"retry-after": "1"},
         )
+
+
+def _not_json(scope: Scope) -> ApiError | None:
+    """The error 415 for a body of another type: a page may send those without asking first."""
+    given = header(scope, b"content-type").partition(";")[0].strip().lower()
+    if scope["method"] != "POST" or given in ("", JSON) or given.endswith("+json"):
+        return None
+    message = (
+        f"the header must have Content-Type: {JSON} (curl: --json in place of -d), not {given}"
+    )
+    return ApiError(415, message)
 
 
 def needs_admin_key(what: str) -> ApiError:
