@@ -1,18 +1,15 @@
-"""``foretoken run`` and ``foretoken chat``: answers streamed to the terminal."""
+"""Answers streamed to the terminal, with colours and cost; ``foretoken run``."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any, TextIO
 
-from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
 from ...core.telemetry.spec_decode_stats import by_source
 from ..runtime.generation import Answer
@@ -103,85 +100,34 @@ def run(
     show_drafts: bool = False,
 ) -> int:
     """Complete one prompt: text on stdout, cost on stderr."""
-    palette = _palette(show_drafts=show_drafts)
-    return asyncio.run(_run(AsyncLLM(model, **options), prompt, params, palette))
+    colours = palette(show_drafts=show_drafts)
+    return asyncio.run(_run(AsyncLLM(model, **options), prompt, params, colours))
 
 
-def chat(
-    model: str | None,
-    params: SamplingParams,
-    options: Mapping[str, Any],
-    system: str | None = None,
-    *,
-    show_drafts: bool = False,
-) -> int:
-    """Hold a conversation: one line of stdin for each turn, until stdin ends."""
-    palette = _palette(show_drafts=show_drafts)
-    return asyncio.run(_chat(AsyncLLM(model, **options), params, system, palette))
-
-
-def _palette(*, show_drafts: bool) -> Palette | None:
+def palette(*, show_drafts: bool) -> Palette | None:
+    """The colours of drafters, if they are to be shown."""
     return Palette(coloured=wants_colour(sys.stdout)) if show_drafts else None
 
 
-async def _run(llm: AsyncLLM, prompt: str, params: SamplingParams, palette: Palette | None) -> int:
+async def _run(llm: AsyncLLM, prompt: str, params: SamplingParams, colours: Palette | None) -> int:
     async with llm:
-        await _show(llm, prompt, params, palette)
+        await show(llm, prompt, params, colours, [])
     return 0
 
 
-async def _chat(
-    llm: AsyncLLM, params: SamplingParams, system: str | None, palette: Palette | None
-) -> int:
-    messages = [{"role": "system", "content": system}] if system else []
-    async with llm:
-        while (line := await _read_line()) is not None:
-            messages.append({"role": "user", "content": line})
-            try:
-                text = await _show(llm, await llm.render(messages), params, palette)
-            except InvalidRequest as error:  # too long, say
-                print(f"foretoken: {error}", file=sys.stderr)
-                messages.pop()
-            else:
-                messages.append({"role": "assistant", "content": text})
-    return 0
+async def show(
+    llm: AsyncLLM,
+    prompt: Prompt,
+    params: SamplingParams,
+    colours: Palette | None,
+    texts: list[str],
+) -> None:
+    """Print an answer as it comes and append its text to ``texts``; then print its cost.
 
-
-async def _read_line() -> str | None:
-    """The next line that is not empty; None at the end of stdin."""
-    while sys.stdin is not None:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = await _in_daemon(sys.stdin.readline)
-        if not line:
-            return None
-        if line.strip():
-            return line.rstrip("\n")
-    return None
-
-
-async def _in_daemon(read: Callable[[], str]) -> str:
-    """Wait for it in a thread that may be left behind; an executor's is waited for at exit."""
-    future: Future[str] = Future()
-    future.set_running_or_notify_cancel()  # or leaving the wait would make the answer an error
-
-    def work() -> None:
-        try:
-            future.set_result(read())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="foretoken-stdin", daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
-async def _show(
-    llm: AsyncLLM, prompt: Prompt, params: SamplingParams, palette: Palette | None
-) -> str:
-    """Print an answer as it comes, in the colours of its sources if there is a palette."""
+    With ``colours`` the text has those of its drafters, and a legend follows.
+    """
     answer = await llm.open(prompt, params)
-    painter = palette and Painter(palette, llm.tokenizer.detokenizer(answer.prompt_token_ids).push)
-    texts = []
+    painter = colours and Painter(colours, llm.tokenizer.detokenizer(answer.prompt_token_ids).push)
     try:
         async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
@@ -193,7 +139,6 @@ async def _show(
     if painter:
         print(painter.legend(), file=sys.stderr)
     print(cost_line(answer), file=sys.stderr)
-    return "".join(texts)
 
 
 def cost_line(answer: Answer) -> str:

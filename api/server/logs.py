@@ -34,10 +34,11 @@ def announcement(text: str, log_format: LogFormat) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """``LEVEL logger message``, then what else is known as ``name=value``."""
+    """``date time LEVEL logger message``, then what else is known as ``name=value``."""
 
     def __init__(self) -> None:
-        super().__init__("%(levelname)s %(name)s %(message)s")
+        line = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        super().__init__(line, datefmt="%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The line without a traceback."""

@@ -81,7 +81,8 @@ async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
     config = uvicorn_config(llm, listen)
     try:
         sock = _bind(config)  # a port that is taken shows before the model is loaded
-    except SystemExit:  # uvicorn's way to say so; it has logged why
+    except OSError as error:
+        logger.error("%s", _why_not_bound(error, listen))
         return 1
     try:
         await llm.start()
@@ -95,13 +96,34 @@ async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
 
 
 def _bind(config: uvicorn.Config) -> socket.socket:
-    if config.uds is None:
-        return config.bind_socket()
-    if _is_stale(Path(config.uds)):
-        Path(config.uds).unlink(missing_ok=True)
-    sock = config.bind_socket()
-    Path(config.uds).chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
+    """The socket that will listen. Raises OSError; uvicorn's own way would end the process."""
+    address: str | tuple[str, int]
+    if config.uds is not None:
+        if _is_stale(Path(config.uds)):
+            Path(config.uds).unlink(missing_ok=True)
+        family, address = socket.AF_UNIX, config.uds
+    else:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        address = (config.host, config.port)
+    sock = socket.socket(family)
+    try:
+        if config.uds is None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except BaseException:
+        sock.close()
+        raise
+    if config.uds is not None:
+        Path(config.uds).chmod(SOCKET_MODE)  # nobody is in yet: it does not listen
     return sock
+
+
+def _why_not_bound(error: OSError, listen: Listen) -> str:
+    if error.errno != errno.EADDRINUSE:
+        return f"cannot listen on {listen.uds or listen.host}: {error.strerror or error}"
+    if listen.uds is not None:
+        return f"{listen.uds} is in use by another server, or no socket; choose another --uds"
+    return f"port {listen.port} is in use by another program; choose another with --port N (0: any)"
 
 
 def _unbind(sock: socket.socket, uds: str | None) -> None:
@@ -155,8 +177,11 @@ def uvicorn_config(llm: EngineClient, listen: Listen) -> uvicorn.Config:
 
 def _announce(llm: EngineClient, listen: Listen, address: str) -> None:
     name = _name(llm, listen)
-    line = announcement(f"foretoken {__version__} serves {name} on {address}", listen.log_format)
-    print(line, file=sys.stderr, flush=True)
+    lines = [f"foretoken {__version__} serves {name} on {address}"]
+    if listen.settings.ui and listen.uds is None:
+        lines.append(f"open {address}/ to chat")
+    for line in lines:
+        print(announcement(line, listen.log_format), file=sys.stderr, flush=True)
 
 
 def _name(llm: EngineClient, listen: Listen) -> str:

@@ -14,6 +14,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable
+from functools import partial
 
 from ..errors import EngineDead, InvalidRequest, QueueFull
 from ..interface.request import Request
@@ -22,7 +23,7 @@ from ..interface.step_runner import StepRunner
 from ..scheduling.leases import describe_cache
 from ..scheduling.scheduler import Scheduler
 from ..telemetry.metrics import EngineMetrics
-from ..telemetry.spec_decode_stats import SpecDecodeLog
+from ..telemetry.spec_decode_stats import EngineLog, Load
 from .audit import Auditor, AuditResult
 from .crash_dump import CrashReport, make_report, write_report
 from .inbox import RequestInbox, TokenStream
@@ -57,8 +58,11 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.metrics = EngineMetrics(scheduler, self)
-        self._log = SpecDecodeLog(
-            self.metrics.spec_stats, scheduler.speculator.describe, clock=clock
+        self._log = EngineLog(
+            self.metrics.spec_stats,
+            partial(Load.of, scheduler),
+            scheduler.speculator.describe,
+            clock=clock,
         )
         self.failure: BaseException | None = None
         self.draining = False

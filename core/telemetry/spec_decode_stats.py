@@ -1,4 +1,4 @@
-"""How speculation fares: one tally, read by the metrics and by a log line now and then."""
+"""Count what steps and drafts yield: one tally, read by the metrics and by a log line a minute."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from ..interface.request import Delta
 from ..interface.step import RequestOutput
+from ..scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 SIMULATED = "oracle:"  # how the name of a source begins whose hits are drawn, not guessed
@@ -71,31 +73,61 @@ class SpecDecodeStats:
         )
 
 
-class SpecDecodeLog:
-    """One INFO line per ``interval_s`` seconds in which tokens were served.
+class Load(NamedTuple):
+    """Requests and cache of a scheduler now. Tokens count since the start."""
 
-    ``describe`` returns the state of the controller when a line is due.
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # share of the pages that are in use
+    num_queries: int = 0  # prompt tokens that were looked up in the cache
+    num_hits: int = 0  # of these, found
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Load:
+        """Read it."""
+        cache = scheduler.cache
+        return cls(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            cache.usage,
+            cache.num_queries,
+            cache.num_hits,
+        )
+
+
+class EngineLog:
+    """Log a line per ``interval_s`` seconds in which tokens were served; at DEBUG, drafts as well.
+
+    ``load`` returns the present load and ``describe`` the state of the controller, when a line is
+    due.
     """
 
     def __init__(
         self,
         spec_stats: SpecDecodeStats,
+        load: Callable[[], Load],
         describe: Callable[[], Mapping[str, object]] = dict,
         *,
         interval_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec_stats = spec_stats
+        self._load = load
         self._describe = describe
         self._interval_s = interval_s
         self._clock = clock
-        self._began = clock()
+        self._began = self._last_tick = clock()
         self._before = SpecDecodeStats()
+        self._load_before = Load()
 
     def tick(self) -> None:
         """To be called with every step, before its tokens are counted; cheap."""
-        now = self._clock()
-        if now - self._began >= self._interval_s:
+        now, last = self._clock(), self._last_tick
+        self._last_tick = now
+        if now - last > 2 * self._interval_s:  # idle meanwhile: that time does not count
+            self._report(max(1.0, last - self._began))
+            self._began = now
+        elif now - self._began >= self._interval_s:
             self._report(now - self._began)
             self._began = now
 
@@ -104,7 +136,19 @@ class SpecDecodeLog:
         if not recent.num_tokens:
             return
         self._before = self._spec_stats - SpecDecodeStats()  # a copy
-        logger.info("speculation in the last %.0f s: %s", seconds, "; ".join(self._parts(recent)))
+        logger.info("%s", ", ".join(self._load_parts(recent, seconds)))
+        if logger.isEnabledFor(logging.DEBUG):
+            parts = "; ".join(self._parts(recent))
+            logger.debug("speculation in the last %.0f s: %s", seconds, parts)
+
+    def _load_parts(self, recent: SpecDecodeStats, seconds: float) -> Iterator[str]:
+        load, before = self._load(), self._load_before
+        self._load_before = load
+        yield f"running {load.num_running}, waiting {load.num_waiting}"
+        yield f"{recent.num_tokens / seconds:.0f} tok/s, KV {load.kv_usage:.0%}"
+        if num_queries := load.num_queries - before.num_queries:
+            yield f"prefix hits {(load.num_hits - before.num_hits) / num_queries:.0%}"
+        yield f"{recent.num_tokens / recent.num_steps:.1f} tokens a step"
 
     def _parts(self, recent: SpecDecodeStats) -> Iterator[str]:
         per_step = recent.num_tokens / recent.num_steps

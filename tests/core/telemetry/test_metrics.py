@@ -24,7 +24,7 @@ from foretoken.core.interface.step import (
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.core.telemetry.metrics import EngineMetrics, EngineObserver
-from foretoken.core.telemetry.spec_decode_stats import SpecDecodeLog, SpecDecodeStats
+from foretoken.core.telemetry.spec_decode_stats import EngineLog, Load, SpecDecodeStats
 from foretoken.radix_cache import PrefixCache
 
 LIMITS = SchedulerLimits(
@@ -331,12 +331,15 @@ class Logged:
     """A log over a tally, with a clock that is moved by hand."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "foretoken.core.telemetry.spec_decode_stats")
+        caplog.set_level(logging.DEBUG, "foretoken.core.telemetry.spec_decode_stats")
         self._caplog = caplog
+        self.load = Load()
         self.spec_stats, self.clock = SpecDecodeStats(), Clock()
         self.decision: dict[str, object] = {}
         self.asked = 0
-        self.log = SpecDecodeLog(self.spec_stats, self.describe, interval_s=60.0, clock=self.clock)
+        self.log = EngineLog(
+            self.spec_stats, lambda: self.load, self.describe, interval_s=60.0, clock=self.clock
+        )
 
     def describe(self) -> dict[str, object]:
         self.asked += 1
@@ -354,18 +357,41 @@ class Logged:
             )
         )
 
-    def tick_at(self, now: float) -> list[str]:
-        """The lines that a step at this time brings."""
+    def tick_at(self, now: float, level: str = "DEBUG") -> list[str]:
+        """The lines of a level that a step at this time brings."""
         self.clock.now = now
         self._caplog.clear()
         self.log.tick()
-        assert {record.levelname for record in self._caplog.records} <= {"INFO"}
-        return self._caplog.messages
+        assert {record.levelname for record in self._caplog.records} <= {"INFO", "DEBUG"}
+        return [each.getMessage() for each in self._caplog.records if each.levelname == level]
 
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Logged:
     return Logged(caplog)
+
+
+def test_a_line_a_minute_tells_load_speed_and_cache(logged: Logged) -> None:
+    logged.load = Load(3, 1, 0.123, 1000, 610)
+    for _ in range(60):
+        logged.serve(["ngram", "ngram"], 1)
+    line = "running 3, waiting 1, 2 tok/s, KV 12%, prefix hits 61%, 2.0 tokens a step"
+    assert logged.tick_at(60.0, "INFO") == [line]
+    logged.load = Load(0, 0, 0.5, 1200, 610)
+    logged.serve([], 0)
+    line = "running 0, waiting 0, 0 tok/s, KV 50%, prefix hits 0%, 1.0 tokens a step"
+    assert logged.tick_at(120.0, "INFO") == [line]
+    logged.serve([], 0)
+    assert "prefix hits" not in logged.tick_at(180.0, "INFO")[0], "no prompt came"
+
+
+def test_idle_time_does_not_count(logged: Logged) -> None:
+    for second in range(31):
+        logged.clock.now = float(second)
+        logged.serve(["ngram"] * 9, 9)
+    assert logged.tick_at(3600.0, "INFO") == [
+        "running 0, waiting 0, 10 tok/s, KV 0%, 10.0 tokens a step"
+    ]
 
 
 def test_a_line_a_minute_tells_acceptance_sources_and_what_decides(logged: Logged) -> None:
@@ -416,11 +442,11 @@ def test_a_controller_that_cannot_be_described_does_not_end_the_engine(
     def fail() -> dict[str, object]:
         raise RuntimeError("broken")
 
-    caplog.set_level(logging.INFO, "foretoken.core.telemetry.spec_decode_stats")
+    caplog.set_level(logging.DEBUG, "foretoken.core.telemetry.spec_decode_stats")
     spec_stats, clock = SpecDecodeStats(), Clock()
-    log = SpecDecodeLog(spec_stats, fail, clock=clock)
+    log = EngineLog(spec_stats, Load, fail, clock=clock)
     spec_stats.observe_delta(Delta(token_ids=[1]))
     clock.now = 60.0
     log.tick()
-    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
-    assert caplog.messages[1].endswith("no drafts")
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR", "DEBUG"]
+    assert caplog.messages[2].endswith("no drafts")

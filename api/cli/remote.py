@@ -1,0 +1,161 @@
+"""A running server as the partner of ``foretoken chat --url``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import h11
+
+from ...core.errors import ForetokenError
+from ..types.sampling_params import SamplingParams
+from .flags import SAMPLING_FLAGS
+
+READ_BYTES = 2**16
+LEFT_OUT = SamplingParams()  # fields that are as here are not sent: the server's defaults hold
+
+
+class ServerModel:
+    """The first model of an OpenAI-compatible server."""
+
+    def __init__(self, url: str, key: str | None, name: str) -> None:
+        self.name = name
+        self._url, self._key = url, key
+
+    @classmethod
+    async def connect(cls, url: str, key: str | None) -> Self:
+        """Ask the server for its model. Raises `ForetokenError` where it does not answer."""
+        found = cls(_checked(url), key, "")
+        body = b"".join([piece async for piece in found._pieces("GET", "/v1/models")])
+        try:
+            found.name = json.loads(body)["data"][0]["id"]
+        except (ValueError, LookupError, TypeError):
+            raise ForetokenError(f"{found._url} has no list of models at /v1/models") from None
+        return found
+
+    async def answer(
+        self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]
+    ) -> None:
+        """Print an answer as it comes, then what it cost."""
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **_given(params),
+        }
+        usage: Mapping[str, Any] = {}
+        async with aclosing(self._events("/v1/chat/completions", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise ForetokenError(str(event["error"].get("message", event["error"])))
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    delta = choice.get("delta") or {}
+                    texts.append(text := delta.get("content") or "")
+                    print(delta.get("reasoning_content") or "", text, sep="", end="", flush=True)
+        print(flush=True)
+        print(_cost_line(usage), file=sys.stderr)
+
+    async def _events(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The JSON objects of an event stream."""
+        rest = b""
+        async with aclosing(self._pieces("POST", path, json.dumps(body).encode())) as pieces:
+            async for piece in pieces:
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    data = line.removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and data != b"[DONE]":
+                        yield json.loads(data)
+
+    async def _pieces(
+        self, method: str, path: str, body: bytes = b""
+    ) -> AsyncGenerator[bytes, None]:
+        """A response's body as it comes. Raises `ForetokenError` with the server's own message."""
+        target = urlsplit(self._url)
+        http = h11.Connection(h11.CLIENT)
+        headers = [("host", target.netloc), ("content-length", str(len(body)))]
+        headers += [("content-type", "application/json")] if body else []
+        headers += [("authorization", f"Bearer {self._key}")] if self._key else []
+        request = h11.Request(method=method, target=target.path + path, headers=headers)
+        reader, writer = await self._connect()
+        try:
+            for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+                writer.write(http.send(event) or b"")
+            async for piece in _received(http, reader):
+                yield piece
+        except (h11.RemoteProtocolError, OSError) as error:
+            raise ForetokenError(f"{self._url} broke off: {error}") from None
+        finally:
+            writer.close()  # where an answer is stopped, too: the server aborts it
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        target = urlsplit(self._url)
+        is_tls = target.scheme == "https"
+        port = target.port or (443 if is_tls else 80)
+        try:
+            return await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ForetokenError(f"{self._url} does not answer: {reason}") from None
+
+
+async def _received(http: h11.Connection, reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The body of a response with status 200; `ForetokenError` with the message of another."""
+    status, failure = 0, b""
+    while not isinstance(event := http.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            http.receive_data(await reader.read(READ_BYTES))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data) and status == HTTPStatus.OK:
+            yield bytes(event.data)
+        elif isinstance(event, h11.Data):
+            failure += event.data
+    if status != HTTPStatus.OK:
+        raise ForetokenError(_message(failure, status))
+
+
+def _checked(url: str) -> str:
+    """The address of a server, without /v1. Raises `ForetokenError` for what is none."""
+    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ForetokenError(f"{url} is not the address of a server, such as http://127.0.0.1:8000")
+    return url
+
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    pairs = ((name, getattr(params, name)) for name in SAMPLING_FLAGS)
+    return {name: value for name, value in pairs if value is not getattr(LEFT_OUT, name)}
+
+
+def _message(body: bytes, status: int) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"the server answered with status {status}"
+
+
+def _cost_line(usage: Mapping[str, Any]) -> str:
+    parts = [f"{usage.get('completion_tokens', 0)} tokens"]
+    if speculation := usage.get("speculation"):
+        num_steps = max(1, speculation["verify_steps"])
+        parts[0] += f" in {num_steps} steps"
+        accepted, proposed = speculation["accepted_tokens"], speculation["proposed_tokens"]
+        parts.append(f"{accepted} of {proposed} draft tokens accepted" if proposed else "no drafts")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    parts.append(f"{cached} of {usage.get('prompt_tokens', 0)} prompt tokens cached")
+    return f"[{', '.join(parts)}]"
