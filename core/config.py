@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from .errors import InvalidRequest, shown
+from .interface.sampling_params import RECOMMENDED, TokenSamplingParams
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _LOWEST = {
@@ -25,6 +28,7 @@ _OPTIONAL = {
     "kv_tokens", "max_model_len", "threads", "page_size", "max_batch_tokens", "max_running",
 }  # fmt: skip
 _HIGHEST = 2**40
+OVERRIDES = "override_generation_config"
 REJECTION_WANTS_DEPTH = (
     "rejection needs a fixed depth, --speculation K: a depth chosen by the drafts biases the "
     "output of rejection sampling"
@@ -82,6 +86,10 @@ class EngineConfig:
     - ``dump_dir``: folder for crash dumps; None is the system's temporary folder.
     - ``model_impl``: own is foretoken's decoder, transformers is transformers' modules on its pages
       and kernels; auto is own for models that it supports.
+    - ``generation_config``: temperature, top_p, top_k, min_p and repetition_penalty of requests
+      that leave them out: the values that the model recommends (model), or OpenAI's (none).
+    - ``override_generation_config``: values in place of the model's and of OpenAI's, as a mapping
+      or the text of a JSON object.
     """
 
     draft: str = "auto"
@@ -113,6 +121,8 @@ class EngineConfig:
     dump_dir: str | None = None
     load_format: Literal["auto", "random"] = "auto"
     model_impl: Literal["auto", "own", "transformers"] = "auto"
+    generation_config: Literal["model", "none"] = "model"
+    override_generation_config: str | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         """Check every option; a bad one raises `InvalidRequest` naming it."""
@@ -137,6 +147,8 @@ class EngineConfig:
             _check_integer("speculation", self.speculation, 0)
         if self.kv_memory is not None:
             parse_size(self.kv_memory)
+        if self.override_generation_config is not None:
+            object.__setattr__(self, OVERRIDES, parse_overrides(self.override_generation_config))
         self._check_supported()
 
     def _check_choice(self, name: str, args: tuple[object, ...]) -> None:
@@ -190,6 +202,32 @@ def parse_size(text: str | int) -> int:
     size = int(float(found[1]) * _UNITS[found[2] or ""])
     _require(size > 0, "kv_memory", f"must be above 0, not {shown(text)}")
     return size
+
+
+def parse_overrides(given: str | Mapping[str, float] | None) -> dict[str, Any]:
+    """Sampling values by field, from a mapping or the text of a JSON object.
+
+    Raises `InvalidRequest` naming the field for one that is unknown or outside its bounds.
+    """
+    if given is None:
+        return {}
+    found: object = given
+    if isinstance(given, str):
+        try:
+            found = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{OVERRIDES} must be JSON: {error}", param=OVERRIDES) from None
+    if not isinstance(found, Mapping):
+        message = f"{OVERRIDES} must be a JSON object, not {shown(found)}"
+        raise InvalidRequest(message, param=OVERRIDES)
+    for name in found:
+        known = f"has no field {shown(name)}; its fields are {', '.join(RECOMMENDED)}"
+        _require(name in RECOMMENDED, OVERRIDES, known)
+    try:
+        TokenSamplingParams(**found)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{OVERRIDES}: {error}", param=OVERRIDES) from None
+    return dict(found)
 
 
 def format_size(num_bytes: int) -> str:

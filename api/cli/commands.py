@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ..._version import __version__
 from ...core.config import EngineConfig
@@ -23,6 +22,7 @@ from .flags import (
     add_server_flags,
     add_show_drafts,
     engine_options,
+    given_keys,
     observing,
     sampling_params,
     server_settings,
@@ -105,6 +105,15 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     chat.set_defaults(run=_chat, parser=chat)
     add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    chat.add_argument(
+        "--url", metavar="URL", help="server to talk to, in place of a model in this process"
+    )
+    chat.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="API key of that server (FORETOKEN_API_KEY)",
+    )
     add_show_drafts(chat)
     add_sampling_flags(chat)
     add_engine_flags(chat)
@@ -117,10 +126,10 @@ def _add_models(commands: argparse._SubParsersAction[Parser]) -> None:
         "action",
         nargs="?",
         choices=("check",),
-        help="describe the model in DIR without loading it: type, memory, code path, or the "
-        "reason why it cannot be served",
+        help="describe MODEL without loading it: type, memory, code path, or the reason why it "
+        "cannot be served",
     )
-    models.add_argument("dir", nargs="?", metavar="DIR", help="folder or GGUF file of a model")
+    models.add_argument("model", nargs="?", metavar="MODEL", help="model, as for `foretoken serve`")
 
 
 def _add_train_draft(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -166,10 +175,15 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _chat(parsed: argparse.Namespace) -> int:
-    from .terminal import chat
+    from .chat import chat, chat_with_server
 
     params, options = sampling_params(parsed), engine_options(parsed)
-    return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
+    if parsed.url is None:
+        return chat(parsed.model, params, options, parsed.system, show_drafts=parsed.show_drafts)
+    if parsed.model is not None or options or parsed.show_drafts:
+        parsed.parser.error("--url talks to a server: its own command has the model and its flags")
+    key = next(iter(given_keys(parsed, "api_key")), None)
+    return chat_with_server(parsed.url, key, params, parsed.system)
 
 
 def _models(parsed: argparse.Namespace) -> int:
@@ -177,9 +191,9 @@ def _models(parsed: argparse.Namespace) -> int:
 
     if parsed.action is None:
         return list_models()
-    if parsed.dir is None:
-        parsed.parser.error("models check needs DIR, the folder or GGUF file of a model")
-    return check_model(Path(parsed.dir))
+    if parsed.model is None:
+        parsed.parser.error("models check needs a model: a folder, a GGUF file or a name")
+    return check_model(parsed.model)
 
 
 def _train_draft(parsed: argparse.Namespace) -> int:

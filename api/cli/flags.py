@@ -232,6 +232,16 @@ ENGINE_FLAGS: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
             "N",
             "number of CPU threads for the model (all; with the torch backend all but one)",
         ),
+        "generation_config": (
+            None,
+            "sampling values of requests that leave them out: those that the model recommends "
+            "(model), or OpenAI's (none)",
+        ),
+        "override_generation_config": (
+            "JSON",
+            "sampling values in place of the model's, as a JSON object of temperature, top_p, "
+            "top_k, min_p and repetition_penalty; values of a request go first",
+        ),
     },
     "KV cache": {
         "kv_cache_dtype": (
@@ -348,6 +358,13 @@ def add_server_flags(parser: Parser) -> None:
         metavar="ORIGIN",
         help="origin of web pages that may call the API (*: any); repeatable",
     )
+    add(
+        "--allowed-host",
+        action="append",
+        metavar="HOST",
+        help="name that requests may have in Host, beside this machine's own, where the server has "
+        "no keys (*: any); repeatable",
+    )
     add("--log-level", choices=LOG_LEVELS, default="info", help="lowest level of log lines (info)")
     add(
         "--drain-seconds",
@@ -398,24 +415,30 @@ def add_sampling_flags(parser: Parser) -> None:
     add = parser.add_argument_group("sampling").add_argument
     add("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
     add("--min-tokens", type=int, metavar="N", help="shortest answer, in tokens (0)")
-    add("--temperature", type=float, metavar="T", help="sampling temperature (1; 0: greedy)")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sampling temperature (the model's, else 1; 0: greedy)",
+    )
     add(
         "--top-p",
         type=float,
         metavar="P",
-        help="probability mass of the most likely tokens to sample from (1)",
+        help="probability mass of the most likely tokens to sample from (the model's, else 1)",
     )
     add(
         "--top-k",
         type=int,
         metavar="K",
-        help="number of most likely tokens to sample from (0: all)",
+        help="number of most likely tokens to sample from (the model's, else 0: all)",
     )
     add(
         "--min-p",
         type=float,
         metavar="P",
-        help="smallest probability to sample, relative to the most likely token's (0)",
+        help="smallest probability to sample, relative to the most likely token's (the model's, "
+        "else 0)",
     )
     add("--seed", type=int, metavar="N", help="sampling seed; same seed, same answer")
     add("--stop", action="append", metavar="TEXT", help="text that ends the answer; repeatable")
@@ -441,7 +464,8 @@ def add_sampling_flags(parser: Parser) -> None:
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="factor that makes tokens of prompt and answer less likely (1: none)",
+        help="factor that makes tokens of prompt and answer less likely (the model's, else 1: "
+        "none)",
     )
 
 
@@ -480,6 +504,7 @@ def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
 
 def server_settings(parsed: argparse.Namespace) -> Settings:
     """The options of the HTTP side."""
+    from ..server.foreign_pages import is_loopback
     from ..serving.serving_context import Settings
 
     return Settings(
@@ -492,6 +517,8 @@ def server_settings(parsed: argparse.Namespace) -> Settings:
         strict=parsed.strict,
         normalize=parsed.normalize,
         cors_origins=tuple(parsed.cors_origin or ()),
+        loopback_only=parsed.uds is None and is_loopback(parsed.host),
+        allowed_hosts=tuple(parsed.allowed_host or ()),
         limits=_limits(parsed),
     )
 

@@ -310,6 +310,7 @@ def _rates(
     from ..types.sampling_params import SamplingParams
 
     options = {"device": parsed.device, "dtype": parsed.dtype, "threads": parsed.threads}
+    options["generation_config"] = "none"  # a temperature alone, as the drafts were trained at
     found = {}
     with LLM(parsed.target, draft=draft, **options) as llm:
         for temperature in (0.0, 1.0):

@@ -181,6 +181,16 @@ class TextBody(AnswerHead, kw_only=True):
     usage: UsageBody | UnsetType | None = UNSET
 
 
+class SamplingValues(Struct, kw_only=True):
+    """``default_sampling_params``: values of a request that leaves these fields out."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(Struct, kw_only=True):
     """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
 
@@ -200,6 +210,7 @@ class Model(Struct, kw_only=True):
     created_at: str
     lifecycle: str = "active"
     tool_parser: str  # how the model writes calls: one of `--tool-parser`
+    default_sampling_params: SamplingValues
 
 
 class ModelList(Struct, kw_only=True):
@@ -246,6 +257,23 @@ class Audit(Struct, kw_only=True, omit_defaults=True):
     pages: dict[str, int] = {}
     requests: dict[str, int] = {}
     violation: str = ""
+
+
+class ServerInfo(Struct, kw_only=True):
+    """Answer of /server_info: the model, its sampling, and the settings in force.
+
+    ``settings``: options of the engine, those left open as they were chosen, without paths of the
+    server's machine. ``limits``: of connections and requests.
+    """
+
+    version: str
+    model: str
+    model_path: str
+    max_model_len: int
+    exact: bool
+    default_sampling_params: SamplingValues
+    settings: Free
+    limits: Free
 
 
 class Version(Struct, kw_only=True):

@@ -249,12 +249,16 @@ class EngineClient:
         self._room.set()
 
     def _register(self, params: SamplingParams, request_id: str | None) -> Answer:
-        """Register the id before anything is awaited, so that `abort` finds it from the start."""
+        """Register the id before anything is awaited, so that `abort` finds it from the start.
+
+        All requests pass here: fields that they leave out get the model's own values.
+        """
         self._check_open()
         request_id = request_id or f"req-{random_id()}"
         known = self._answers.get(request_id)
         if known is not None and not known.ended:
             raise InvalidRequest(f"request_id {request_id} is in use", param="request_id")
+        params = self.built.sampling_defaults.fill(params)
         answer = self._answers[request_id] = Answer(request_id, params)
         note_answer(answer)
         return answer

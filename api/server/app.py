@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from ..openai.responses.route import KeptResponses, ResponsesCount, ResponsesRou
 from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder, plain_messages
 from ..runtime.engine_client import EngineClient
-from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable, unknown_model
+from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service, Settings
 from .auth import Gate
@@ -54,10 +55,8 @@ class ModelRoutes:
         return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
 
     async def retrieve(self, request: Request) -> Response:
-        """One model; its name may contain slashes."""
-        name = request.path_params["name"]
-        if name != self.service.model:
-            raise unknown_model(name)
+        """The model, by any name that requests may use; it may contain slashes."""
+        self.service.check_model(request.path_params["name"])
         return JsonResponse(self._entry())
 
     def _entry(self) -> wire.Model:
@@ -71,6 +70,7 @@ class ModelRoutes:
             display_name=self.service.model,
             created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             tool_parser=self.service.turns.syntax.tool_parser,
+            default_sampling_params=_default_sampling(self.service),
         )
 
 
@@ -144,11 +144,38 @@ class OperatorRoutes:
         """The version of foretoken."""
         return JsonResponse(wire.Version(version=__version__))
 
+    async def server_info(self, _request: Request) -> Response:
+        """The model, its default sampling parameters, and the settings in force."""
+        built = self.service.llm.built
+        info = wire.ServerInfo(
+            version=__version__,
+            model=self.service.model,
+            model_path=built.model_path,
+            max_model_len=built.max_model_len,
+            exact=built.exact,
+            default_sampling_params=_default_sampling(self.service),
+            settings=_without_paths(built.settings),
+            limits=asdict(self.service.settings.limits),
+        )
+        return JsonResponse(info)
+
     async def metrics(self, _request: Request) -> Response:
         """Prometheus text."""
         body, content_type = self.service.llm.engine.metrics.render()
         body += self.service.metrics.render()
         return Response(body, headers={"content-type": content_type})
+
+
+def _default_sampling(service: Service) -> wire.SamplingValues:
+    return wire.SamplingValues(**service.llm.built.sampling_defaults.in_force)
+
+
+def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:
+    """The engine's options for callers, to whom folders of the server's machine are of no use."""
+    known = {name: value for name, value in settings.items() if name != "dump_dir"}
+    if isinstance(draft := known.get("draft"), str):
+        known["draft"] = ",".join(each.rpartition("/")[2] for each in draft.split(","))
+    return known
 
 
 def create_app(
@@ -213,6 +240,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/ready", operator.ready, methods=["GET"]),
         Route("/debug/audit", operator.audit, methods=["POST"]),
         Route("/version", operator.version, methods=["GET"]),
+        Route("/server_info", operator.server_info, methods=["GET"]),
         Route("/metrics", operator.metrics, methods=["GET"]),
         Route("/cache", cache.show, methods=["GET"]),
         Route("/cache/explain", cache.explain, methods=["GET"]),

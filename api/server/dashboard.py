@@ -68,7 +68,10 @@ class Dashboard:
     def _snapshot(self) -> bytes:
         now = asyncio.get_running_loop().time()
         if now - self._latest[0] >= PERIOD_SECONDS / 2:
-            body = {"time": now, "model": self.service.model, **overview(self.service.llm.engine)}
+            llm = self.service.llm
+            sampling = llm.built.sampling_defaults.in_force
+            about = {"time": now, "model": self.service.model, "sampling": sampling}
+            body = {**about, **overview(llm.engine)}
             self._latest = (now, event(body))
         return self._latest[1]
 

@@ -176,6 +176,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation(answer=wire.Status, errors=(503,), outage=wire.Status),
     ("GET", "/ready"): Operation(answer=wire.Status, errors=(503,)),
     ("GET", "/version"): Operation(answer=wire.Version),
+    ("GET", "/server_info"): Operation(answer=wire.ServerInfo),
     ("GET", "/metrics"): Operation(media=TEXT),
     ("GET", "/cache"): Operation(answer=dialects.CacheBody, query=STORED, errors=(403,)),
     ("GET", "/cache/explain"): Operation(

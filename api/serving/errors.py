@@ -121,9 +121,9 @@ def deadline_exceeded(message: str, retry_after: float = MIN_RETRY_SECONDS) -> A
     return ApiError(503, message, kind="server_error", code="deadline_exceeded", headers=headers)
 
 
-def unknown_model(name: str) -> ApiError:
-    """404 as OpenAI words it."""
-    message = f"The model `{name}` does not exist"
+def unknown_model(name: str, served: str) -> ApiError:
+    """404 as OpenAI words it, with the name of the model that is served."""
+    message = f"The model `{name}` does not exist; this server has `{served}`"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -50,6 +50,8 @@ class Settings:
     strict: bool = False  # refuse what is outside the ranges of OpenAI's and Anthropic's APIs
     normalize: bool = False  # leave out what clients change in their system text, see its rules
     cors_origins: tuple[str, ...] = ()  # of pages that may call; "*" is any
+    loopback_only: bool = False  # without keys, serve only requests for this machine's own names
+    allowed_hosts: tuple[str, ...] = ()  # and for these names; "*" is any
     limits: Limits = field(default_factory=Limits)
 
 
@@ -79,7 +81,7 @@ class Service:
         """Raise 404 for an unknown model; a body without one means the served one."""
         built = self.llm.built
         if name is not None and name not in {self.model, built.name, *built.aliases}:
-            raise unknown_model(name)
+            raise unknown_model(name, self.model)
 
     @property
     def draining(self) -> bool:

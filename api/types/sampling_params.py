@@ -1,14 +1,19 @@
-"""SamplingParams: the options of a request, checked once, when they are constructed."""
+"""SamplingParams: the options of a request, checked once, when they are constructed.
+
+A request that leaves out its temperature, say, gets the value that the model recommends: the
+defaults of such fields are numbers that can be told from the same numbers of a caller.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ...core.errors import InvalidRequest, shown
 from ...core.interface.sampling_params import (
     MAX_INT,
+    RECOMMENDED,
     TokenSamplingParams,
     as_tuple,
     check_bounds,
@@ -31,12 +36,35 @@ NO_TEXTS: tuple[str, ...] = ()
 STRUCTURED_FIELDS = ("json_schema", "regex", "grammar", "choice")  # one at most
 
 
+class LeftOut:
+    """Marks the value of a field that the request leaves out; `SamplingDefaults` may replace it."""
+
+    __slots__ = ()
+
+
+class LeftOutFloat(LeftOut, float):
+    """A number that was not given."""
+
+    __slots__ = ()
+
+
+class LeftOutInt(LeftOut, int):
+    """An integer that was not given."""
+
+    __slots__ = ()
+
+
+_ONE, _ZERO, _OFF = LeftOutFloat(1.0), LeftOutFloat(0.0), LeftOutInt(0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(TokenSamplingParams):
     """How to continue a prompt. Every bad value raises `InvalidRequest` naming its field.
 
     - ``max_tokens``: None means up to the end of the context.
     - ``temperature``: 0 is greedy. ``top_k=0`` and ``top_p=1`` are off.
+    - ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` that are left out
+      are those that the model recommends, where it does, else the defaults of this class.
     - ``seed``: with one, the output depends only on the model, the prompt and these parameters.
     - ``logprobs``, ``prompt_logprobs``: number of alternatives to report in addition to the token.
     - ``speculation``: "auto", "off" or a fixed depth in tokens; None is the engine's setting.
@@ -51,6 +79,11 @@ class SamplingParams(TokenSamplingParams):
     - ``deadline``: seconds after which the request is aborted.
     """
 
+    temperature: float = _ONE
+    top_p: float = _ONE
+    top_k: int = _OFF
+    min_p: float = _ZERO
+    repetition_penalty: float = _ONE
     n: int = 1
     stop: str | Sequence[str] = NO_TEXTS
     ignore_eos: bool = False
@@ -154,6 +187,46 @@ class SamplingParams(TokenSamplingParams):
             check_integer("speculation", depth, 0, MAX_DEPTH)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """The values of fields that a request leaves out; None: that of `SamplingParams`.
+
+    A value outside its field's bounds raises `InvalidRequest` naming the field.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        TokenSamplingParams(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values that are not None, by field."""
+        values = ((name, getattr(self, name)) for name in RECOMMENDED)
+        return {name: value for name, value in values if value is not None}
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """All five values of a request that leaves all of them out, by field."""
+        params = TokenSamplingParams(**self.given)
+        return {name: getattr(params, name) for name in RECOMMENDED}
+
+    def fill(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with these values in place of those left out; others are kept."""
+        found = {
+            name: value
+            for name, value in self.given.items()
+            if isinstance(getattr(params, name), LeftOut)
+        }
+        return replace(params, **found) if found else params
+
+
+NO_DEFAULTS = SamplingDefaults()
 BOUNDS = with_defaults(
     SamplingParams,
     (

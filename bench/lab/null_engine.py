@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...api.runtime.engine_client import EngineClient
 from ...api.server.process import Listen, uvicorn_config
 from ...api.text.tokenizer import Tokenizer
+from ...api.types.sampling_params import NO_DEFAULTS
 from ...core.engine.inbox import TokenStream
 from ...core.interface.request import Delta, FinishReason, Request
 from ...draft.training import __file__ as _training
@@ -133,6 +134,7 @@ async def serve_ours(sock: socket.socket, num_streams: int) -> None:
         vocab_size=len(tokenizer.vocab),
         max_model_len=4096,
         eos_token_ids=frozenset({0}),
+        sampling_defaults=NO_DEFAULTS,
     )
     llm = EngineClient.from_built(cast("Any", built))
     await llm.start()

@@ -92,7 +92,7 @@ def _unpack(packed: str) -> array[int]:
 def record_texts() -> list[Text]:
     """SmolLM2's answers to the tasks that figures are shown of, and adversarial ones."""
     texts = []
-    with LLM("smollm2", dtype="bfloat16", draft="none") as llm:
+    with LLM("smollm2", dtype="bfloat16", draft="none", generation_config="none") as llm:
         for kind in KINDS:
             asked = prompts(kind, "show")[:NUM_REQUESTS]
             for temperature in TEMPERATURES:

@@ -19,6 +19,8 @@ MAX_LISTED = 1024  # stop_token_ids
 MAX_ALLOWED = 2**14
 MAX_INT = 2**31 - 1
 NO_IDS: tuple[int, ...] = ()
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields for which the files of models recommend values."""
 
 
 CheckNumber = Callable[[str, object, float, float], None]

@@ -11,17 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+UNKNOWN = 2**40  # bytes, where the system does not report them
+
 
 class _Names(NamedTuple):
     """Files of a control group, by the version of the hierarchy."""
 
     limit: str  # "max" in version 2, a huge number in version 1: no limit
     usage: str
-    cache: str  # in memory.stat: file cache that is dropped first
+    cache: tuple[str, ...]  # in memory.stat: file cache
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
+# Mapped weights are active file cache: they are read again where memory is short.
+_V1 = _Names(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -37,7 +42,10 @@ def _of_machine(root: Path) -> int:
     kib = _fields(root / "proc/meminfo").get("MemAvailable:")
     if kib is not None:
         return kib * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return UNKNOWN
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Names]]:
@@ -66,7 +74,8 @@ def _left(group: Path, names: _Names) -> int | None:
         limit, usage = (int(_text(group / name)) for name in (names.limit, names.usage))
     except ValueError:
         return None
-    return max(0, limit - usage + _fields(group / "memory.stat").get(names.cache, 0))
+    fields = _fields(group / "memory.stat")
+    return max(0, limit - usage + sum(fields.get(name, 0) for name in names.cache))
 
 
 def _fields(file: Path) -> dict[str, int]:

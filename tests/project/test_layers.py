@@ -64,7 +64,8 @@ def test_imports_point_left(layer: str) -> None:
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
         ("errors",),
-        ("config", "interface"),
+        ("interface",),
+        ("config",),
         ("scheduling", "sampling"),
         ("ops", "telemetry"),
         ("model",),

@@ -18,6 +18,7 @@ from .lists import (
     pins,
     processors,
     quotas,
+    recommended,
     routes,
     rows,
     scheduling,
@@ -54,4 +55,5 @@ MUTATIONS = (
     *waiting.MUTATIONS,
     *forms.MUTATIONS,
     *bounds.MUTATIONS,
+    *recommended.MUTATIONS,
 )

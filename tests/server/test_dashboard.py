@@ -61,6 +61,7 @@ def test_the_events_count_and_hold_no_text(url: str) -> None:
     assert sum(hits for *_, hits in now["tree"]) > 0
     assert now["row"]["seconds"] >= 0
     assert now["row"]["tokens"] >= 0
+    assert now["sampling"]["temperature"] == 1.0
 
 
 def test_the_page_is_open_its_events_need_the_key_and_no_ui_has_neither() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,10 +295,12 @@ def test_every_line_of_a_request_has_the_id_that_its_caller_gave_it(
 
 def test_text_lines_name_the_request_too() -> None:
     record = logging.LogRecord("foretoken.x", logging.INFO, "x.py", 1, "hot: %s", ("yes",), None)
-    assert TextFormatter().format(record) == "INFO foretoken.x hot: yes"
+    local = datetime.fromtimestamp(record.created)
+    time = local.strftime("%Y-%m-%d %H:%M:%S")
+    assert TextFormatter().format(record) == f"{time} INFO foretoken.x hot: yes"
     token = CONTEXT.set(RequestContext({"type": "http"}, request_id="mine"))
     try:
-        assert TextFormatter().format(record) == "INFO foretoken.x hot: yes request_id=mine"
+        assert TextFormatter().format(record).endswith(" INFO foretoken.x hot: yes request_id=mine")
     finally:
         CONTEXT.reset(token)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from foretoken.api.types.sampling_params import NO_DEFAULTS
 from foretoken.core.engine.inbox import TokenStream
 from foretoken.core.errors import EngineDead, ForetokenError, InvalidRequest, PromptTooLong
 from foretoken.core.interface.request import Delta, FinishReason, Request
@@ -235,4 +236,6 @@ def make_built(engine: FakeEngine, folder: Path, eos: int, vocab_size: int) -> S
         exact=True,
         model_path="own",
         eos_token_ids=frozenset({eos}),
+        sampling_defaults=NO_DEFAULTS,
+        settings={"draft": "auto,/models/head", "dump_dir": "/dumps", "kv_tokens": 4096},
     )

@@ -107,11 +107,11 @@ def _settings(body: ResponsesRequest, params: SamplingParams) -> Body:
     return {
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "service_tier": "default",
-        "temperature": params.temperature,
+        "temperature": float(params.temperature),  # JSON's encoder refuses a `LeftOutFloat`
         "text": {"format": msgspec.to_builtins(format) if format else PLAIN_TEXT},
         "tools": msgspec.to_builtins(served_tools(body)),
         "top_logprobs": params.logprobs or 0,
-        "top_p": params.top_p,
+        "top_p": float(params.top_p),
         "truncation": "disabled",  # "auto" would drop what does not fit: here that is an error
     }
 

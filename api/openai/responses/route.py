@@ -81,7 +81,8 @@ class ResponsesRoute(Responding):
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and submit."""
         ask, items = await self.read_ask(body)
-        head = ResponseHead(body, ask.params, self.service.model)
+        params = self.service.llm.built.sampling_defaults.fill(ask.params)
+        head = ResponseHead(body, params, self.service.model)
         writer, owner = ResponseWriter(self.service, head), owner_of(body.cache_salt)
 
         def keep(response: Body) -> None:

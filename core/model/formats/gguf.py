@@ -8,7 +8,7 @@ tokenizer is not this module's: api/text builds it from the same file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -371,6 +371,15 @@ def read_text(file: Path, name: str) -> str:
     """A text of the metadata, "" where the file has none. Raises `ModelLoadError`."""
     field = _open(file).fields.get(name)
     return "" if field is None else str(field.contents())
+
+
+def read_values(file: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Values of the metadata by name, of those that the file has. Raises `ModelLoadError`."""
+    fields = _open(file).fields
+    try:
+        return {name: fields[name].contents() for name in names if name in fields}
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{file} is damaged: {error}") from error
 
 
 _MOST_NUMBERS = 4096

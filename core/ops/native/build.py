@@ -119,7 +119,7 @@ def build(variant: Variant) -> Path:
     """Path of the compiled library. Raises `NativeBuildError` when it cannot be built."""
     compiler = _find_compiler()
     flags = (*_FLAGS, *variant_flags(variant), *_WARNINGS)
-    target = _cache_dir() / f"kernels-{variant}-{_key(compiler, flags)}.so"
+    target = cache_folder() / f"kernels-{variant}-{_key(compiler, flags)}.so"
     if not target.exists():
         _compile([*compiler, *flags], target)
     return target
@@ -183,7 +183,8 @@ def _sources() -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
 
 
-def _cache_dir() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of what is kept between processes: ``FORETOKEN_CACHE``, else the user's."""
     own = os.environ.get("FORETOKEN_CACHE")
     if own:
         return Path(own)

@@ -17,6 +17,7 @@ import foretoken
 from foretoken.api.cli import commands, terminal
 from foretoken.api.cli.flags import server_settings
 from foretoken.api.cli.terminal import wants_colour
+from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
 
 
@@ -64,6 +65,9 @@ def test_version_and_help_are_instant_and_torch_free():
         ["serve", "--max-model-len", "1"], ["serve", "--threads", "0"],
         ["serve", "--api-key", ""], ["serve", "--drain-seconds", "nan"],
         ["serve", "--quantize", "int3"], ["serve", "--verify", "rejection"], ["serve", "a", "b"],
+        ["serve", "--generation-config", "auto"], ["serve", "--override-generation-config", "{"],
+        ["run", "x", "--override-generation-config", '{"temp": 1}'],
+        ["chat", "--override-generation-config", '{"top_p": 2}'],
         ["run"], ["run", "x", "--top-p", "2"], ["run", "x", "--temperature", "warm"],
         ["run", "x", "--max-tokens", "0"], ["chat", "--min-p", "-1"], ["bench"],
         ["bench", "nonsense"],
@@ -94,6 +98,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "max-slowdown": "3", "overlap": "on",
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
+        "generation-config": "none", "override-generation-config": '{"top_k": 5}',
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
@@ -102,6 +107,8 @@ def test_every_engine_option_is_a_flag_of_every_command():
         config = EngineConfig(**commands.engine_options(parsed))
         assert (config.speculation, config.kv_tokens, config.max_queued) == (5, 64, 0)
         assert config.kv_cache_dtype == "int8"
+        assert config.generation_config == "none"
+        assert config.override_generation_config == {"top_k": 5}
     assert {name.replace("-", "_") for name in flags} | {"kv_memory"} == set(EngineConfig.names())
 
 
@@ -164,6 +171,23 @@ def test_run_streams_the_answer_and_tells_its_cost(here, say, engine, capsys):
     drafts = r"tokens/step, (\d+) of (\d+) draft tokens accepted \(fake \1 of \2\), "
     assert re.search(drafts + r"0 of \d+ prompt tokens cached, first token \d+ ms", err)
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["run", "hi"], ["chat"]], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], (0.25, 0.5)), (["--temperature", "1"], (1.0, 0.5)), (["--top-p", "1"], (0.25, 1.0))],
+    ids=str,
+)
+def test_sampling_flags_that_are_not_given_are_the_models(
+    here, built, say, engine, monkeypatch, command, flags, expected
+):
+    say("hello")
+    built.sampling_defaults = SamplingDefaults(temperature=0.25, top_p=0.5)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert commands.main([*command, *flags]) == 0
+    params = engine.requests[0].sampling.params
+    assert (params.temperature, params.top_p) == expected
 
 
 def test_chat_remembers_what_was_said_and_ends_with_its_input(

@@ -27,6 +27,7 @@ PATHS = [
     ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny/model"), ("POST", "/tokenize"), ("POST", "/detokenize"),
     ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/cache"),
+    ("GET", "/server_info"),
     ("POST", "/cache/flush"), ("GET", "/nowhere"), ("GET", "/health/"), ("GET", "/.//health"),
 ]  # fmt: skip
 

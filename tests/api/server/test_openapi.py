@@ -93,6 +93,7 @@ def test_it_is_served_and_behind_the_key(serve):
         ("/cache/flush", {}, wire.Flushed),
         ("/health", None, wire.Status),
         ("/version", None, wire.Version),
+        ("/server_info", None, wire.ServerInfo),
         ("/nowhere", None, wire.ErrorBody),
         ("/v1/messages", {"messages": HI, "max_tokens": 2}, dialects.MessageAnswer),
         ("/v1/messages", {"messages": HI}, dialects.MessageError),

@@ -33,7 +33,8 @@ class Machine:
         if cache is not None:
             self._write(
                 f"sys/fs/cgroup/{group}/memory.stat",
-                f"anon 5\ninactive_anon 3\ninactive_file {cache}\nactive_file 9\n",
+                f"anon 5\ninactive_anon 3\ninactive_file {cache // 4}\n"
+                f"active_file {cache - cache // 4}\n",
             )
 
     def limit_v1(self, group: str, limit: int, usage: int, cache: int | None = None) -> None:
@@ -42,7 +43,8 @@ class Machine:
         if cache is not None:
             self._write(
                 f"sys/fs/cgroup/memory/{group}/memory.stat",
-                f"inactive_file 1\ntotal_inactive_file {cache}\n",
+                f"inactive_file 1\ntotal_inactive_file {cache // 4}\n"
+                f"total_active_file {cache - cache // 4}\n",
             )
 
     def _write(self, path: str, text: str) -> None:

@@ -76,7 +76,7 @@ MUTATIONS = (
     Mutation(
         "memory-that-file-cache-holds-is-lost",
         "_left",
-        'limit - usage + _fields(group / "memory.stat").get(names.cache, 0)',
+        "limit - usage + sum(fields.get(name, 0) for name in names.cache)",
         "limit - usage",
         ("test_version_2_limits_with_cache_that_can_be_dropped",),
         "file cache that is dropped first counts as free",

@@ -1,0 +1,86 @@
+"""The sampling values that a model recommends, read from its files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...core.config import EngineConfig, parse_overrides
+from ...core.errors import InvalidRequest, ModelLoadError
+from ...core.interface.sampling_params import RECOMMENDED
+from ...core.model.checkpoint import GGUF
+from ...core.model.fields import read_json
+from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
+from .model_files import ModelSource
+
+logger = logging.getLogger(__name__)
+
+GENERATION_CONFIG = "generation_config.json"
+GGUF_NAMES = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Names of metadata as llama.cpp has them, by field."""
+
+
+def sampling_defaults(source: ModelSource, config: EngineConfig) -> SamplingDefaults:
+    """The values of requests that leave them out: the configured ones before the model's own.
+
+    Raises `ModelLoadError` for a value of the model that is outside its bounds.
+    """
+    own = NO_DEFAULTS if config.generation_config == "none" else model_sampling(source)
+    if own.given:
+        values = ", ".join(f"{name} {value:.12g}" for name, value in own.given.items())
+        logger.info("the model's own sampling: %s", values)
+    return replace(own, **parse_overrides(config.override_generation_config))
+
+
+def model_sampling(source: ModelSource) -> SamplingDefaults:
+    """The values of a model's card, of its generation_config.json or of its GGUF file.
+
+    Raises `ModelLoadError` for a value outside its bounds.
+    """
+    if source.sampling is not None:
+        return source.sampling
+    if source.path.suffix.lower() == GGUF:
+        return _of_gguf(source.path)
+    file = source.path / GENERATION_CONFIG
+    if not file.is_file():
+        return NO_DEFAULTS
+    values = read_json(file)
+    return _checked(file, {name: values.get(name) for name in RECOMMENDED})
+
+
+def _of_gguf(file: Path) -> SamplingDefaults:
+    from ...core.model.formats.gguf import read_values
+
+    found = read_values(file, GGUF_NAMES.values())
+    values = {name: _as_written(found.get(key)) for name, key in GGUF_NAMES.items()}
+    top_k = values["top_k"]
+    if isinstance(top_k, int) and top_k < 0:  # off in llama.cpp, whichever it is
+        values["top_k"] = -1
+    return _checked(file, values, GGUF_NAMES)
+
+
+def _as_written(value: object) -> object:
+    """A float32 as the decimal number that it was made from: 0.6, not 0.6000000238."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _checked(
+    file: Path, values: Mapping[str, Any], names: Mapping[str, str] | None = None
+) -> SamplingDefaults:
+    """The values of a file, where ``names`` has the file's own names of fields."""
+    try:
+        return SamplingDefaults(**values)
+    except InvalidRequest as error:
+        field = error.param or ""
+        problem = f"{(names or {}).get(field, field)}{str(error).removeprefix(field)}"
+        remedy = "correct it, or ignore the model's own sampling with --generation-config none"
+        raise ModelLoadError(f"{file}: {problem}; {remedy}") from None
