@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.ops.native.build import cache_folder
 from ..sdk.async_llm import AsyncLLM
-from ..types.sampling_params import SamplingParams
+from ..types.sampling_params import LeftOut, SamplingParams
 from .flags import SAMPLING_FLAGS
 from .remote import ServerModel
 from .terminal import Palette, palette, show
@@ -181,7 +181,9 @@ class Conversation:
         name, _, value = text.partition(" ")
         if not name:
             for each in SAMPLING_FLAGS:
-                print(f"{each} {json.dumps(getattr(self._params, each))}")
+                value = getattr(self._params, each)
+                is_left_out = isinstance(value, LeftOut)
+                print(each, "(the model's own)" if is_left_out else json.dumps(value))
             return
         if name not in SAMPLING_FLAGS:
             known = ", ".join(SAMPLING_FLAGS)

@@ -102,7 +102,9 @@ def test_set_changes_the_next_answers_and_refuses_what_is_wrong(monkeypatch, cap
 
 def test_set_alone_lists_what_holds(monkeypatch, capsys) -> None:
     hold(monkeypatch, ["/set temperature 0.25", "/set"])
-    assert "temperature 0.25\n" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "temperature 0.25\n" in listed
+    assert "top_p (the model's own)\n" in listed
 
 
 def test_save_writes_the_conversation(monkeypatch, tmp_path) -> None:
