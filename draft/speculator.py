@@ -34,6 +34,7 @@ from .sources.merge import GuessTree, Survival
 from .sources.source import GuardedSource, Source, SourceIndexer
 
 PROPOSER = "proposer"  # its name beside those of sources
+SURE = 0.9  # odds of a whole known chain, from which on no proposer is asked at a fixed depth
 LOOKUP_LEN = 24  # longest path of a look-up in "auto"
 PROPOSER_NODES = 16  # most nodes of its draft in "auto"
 FEW_TO_CATCH_UP = 6  # tokens of its KV that are caught up with while prompts wait
@@ -144,7 +145,8 @@ class DraftSpeculator(Speculator):
             return NO_DRAFT_PLAN
         tree = self._look_up(state, depth)
         known = NO_DRAFT if tree is None else tree.chain(depth)
-        plan = DraftPlan(known, max_draft=0 if self._proposer is None else depth)
+        is_sure = bool(known.odds) and known.odds[-1] >= SURE  # as what a grammar forces is
+        plan = DraftPlan(known, max_draft=0 if self._proposer is None or is_sure else depth)
         state.drafted(plan.num_rows, may_back_off=self._lost_proposer and self._overlaps)
         return plan if plan.num_rows else NO_DRAFT_PLAN
 

@@ -73,7 +73,7 @@ def test_check_says_why_a_model_is_refused(
 def test_check_without_a_folder_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["models", "check"])
-    assert "models check needs DIR" in capsys.readouterr().err
+    assert "models check needs a model" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_some_tensors_is_reported(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ MUTATIONS = (
     Mutation(
         "fixed-depth-lets-any-look-up-win",
         "DraftSpeculator._fixed",
-        "max_draft=0 if self._proposer is None else depth",
+        "max_draft=0 if self._proposer is None or is_sure else depth",
         "max_draft=0 if self._proposer is None or known.token_ids else depth",
         (
             "test_at_a_fixed_depth_the_draft_model_competes_with_what_is_known",
