@@ -176,18 +176,21 @@ FT_INLINE void int8_tile(const ft_linear_job *job, const tile_t *tile, const int
     ft_finish_rows(job, tile->row, tile->column, out[0], count);
 }
 
-/* Our own 4-bit kind. Activations are bytes, so small that the sums of a group need few bits. */
-FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+/* 4 bits and activations of bytes, so small that the sums of a group need few bits. `min_added`: a
+ * minimum is added to every weight, else an offset is taken away. */
+FT_INLINE void nibble_tile(const ft_linear_job *job, const tile_t *tile, const int count,
+                           const int min_added) {
+    const int block = min_added ? INT4_MIN_BLOCK : INT4_BLOCK;
     const char *x = job->x + tile->row * job->x_steps * 4, *w = tile->weight, *ahead = tile->ahead;
     const float *x_scale = job->x_scale + tile->row * job->groups;
     const int32_t *x_offset = job->x_offset + tile->row * job->groups;
     vf sum[MAX_TILE][2];
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) sum[r][0] = sum[r][1] = vf_zero();
-    for (int64_t g = 0; g < job->groups; g++, w += INT4_BLOCK, ahead += tile->ahead_step) {
+    for (int64_t g = 0; g < job->groups; g++, w += block, ahead += tile->ahead_step) {
         vi dots[MAX_TILE][2];
 #pragma GCC unroll 5
-        for (int line = 0; line < INT4_BLOCK; line += 64) ft_prefetch(ahead + line);
+        for (int line = 0; line < block; line += 64) ft_prefetch(ahead + line);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) dots[r][0] = dots[r][1] = vi_zero();
 #pragma GCC unroll 8
@@ -199,21 +202,37 @@ FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int
 #pragma GCC unroll 12
             for (int r = 0; r < count; r++) vi_gather_u4s8(dots[r], left, right, x + 4 * r);
         }
-        const uint16_t *scales = (const uint16_t *)(w + 4 * STEP_BYTES);
-        vf left_scale = vf_load_fp16(scales), right_scale = vf_load_fp16(scales + FT_LANES);
+        const uint16_t *numbers = (const uint16_t *)(w + 4 * STEP_BYTES);
+        vf scale[2], min[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++, numbers += FT_LANES) {
+            scale[half] = vf_load_fp16(numbers);
+            if (min_added) min[half] = vf_load_fp16(numbers + PANEL);
+        }
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) {
-            vi offset = vi_set1(x_offset[r]);
-            vf row_scale = vf_set1(x_scale[r]);
-            vf left = vf_from_vi(vi_add(vi_gathered(dots[r][0]), offset));
-            vf right = vf_from_vi(vi_add(vi_gathered(dots[r][1]), offset));
-            sum[r][0] = vf_fma(left, vf_mul(left_scale, row_scale), sum[r][0]);
-            sum[r][1] = vf_fma(right, vf_mul(right_scale, row_scale), sum[r][1]);
+            /* The offset is the group's sum where a minimum is added. */
+            vi offset = min_added ? vi_zero() : vi_set1(x_offset[r]);
+            vf row_scale = vf_set1(x_scale[r]), row_sum = vf_set1((float)x_offset[r] * x_scale[r]);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                vf dot = vf_from_vi(vi_add(vi_gathered(dots[r][half]), offset));
+                sum[r][half] = vf_fma(dot, vf_mul(scale[half], row_scale), sum[r][half]);
+                if (min_added) sum[r][half] = vf_fma(min[half], row_sum, sum[r][half]);
+            }
         }
         x_scale += count;
         x_offset += count;
     }
     finish_sums(job, tile, sum, count);
+}
+
+FT_INLINE void int4_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    nibble_tile(job, tile, count, 0);
+}
+
+FT_INLINE void rough_tile(const ft_linear_job *job, const tile_t *tile, const int count) {
+    nibble_tile(job, tile, count, 1);
 }
 
 #if !defined(FT_WORDS)
@@ -394,6 +413,7 @@ DEFINE_TILE(bfloat16)
 DEFINE_TILE(bfloat16_wide)
 DEFINE_TILE(int8)
 DEFINE_TILE(int4)
+DEFINE_TILE(rough)
 #if !defined(FT_WORDS)
 DEFINE_TILE(int4_min)
 DEFINE_TILE(int8_group)
@@ -407,6 +427,10 @@ DEFINE_TILE(iq4_xs)
 #endif
 
 static void run_tile(const ft_linear_job *job, const tile_t *tile, int64_t count) {
+    if (job->weight->is_rough) {
+        run_rough(job, tile, count);
+        return;
+    }
     switch (job->weight->kind) {
         case FT_LINEAR_FLOAT32: run_float32(job, tile, count); break;
         case FT_LINEAR_BFLOAT16: run_bfloat16(job, tile, count); break;

@@ -49,6 +49,7 @@ typedef struct {
     const void *weight;
     const float *scale; /* [out_features, padded to panels] of int8, else NULL */
     const float *bias;  /* the same shape, or NULL */
+    int32_t is_rough;   /* int4_min: activations become bytes, as those of int4, for what need not be exact */
 } ft_linear_weight;
 
 FT_INLINE int ft_is_grouped(const ft_linear_weight *weight) {
@@ -58,7 +59,7 @@ FT_INLINE int ft_is_grouped(const ft_linear_weight *weight) {
 /* Whether activations become numbers of 16 bits, not bytes: weights that a file holds quantised lose
  * nothing more than a bfloat16 activation has lost already. */
 FT_INLINE int ft_is_fine(const ft_linear_weight *weight) {
-    return ft_is_grouped(weight) && weight->kind != FT_LINEAR_INT4;
+    return ft_is_grouped(weight) && weight->kind != FT_LINEAR_INT4 && !weight->is_rough;
 }
 
 /* x [rows, in_features] to y [rows, out_features], both dense. x_dtype is that of the weight for

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import PackedLinear
-from ..quantize import GROUP, SUPER, Quantize, QuantizedWeight, WeightKind, quantize_weight
+from ..quantize import GROUP, SUPER, Quantize, QuantizedWeight, WeightKind, quantize_weight, to_int4_min
 from .library import NativeLibrary
 from .memory import HugeArena
 
@@ -44,6 +44,7 @@ class LinearStruct(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("is_rough", ctypes.c_int32),
     )
 
 
@@ -91,6 +92,28 @@ def pack_linear(
     out_features = len(weight if isinstance(weight, Tensor) else weight.values)
     struct = LinearStruct(kind, out_features, in_features, *pointers)
     return NativeLinear(packed, bias, True, scale, out_features, in_features, struct)
+
+
+def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
+    """The same weight in 4 bits, for activations of 8 bits: for drafts, which need not be exact.
+
+    Takes float32 and bfloat16 weights; the bias is shared. Raises ValueError for others.
+    """
+    plain = packed.struct.kind in (*_KINDS.values(), _WIDE_KIND)
+    if not plain:
+        raise ValueError("a weight that is quantised already has no rough copy")
+    panels = packed.weight.transpose(1, 2)  # [panels, width, steps, per_step]
+    rows = panels.reshape(panels.shape[0] * panels.shape[1], -1)
+    weight = to_int4_min(rows[: packed.out_features, : packed.in_features])
+    values = _quantized_panels(weight, 2 * library.lanes)
+    bias = None if packed.bias is None else packed.bias.data_ptr()
+    kind = _QUANTIZED_KINDS["int4_min"]
+    struct = LinearStruct(
+        kind, packed.out_features, packed.in_features, values.data_ptr(), None, bias, is_rough=True
+    )
+    return NativeLinear(
+        values, packed.bias, True, None, packed.out_features, packed.in_features, struct
+    )
 
 
 def _in_features(weight: Tensor | QuantizedWeight) -> int:

@@ -28,7 +28,7 @@ from ..kv_pool import KVPool
 from ..quantize import Quantize, QuantizedWeight, WeightKind
 from .experts import ExpertStructs
 from .library import DTYPES, NativeLibrary
-from .linear import NativeLinear, Products, linear, pack_linear
+from .linear import NativeLinear, Products, linear, pack_linear, rough_copy
 from .plan import NativePlan
 from .sampler import NativeSampler
 from .step import NativeStep
@@ -74,6 +74,11 @@ class NativeOps:
         """Lay out a weight in panels, quantised if these ops were made so."""
         quantize: Quantize = "none" if plain else self.quantize
         return pack_linear(self.library, weight, bias, quantize, products=self.products)
+
+    def rough_copy(self, weight: PackedLinear) -> PackedLinear:
+        """The weight in 4 bits. Raises ValueError where it is quantised already."""
+        assert isinstance(weight, NativeLinear)
+        return rough_copy(self.library, weight)
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """``[T, in_features] -> [T, out_features]``."""
