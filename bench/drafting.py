@@ -33,7 +33,7 @@ class FixedDrafts(Speculator):
             DraftPlan(
                 max_draft=min(limit, share, plan.max_draft),
                 may_branch=plan.may_branch,
-                row_price=plan.row_price,
+                row_prices=plan.row_prices,
                 pass_price=plan.pass_price,
             )
             if request.depth != 0 and min(limit, share) > 0

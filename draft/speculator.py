@@ -222,7 +222,7 @@ class DraftSpeculator(Speculator):
         spare = room // max(1, int(np.count_nonzero(allocation.num_proposer)))
         weighs = self._proposer is not None and self._proposer.weighs
         row_prices = allocation.row_prices if weighs else None
-        prices = [0.0] * len(states) if row_prices is None else row_prices.tolist()
+        prices = [()] * len(states) if row_prices is None else [*map(tuple, row_prices.tolist())]
         plans = []
         for state, limit, num_nodes, depth, price in zip(
             states, limits, num_lookup, depths, prices, strict=True
@@ -241,18 +241,18 @@ class DraftSpeculator(Speculator):
         return plans
 
     def _merged(
-        self, state: DraftState, most: int, row_price: float, pass_price: float
+        self, state: DraftState, most: int, row_prices: tuple[float, ...], pass_price: float
     ) -> DraftPlan:
         """A tree of the proposer, which begins with what was looked up and is worth its rows."""
         known = NO_DRAFT
         if state.tree is not None:
-            num_worthy = int(np.count_nonzero(state.tree.odds > row_price))
-            known = state.tree.draft(min(num_worthy, most))
+            net = state.tree.odds[:most].cumsum() - row_prices[: len(state.tree.odds)][:most]
+            known = state.tree.draft(int(net.argmax()) + 1 if net.size and net.max() > 0.0 else 0)
         return DraftPlan(
             known,
             max_draft=most,
             may_branch=True,
-            row_price=row_price,
+            row_prices=row_prices,
             pass_price=pass_price,
         )
 

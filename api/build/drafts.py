@@ -34,6 +34,7 @@ FREE: dict[str, Callable[[], Source]] = {
     "suffix": SuffixSource,
     "ngram": partial(SuffixSource, own_only=True),
 }
+SELF = "self"
 AUTO = ("radix", "suffix")  # the suffix index holds the request's own tokens too
 
 

@@ -21,6 +21,7 @@ from ...core.execution.warm_up import warm_up
 from ...core.model.checkpoint import open_checkpoint
 from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
+from ...core.model.rough_copy import rough_weights
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
@@ -36,10 +37,11 @@ from ...draft.models.draft_model import LmProposer
 from ...draft.models.heads.head_files import head_kind
 from ...draft.models.heads.head_proposer import HeadProposer
 from ...draft.models.heads.joined_head import JoinedHead, load_head
+from ...draft.models.self_draft import SelfProposer
 from ...draft.models.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
-from .drafts import check_compatible, make_speculator, measure_costs, parse_draft
+from .drafts import SELF, check_compatible, make_speculator, measure_costs, parse_draft
 from .kv_pools import make_pools, model_len, out_of_memory_told
 from .model_files import find_model
 from .sampling_defaults import sampling_defaults
@@ -77,15 +79,16 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     device = _choose_device(config)
     sizes = config.sizes(device.type)
     target, draft = _load_models(source.path, spec.model, config, device)
-    drafts = [] if draft is None else [draft]
+    is_self = spec.model == SELF
+    drafts = [] if draft is None or is_self else [draft]
     pool, *draft_pools = make_pools(target, drafts, config, sizes)
     _say_what_computes(target, drafts, pool)
     by_rejection = config.verify == "rejection"
     proposer: LmProposer | HeadProposer | None = None
     measured: _Model | HeadProposer | None = None  # its passes have a price
     if isinstance(draft, Decoder):
-        measured = (draft, draft_pools[0])
-        proposer = _lm_proposer(measured, config)
+        measured = (draft, pool if is_self else draft_pools[0])
+        proposer = SelfProposer(*measured) if is_self else _lm_proposer(measured, config)
     elif draft is not None:
         measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
@@ -201,6 +204,9 @@ def _load_models(
     target = _load(path, config, device)
     if draft is None:
         return target, None
+    if draft == SELF:
+        rough = rough_weights(target.weights, target.ops.rough_copy)
+        return target, Decoder(target.config, rough, target.ops)
     draft_path = find_model(draft).path
     if head_kind(draft_path) is not None:
         return target, load_head(draft_path, target, partial(_output_matrix, path))

@@ -66,7 +66,7 @@ def settings() -> list[Setting]:
     ]
     priced = [
         Setting(
-            DraftPlan(max_draft=16, may_branch=tree, row_price=price),
+            DraftPlan(max_draft=16, may_branch=tree, row_prices=(price,)),
             f"{'tree' if tree else 'chain'}, row price {price}",
         )
         for tree in (False, True)

@@ -34,7 +34,7 @@ class DraftPlan:
     draft: Draft = NO_DRAFT
     max_draft: int = 0  # draft tokens that the proposer may draft, the known ones among them
     may_branch: bool = False  # whether what the proposer guesses may be a tree
-    row_price: float = 0.0  # as in `ScheduledRequest`
+    row_prices: tuple[float, ...] = ()  # as in `ScheduledRequest`
     pass_price: float = 0.0
 
     @property

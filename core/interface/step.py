@@ -213,7 +213,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     # nodes that the proposer may draft, those of ``draft`` among them; a chain if no page is spare
     max_draft: int = 0
     spare_page_ids: array[int] = NO_PAGES  # at the lease's end; held for this step
-    row_price: float = 0.0  # tokens that one more node of the proposer must bring
+    # Tokens that 1, 2, ... nodes must bring in all; beyond these each costs what the last one adds.
+    row_prices: tuple[float, ...] = ()
     pass_price: float = 0.0  # tokens that one more pass of the proposer must bring to the step
     is_ahead: bool = False
 

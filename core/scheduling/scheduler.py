@@ -444,7 +444,7 @@ def schedule_request(
         draft=plan.draft,
         max_draft=plan.max_draft,
         spare_page_ids=spare_page_ids,
-        row_price=plan.row_price,
+        row_prices=plan.row_prices,
         pass_price=plan.pass_price,
     )
 

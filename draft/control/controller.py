@@ -77,7 +77,7 @@ class Allocation:
     num_lookup: IntArray  # [num_requests] best nodes of the known draft
     num_proposer: IntArray  # [num_requests] nodes that the proposer is expected to guess
     net: float = 0.0
-    row_prices: FloatArray | None = None  # [num_requests]
+    row_prices: FloatArray | None = None  # [num_requests, most]
     pass_price: float = 0.0
 
     @property
@@ -218,19 +218,24 @@ def allocate(candidates: StepCandidates, costs: CostModel, rate: float) -> Alloc
     if candidates.proposer_worth.any():
         with_proposer = _best_with_proposer(candidates, costs, rate)
         if with_proposer.net > chosen.net:
-            prices = _row_prices(candidates, costs, rate, with_proposer.num_rows)
+            prices = _row_prices(candidates, costs, rate, candidates.proposer_worth.shape[1])
             return replace(with_proposer, row_prices=prices)
     return chosen
 
 
 def _row_prices(
-    candidates: StepCandidates, costs: CostModel, rate: float, num_drafted: int
+    candidates: StepCandidates, costs: CostModel, rate: float, most: int
 ) -> FloatArray:
-    """Tokens that each request's next row must bring where each gets one more, [num_requests]."""
+    """Tokens that 1 to ``most`` rows of each request must bring where each gets as many.
+
+    [num_requests, most]
+    """
     count = len(candidates.lookup)
-    num_rows = candidates.num_rows + num_drafted
-    row_s = float(costs.row_seconds(num_rows, count, candidates.num_decodes)[-1]) / count
-    return rate * row_s + _key_prices(candidates, costs, rate)
+    seconds = costs.row_seconds(candidates.num_rows, most * count, candidates.num_decodes)
+    shared = rate * seconds[count::count] / count
+    by_keys = _key_prices(candidates, costs, rate)[:, None] * np.arange(1, most + 1)
+    prices: FloatArray = shared + by_keys
+    return prices
 
 
 def _key_prices(candidates: StepCandidates, costs: CostModel, rate: float) -> FloatArray:
@@ -287,7 +292,7 @@ def _best_with_proposer(candidates: StepCandidates, costs: CostModel, rate: floa
     uncached = candidates.num_uncached_draft_tokens
     num_requests, num_depths = nodes.shape
     width = max(lookup.shape[1], num_depths)
-    row_prices = _row_prices(candidates, costs, rate, 0)[:, None]
+    row_prices = _row_prices(candidates, costs, rate, 1)
     # A node that is not worth its row at its place is not drafted: it costs nothing.
     node_rows = np.maximum(LEAST_SHOWN, np.broadcast_to(candidates.proposer_shown, nodes.shape))
     passes = costs.draft_pass(np.array([1, num_requests, num_requests + int(uncached.max())]))

@@ -109,7 +109,7 @@ class DraftState:
     ) -> None:
         """Count what the proposer's nodes brought, and note how much KV it has now."""
         self.proposer_len = scheduled.stop - output.num_uncached_draft_tokens + num_served - 1
-        if scheduled.draft.token_ids and not scheduled.row_price:
+        if scheduled.draft.token_ids and not scheduled.row_prices:
             return  # of two chains the better was verified: no fair sample of the proposer's
         if output.num_ranked or not output.num_uncached_draft_tokens:  # else it was catching up
             worth.observe(

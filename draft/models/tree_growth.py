@@ -159,7 +159,7 @@ class TreeGrowth:
 
         A known chain is compared with the grown one by odds, which need scores.
         """
-        return bool(self.scheduled.row_price or self.is_tree or self.scheduled.draft.odds)
+        return bool(self.scheduled.row_prices or self.is_tree or self.scheduled.draft.odds)
 
     def expand(self, node: int, best: Best) -> None:
         """Note what a pass found behind ``node``."""
@@ -252,15 +252,44 @@ class TreeGrowth:
 
     def _least(self) -> float:
         """The odds that one more node must exceed."""
-        odds = sorted((node.odds for node in self.nodes if node.odds), reverse=True)
-        if len(odds) < self.scheduled.max_draft:
-            return self.scheduled.row_price
-        return max(self.scheduled.row_price, odds[self.scheduled.max_draft - 1])
+        odds, most = self._ranked_odds(), self.scheduled.max_draft
+        prices = [self._price(count) for count in range(most + 1)]
+        count = self._best(odds)[0]
+        if count == most:
+            return odds[-1] if len(odds) == most else odds[most - 1]
+        ahead = range(count + 1, most + 1)
+        slope = min((prices[more] - prices[count]) / (more - count) for more in ahead)
+        return min(slope, odds[count - 1]) if count else slope
+
+    def _ranked_odds(self) -> list[float]:
+        return sorted((node.odds for node in self.nodes if node.odds), reverse=True)
+
+    def _price(self, count: int) -> float:
+        """Tokens that so many nodes must bring."""
+        prices = self.scheduled.row_prices
+        if not count or not prices:
+            return 0.0
+        if count <= len(prices):
+            return prices[count - 1]
+        last = prices[-1] - (prices[-2] if len(prices) > 1 else 0.0)
+        return prices[-1] + last * (count - len(prices))
+
+    def _best(self, odds: Sequence[float]) -> tuple[int, float]:
+        """How many of the best nodes, by their falling ``odds``, pay most for their rows; and what
+        they bring beyond these: a row may cost nothing, and the next one a tile's price.
+        """
+        count, most, total = 0, 0.0, 0.0
+        for index, each in enumerate(odds[: self.scheduled.max_draft], 1):
+            total += each
+            if (net := total - self._price(index)) > most:
+                count, most = index, net
+        return count, most
 
     def worth(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        usual, price = self.odds.usual, self.scheduled.row_price
-        return sum(max(0.0, usual * self._left(self.nodes[node]) - price) for node in frontier)
+        odds = self._ranked_odds()
+        added = [self.odds.usual * self._left(self.nodes[node]) for node in frontier]
+        return self._best(sorted(odds + added, reverse=True))[1] - self._best(odds)[1]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level down to ``node``."""
@@ -299,8 +328,9 @@ class TreeGrowth:
                 odds=odds,
                 num_levels=self.num_levels,
             )
-        worthy = [i for i, node in enumerate(self.nodes) if node.odds > self.scheduled.row_price]
-        best = sorted(worthy, key=lambda index: -self.nodes[index].odds)[: self.scheduled.max_draft]
+        likely = [index for index, node in enumerate(self.nodes) if node.odds]
+        best = sorted(likely, key=lambda index: -self.nodes[index].odds)
+        best = best[: self._best([self.nodes[index].odds for index in best])[0]]
         kept, order = set(best), list[int]()
         stack = self._kept_children(self._root, kept)
         while stack:

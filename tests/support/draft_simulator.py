@@ -389,6 +389,15 @@ def _next(seat: Seat, policy: Policy) -> Served:
     return Served(seat, request, limit=ANSWER - request.num_output - 1)
 
 
+def _price(served: Served) -> float:
+    """Tokens that one more node must bring."""
+    prices = (0.0, *served.plan.row_prices)
+    if len(prices) == 1:
+        return 0.0
+    at = min(served.num_grown + 1, len(prices) - 1)
+    return prices[at] - prices[at - 1]
+
+
 def _grow(served: Sequence[Served]) -> None:
     """Chains of the draft model, which weighs its tokens as the prices of the plans ask."""
     live = [each for each in served if each.plan.max_draft]
@@ -398,11 +407,11 @@ def _grow(served: Sequence[Served]) -> None:
         worthy = []
         for each in live:
             odds = each.odds(each.num_grown + 1)
-            if each.num_grown < each.plan.max_draft and odds > each.plan.row_price:
+            if each.num_grown < each.plan.max_draft and odds > _price(each):
                 each.num_grown += 1
                 worthy.append(odds)
         live = [each for each in live if each.num_grown < each.plan.max_draft]
-        gains = [each.odds(each.num_grown + 1) - each.plan.row_price for each in live]
+        gains = [each.odds(each.num_grown + 1) - _price(each) for each in live]
         live = [each for each, gain in zip(live, gains, strict=True) if gain > 0.0]
         price = max(each.plan.pass_price for each in served)
         if not worthy or (price and sum(gain for gain in gains if gain > 0.0) <= price):

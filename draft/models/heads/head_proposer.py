@@ -397,7 +397,7 @@ class HeadProposer(ABC):
         )
         scheduled = ScheduledRequest(
             request_id="", tokens=tokens, start=0, stop=0, page_ids=pages, sampling=sampling,
-            max_draft=self.tokens_per_pass, row_price=TRIED_PRICE,
+            max_draft=self.tokens_per_pass, row_prices=(TRIED_PRICE,),
         )  # fmt: skip
         feature = torch.zeros(self.config.hidden_size, dtype=self.dtype, device=self.device)
         self._grow_all([DraftStart(scheduled, self.first, feature)] * num_requests)

@@ -244,7 +244,7 @@ def test_kv_of_an_accepted_token_that_no_pass_has_read_is_computed(pair, max_dra
     pools = [draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE) for _ in range(2)]
     prompt = prompt_of(21)
     old = LmProposer(draft, pools[0])
-    row = msgspec.structs.replace(row_of(prompt, max_draft), row_price=1e-9)
+    row = msgspec.structs.replace(row_of(prompt, max_draft), row_prices=(1e-9,))
     drafted = old.propose([row])[0].token_ids
     assert len(drafted) == max_draft
     output = RequestOutput(request_id="a", token_ids=[*drafted, 7])

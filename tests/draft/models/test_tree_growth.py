@@ -36,7 +36,7 @@ def row_of(
     *,
     num_spare: int = 2,
     temperature: float = 1.0,
-    **prices: float,
+    **prices: object,
 ) -> ScheduledRequest:
     params = TokenSamplingParams(temperature=temperature)
     return ScheduledRequest(
@@ -129,7 +129,7 @@ def test_the_best_nodes_are_drafted_depth_first_and_ranked_by_their_odds() -> No
 
 
 def test_a_row_without_spare_pages_gets_a_chain() -> None:
-    tree = grown(row_of(num_spare=0, row_price=0.01))
+    tree = grown(row_of(num_spare=0, row_prices=(0.01,)))
     tree.expand(ROOT, CLOSE)
     for _ in range(3):
         (node,) = tree.open(tree.frontier())
@@ -139,10 +139,30 @@ def test_a_row_without_spare_pages_gets_a_chain() -> None:
 
 
 def test_a_node_that_is_not_worth_its_row_is_not_drafted() -> None:
-    tree = grown(row_of(row_price=0.3))
+    tree = grown(row_of(row_prices=(0.3,)))
     tree.expand(ROOT, CLOSE)
     assert all(tree.nodes[node].odds > 0.3 for node in tree.frontier())
     assert len(tree.draft(0).token_ids) == sum(node.odds > 0.3 for node in tree.nodes) < 4
+
+
+def test_nodes_that_open_a_tile_of_rows_pay_for_it_together() -> None:
+    best = Best((1, 2, 3, 4), (1.0, 1.0, 1.0, 1.0))  # four tokens as likely as each other
+    for tile, num_drafted in ((0.05, 4), (0.2, 4), (0.9, 2)):
+        tree = grown(row_of(row_prices=(0.0, 0.0, tile, tile, tile, tile)))
+        tree.expand(ROOT, best)
+        chance = tree.nodes[0].odds
+        assert (2 * chance > tile) == (num_drafted == 4)
+        assert len(tree.draft().token_ids) == num_drafted
+
+
+def test_a_pass_pays_by_what_it_brings_beyond_the_rows_that_it_opens() -> None:
+    free, dear = (row_of(row_prices=p) for p in ((0.0,), (0.0, 0.0, 0.0, 0.0, 2.0, 2.0)))
+    gains = []
+    for row in (free, dear):
+        tree = grown(row)
+        tree.expand(ROOT, CLEAR)
+        gains.append(tree.worth(tree.frontier()))
+    assert gains[0] > gains[1] > 0.0, "a likelier node takes the row of an unlikely one"
 
 
 def test_no_two_nodes_share_a_slot_and_only_the_best_path_lies_at_home() -> None:
@@ -178,7 +198,7 @@ def looked_up(
     *token_ids: int, odds: Sequence[float], num_spare: int = 2, **options: float
 ) -> ScheduledRequest:
     draft = Draft(array("q", token_ids), ("suffix",) * len(token_ids), odds=odds)
-    row = row_of(num_spare=num_spare, row_price=0.05, **options)  # type: ignore[arg-type]
+    row = row_of(num_spare=num_spare, row_prices=(0.05,), **options)  # type: ignore[arg-type]
     return replace(row, draft=draft)
 
 
@@ -238,7 +258,7 @@ def test_a_row_without_spare_pages_gets_the_better_chain() -> None:
 
 def test_a_chain_beside_one_that_was_looked_up_needs_scores_though_rows_have_no_price() -> None:
     """At a fixed depth, too: a token that is drawn alone seems certain, and would always win."""
-    row = replace(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_price=0.0)
+    row = replace(looked_up(9, 10, odds=(0.2, 0.1), num_spare=0), row_prices=())
     assert grown(row).wants_best
     assert not grown(replace(row, draft=Draft())).wants_best
 
@@ -356,7 +376,7 @@ def test_growing_ends_where_a_pass_would_not_pay(pair) -> None:
         passes: list[int] = []
         choose = proposer._choose
         proposer._choose = lambda *args, n=passes, do=choose: n.append(1) or do(*args)  # type: ignore[method-assign]
-        row = row_of(max_draft=12, num_spare=3, row_price=0.001, pass_price=pass_price)
+        row = row_of(max_draft=12, num_spare=3, row_prices=(0.001,), pass_price=pass_price)
         (found,) = proposer.propose([row])
         assert found.token_ids
         counts.append(len(passes))

@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "growth-keeps-what-is-not-worth-its-row",
         "TreeGrowth.draft",
-        "if node.odds > self.scheduled.row_price]",
-        "if node.odds > 0.0]",
+        "best = best[: self._best([self.nodes[index].odds for index in best])[0]]",
+        "best = best[: self.scheduled.max_draft]",
         ("test_a_node_that_is_not_worth_its_row_is_not_drafted",),
         "a node must bring more than its row costs",
     ),

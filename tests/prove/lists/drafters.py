@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation(
         "fixed-depth-judges-the-model-by-chains-that-it-lost",
         "DraftState.judge_proposer",
-        "if scheduled.draft.token_ids and not scheduled.row_price:",
+        "if scheduled.draft.token_ids and not scheduled.row_prices:",
         "if False:",
         ("test_the_better_of_two_chains_is_no_sample_of_the_draft_models",),
         "the better of two chains is no fair sample of one of them",
