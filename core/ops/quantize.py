@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -20,7 +20,6 @@ SUPER = 256  # those whose scales share a factor, where scales are bytes
 # Twice the values of E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8)  # ranges of 16 levels that are tried, as shares of a group's
 _TABLES: dict[WeightKind, tuple[int, ...]] = {
     "iq4_nl": _IQ4,
     "iq4_xs": _IQ4,
@@ -141,34 +140,22 @@ def quantize_weight(weight: Tensor, kind: Literal["int8", "int4"]) -> QuantizedW
     return _to_int8(weight.float()) if kind == "int8" else _to_int4(weight.float())
 
 
-def to_int4_min(weight: Tensor, widths: Sequence[float] = _WIDTHS) -> QuantizedWeight:
-    """Round ``[out_features, in_features]`` to 16 levels between a minimum and a maximum of a group.
+def to_int4_min(weight: Tensor) -> QuantizedWeight:
+    """Round ``[out_features, in_features]`` to 16 levels from the least to the greatest of a group.
 
-    Of some ranges narrower than the group's own the one of the least squared error is taken.
-    Scale and minimum are rounded to float16 before the values, which make up for that.
+    Scale and minimum are rounded to float16 before the values, which make up for that. Narrower
+    ranges of less error were tried: of normal weights 0.076 is left of 0.078, in five times the
+    time.
     """
     out_features, in_features = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -in_features % GROUP))
     groups = padded.view(out_features, -1, GROUP)
-    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
-    middle, half = (low + high) / 2, (high - low) / 2
-    least: Tensor | None = None
-    for width in widths:
-        minimum = (middle - half * width).half()
-        scale = (half * (width * 2 / 15)).half()
-        values = ((groups - minimum.float()) / _nonzero(scale.float())).round_().clamp_(0, 15)
-        error = (values * scale.float()).add_(minimum.float()).sub_(groups).square_()
-        error = error.sum(dim=2, keepdim=True)
-        if least is None:
-            best, least = (values, scale, minimum), error
-            continue
-        better = error < least
-        least = torch.where(better, error, least)
-        found = (values, scale, minimum)
-        best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
-    values, scale, minimum = best
-    flat = values.to(torch.int8).view(out_features, -1)
-    return QuantizedWeight("int4_min", flat, scale.squeeze(2), minimum.squeeze(2))
+    low, high = groups.aminmax(dim=2)
+    minimum = low.half()
+    scale = (high.sub_(minimum.float()) / 15).half()
+    values = groups - minimum.float().unsqueeze(2)
+    values.div_(_nonzero(scale.float()).unsqueeze(2)).round_().clamp_(0, 15)
+    return QuantizedWeight("int4_min", values.to(torch.int8).view_as(padded), scale, minimum)
 
 
 def _to_int8(wide: Tensor) -> QuantizedWeight:

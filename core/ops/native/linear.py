@@ -30,6 +30,7 @@ _OFFSETS: dict[WeightKind, int] = {
     "int6_k": 32,
 }  # values are unsigned
 _BYTES = ("int8_group", "int5_k", "int6_k")  # kinds whose values lie in bytes
+_ROUNDED_AT_ONCE = 1 << 24  # weights of a rough copy that are float32 for a moment
 _PER_SUPER = SUPER // GROUP
 _ARENA = HugeArena()  # of all weights: small ones share a page
 
@@ -83,9 +84,9 @@ def pack_linear(
         kind = _KINDS[weight.dtype]
         if weight.dtype == torch.bfloat16 and products == "float32":
             kind = _WIDE_KIND
-        packed = _panels(weight, 4 // weight.itemsize, width, fill=0)
+        packed = _own(_panels(weight, 4 // weight.itemsize, width, fill=0))
     else:
-        kind, packed = _QUANTIZED_KINDS[weight.kind], _quantized_panels(weight, width)
+        kind, packed = _QUANTIZED_KINDS[weight.kind], _own(_quantized_panels(weight, width))
         scale = weight.scale if weight.kind == "int8" else None
     bias, scale = (_padded(t, width) for t in (bias, scale))
     pointers = [t.data_ptr() if t is not None else None for t in (packed, scale, bias)]
@@ -102,10 +103,13 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     plain = packed.struct.kind in (*_KINDS.values(), _WIDE_KIND)
     if not plain:
         raise ValueError("a weight that is quantised already has no rough copy")
-    panels = packed.weight.transpose(1, 2)  # [panels, width, steps, per_step]
-    rows = panels.reshape(panels.shape[0] * panels.shape[1], -1)
-    weight = to_int4_min(rows[: packed.out_features, : packed.in_features])
-    values = _quantized_panels(weight, 2 * library.lanes)
+    width = 2 * library.lanes
+    at_once = max(1, _ROUNDED_AT_ONCE // (width * packed.in_features))  # panels
+    parts = [
+        _quantized_panels(to_int4_min(_unpacked(panels, packed.in_features)), width)
+        for panels in packed.weight.split(at_once)
+    ]
+    values = _own(torch.cat(parts))
     bias = None if packed.bias is None else packed.bias.data_ptr()
     kind = _QUANTIZED_KINDS["int4_min"]
     struct = LinearStruct(
@@ -114,6 +118,11 @@ def rough_copy(library: NativeLibrary, packed: NativeLinear) -> NativeLinear:
     return NativeLinear(
         values, packed.bias, True, None, packed.out_features, packed.in_features, struct
     )
+
+
+def _unpacked(panels: Tensor, in_features: int) -> Tensor:
+    """``[panels, steps, width, per_step]`` to ``[panels * width, in_features]``."""
+    return panels.transpose(1, 2).flatten(2).flatten(0, 1)[:, :in_features]
 
 
 def _in_features(weight: Tensor | QuantizedWeight) -> int:
@@ -136,7 +145,7 @@ def _panels(weight: Tensor, per_step: int, width: int, *, fill: int) -> Tensor:
     padding = (0, -in_features % per_step, 0, -out_features % width)
     padded = F.pad(weight, padding, value=fill) if any(padding) else weight
     panels = padded.contiguous().view(-1, width, padded.shape[1] // per_step, per_step)
-    return _own(panels.transpose(1, 2))
+    return panels.transpose(1, 2)
 
 
 def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
@@ -159,10 +168,10 @@ def _quantized_panels(weight: QuantizedWeight, width: int) -> Tensor:
     parts += [_by_group(each, width, num_groups) for each in numbers if each is not None]
     groups = torch.cat(parts, dim=2)
     if not factors:
-        return _own(groups)
+        return groups
     shared = [_by_group(each, width, num_groups // _PER_SUPER) for each in factors]
     supers = groups.view(len(groups), num_groups // _PER_SUPER, -1)
-    return _own(torch.cat((*shared, supers), dim=2))
+    return torch.cat((*shared, supers), dim=2)
 
 
 def _by_group(numbers: Tensor, width: int, num_groups: int) -> Tensor:

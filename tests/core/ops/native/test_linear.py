@@ -12,8 +12,14 @@ from torch import Tensor
 from foretoken.core.model.formats.gguf import _KEPT
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.library import NativeLibrary
-from foretoken.core.ops.native.linear import NativeLinear, linear, pack_linear
-from foretoken.core.ops.quantize import Quantize, QuantizedWeight, WeightKind, quantize_weight
+from foretoken.core.ops.native.linear import NativeLinear, linear, pack_linear, rough_copy
+from foretoken.core.ops.quantize import (
+    Quantize,
+    QuantizedWeight,
+    WeightKind,
+    quantize_weight,
+    to_int4_min,
+)
 from support.native_variants import every_variant
 
 KINDS: list[tuple[Quantize, torch.dtype, float]] = [  # and the relative error that is allowed
@@ -238,6 +244,45 @@ def test_rows_of_stored_weights_have_the_same_bits_alone_and_in_any_batch(librar
             threads(n)
             part = linear(library, x[-count:], packed, torch.float32)
             assert torch.equal(part, together[-count:]), count
+
+
+# -- rough copies, for drafts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_rough_copy_is_the_weight_in_four_bits(library, shape, dtype):
+    """Activations that int8 holds exactly: what is left is the rounding of float32 sums."""
+    weight, bias, packed = make(library, shape, ("none", dtype, 0.0))
+    x = torch.randint(-127, 128, (29, shape[1]), generator=torch.Generator().manual_seed(1)).float()
+    x[:, ::32] = 127
+    rounded = to_int4_min(weight).dequantize()[:, : shape[1]].double()
+    expected = x.double() @ rounded.T + bias.double()
+    copy = rough_copy(library, packed)
+    found = linear(library, x.to(dtype), copy, torch.float32).double()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    if shape[0] > 1:
+        assert copy.num_bytes < packed.num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_a_rough_copy_have_the_same_bits_alone_and_in_any_batch(library, threads, dtype):
+    copy = rough_copy(library, make(library, (130, 96), ("none", dtype, 0.0))[2])
+    x = rows(67, 96, dtype)
+    together = linear(library, x, copy, torch.float32)
+    for count, n in ((1, 1), (2, 3), (5, 2), (12, 1), (13, 2), (64, 1)):
+        threads(n)
+        assert torch.equal(linear(library, x[-count:], copy, torch.float32), together[-count:])
+
+
+def test_a_rough_copy_errs_little_and_only_for_plain_weights(library):
+    weight, bias, packed = make(library, (700, 96), ("none", torch.bfloat16, 0.0))
+    x = rows(9, 96, torch.bfloat16)
+    expected = x.double() @ weight.double().T + bias.double()
+    found = linear(library, x, rough_copy(library, packed), torch.float32)
+    assert 0.02 < (found - expected).norm() / expected.norm() < 0.1
+    with pytest.raises(ValueError, match="quantised already"):
+        rough_copy(library, pack_linear(library, weight, None, "int8"))
 
 
 @pytest.mark.parametrize("kind", ["iq4_nl", "iq4_xs", "mxfp4"])
