@@ -197,7 +197,8 @@ class Connection(H11Protocol):
         )
         for event in events:
             self.transport.write(self.conn.send(event))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self._is_refused = True
         self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from foretoken.api.cli import commands
+from foretoken.api.serving.limits import Limits
 from support.observed_app import Observed
 
 ROOT = Path(__file__).parents[2]
@@ -189,8 +190,7 @@ def test_the_unit_starts_a_server_and_waits_for_its_drain() -> None:
 def test_the_proxy_waits_as_long_as_the_server() -> None:
     text = (FOLDER / "nginx.conf").read_text()
     found = dict(re.findall(r"^\s*(\w+) +(\S+);", text, re.MULTILINE))
-    limits = flags(["serve"])
-    defaults = commands.server_settings(limits).limits
+    defaults = Limits()
     assert found["proxy_buffering"] == "off"
     assert seconds(found["proxy_read_timeout"]) > defaults.max_request_seconds
     assert seconds(found["keepalive_timeout"]) < defaults.idle_seconds
@@ -214,7 +214,7 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     assert len(given) == 3
     for each in given:
         flags(["serve", *shlex.split(each)])
-    known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help()))
+    known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help(shows_all=True)))
     foreign = {"--build-arg", "--init", "--stop-timeout", "--now"}
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign
     assert named - known == set()

@@ -297,7 +297,7 @@ def test_models_are_listed_and_retrieved_by_a_name_with_a_slash(client):
 
 
 def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
-    server = serve(served_name="pretty")
+    server = serve(served_names=("pretty",))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         for name in ("pretty", "tiny/model", built.path.name):
             answer = client.completions.create(model=name, prompt=[5], max_tokens=1)
