@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .errors import InvalidRequest, shown
 from .interface.sampling_params import RECOMMENDED, TokenSamplingParams
-from .settings import SIZE, check_settings, setting, settings_of
+from .interface.settings import SIZE, check_settings, setting, settings_of
 
 OVERRIDES = "override_generation_config"
 TEMPLATE_KWARGS = "default_chat_template_kwargs"

@@ -10,10 +10,10 @@ import torch
 
 from ...core.config import EngineConfig, Sizes, format_size
 from ...core.errors import InvalidRequest, ModelLoadError, is_out_of_memory
+from ...core.interface.settings import parse_size
 from ...core.model.decoder import Decoder
 from ...core.ops.device import free_memory
 from ...core.ops.kv_pool import KvDtype, KVPool
-from ...core.settings import parse_size
 
 HOST_KV_BYTES = 2 * 2**30
 LEAST_TOKENS = 256  # of a pool of the default size: a smaller one serves no usual request

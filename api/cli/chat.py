@@ -52,7 +52,7 @@ class LocalModel:
     def __init__(self, llm: AsyncLLM, colours: Palette | None) -> None:
         self._llm, self._colours = llm, colours
         self.name = llm.built.name
-        self.sampling = llm.built.sampling_defaults.in_force
+        self.sampling: Mapping[str, Any] = llm.built.sampling_defaults.in_force
 
     async def answer(
         self, messages: list[dict[str, str]], params: SamplingParams, texts: list[str]

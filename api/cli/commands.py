@@ -15,7 +15,7 @@ from typing import Any
 from ..._version import __version__
 from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
-from ...core.settings import settings_of
+from ...core.interface.settings import settings_of
 from ..serving.limits import Limits
 from ..serving.settings import Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...core.config import EngineConfig
 from ...core.errors import InvalidRequest
-from ...core.settings import Setting, setting, settings_of
+from ...core.interface.settings import Setting, setting, settings_of
 from ..serving.limits import Limits
 from ..serving.settings import Listen, ObservingOptions, Settings
 from ..types.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ...core.config import EngineConfig
-from ...core.settings import Setting, settings_of
+from ...core.interface.settings import Setting, settings_of
 from ..types.sampling_params import LeftOut, SamplingParams
 
 SAMPLING_FLAGS = tuple(settings_of(SamplingParams))

@@ -17,7 +17,7 @@ import msgspec.structs
 from ...core import errors
 from ...core.config import EngineConfig
 from ...core.interface.request import Usage
-from ...core.settings import settings_of
+from ...core.interface.settings import settings_of
 from ..sdk.async_llm import AsyncLLM
 from ..sdk.llm import LLM
 from ..server.app import _routes

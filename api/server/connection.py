@@ -79,8 +79,8 @@ class Connection(H11Protocol):
         self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # Else up to 64 KiB that the client does not read would pass for written. At 0 TLS would wait
-        # with nothing to write; so much passes below it in any case.
+        # Else up to 64 KiB that the client does not read passes for written, as still under TLS.
+        # Not 0: TLS would then pause with nothing to write.
         transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:

@@ -7,7 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from ...core.errors import InvalidRequest
-from ...core.settings import SIZE, check_settings, setting
+from ...core.interface.settings import SIZE, check_settings, setting
 from ..parsing.output_format import REASONING_PARSERS, TOOL_PARSERS
 from .limits import Limits
 

@@ -22,7 +22,7 @@ from ...core.interface.sampling_params import (
     require,
     with_defaults,
 )
-from ...core.settings import setting
+from ...core.interface.settings import setting
 
 MAX_N = 16
 MAX_STOP_STRINGS = 16

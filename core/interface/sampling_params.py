@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from ..errors import InvalidRequest, shown
-from ..settings import setting
+from .settings import setting
 
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024

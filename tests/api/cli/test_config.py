@@ -15,7 +15,7 @@ from foretoken.api.serving.settings import Listen, ObservingOptions, Settings
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import Setting, settings_of
+from foretoken.core.interface.settings import Setting, settings_of
 from support.given import given, listening
 
 EXAMPLE = Path(foretoken.__file__).parent / "docs" / "operations" / "foretoken.toml"

@@ -7,7 +7,7 @@ import pytest
 from foretoken.api.types.sampling_params import SamplingParams
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.settings import parse_size
+from foretoken.core.interface.settings import parse_size
 
 HUGE = 10**400
 BAD: list[tuple[str, object]] = [

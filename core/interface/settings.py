@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import InvalidRequest, shown
+from ..errors import InvalidRequest, shown
 
 T = TypeVar("T")
 HIGHEST = 2**40  # of a number without another limit
