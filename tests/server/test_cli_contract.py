@@ -253,6 +253,7 @@ def test_serve_speaks_tls(tmp_path: Path) -> None:
             assert client.recv(12) == b"HTTP/1.1 400"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_sigterm_lets_a_running_stream_finish_and_exits_0(server: Server) -> None:

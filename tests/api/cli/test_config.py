@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,14 @@ def test_the_example_of_the_docs_is_read() -> None:
     assert config.override_generation_config == {"temperature": 0.2, "top_p": 0.9}
 
 
+def test_the_example_in_the_text_of_the_docs_is_read(tmp_path) -> None:
+    page = EXAMPLE.parents[1].joinpath("server.md").read_text("utf-8")
+    [text] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    path = file(tmp_path, text)
+    assert listening("--config", path).settings.served_names == ("smollm2", "assistant")
+    assert given("--config", path).make(EngineConfig).max_running == 32
+
+
 # -- what is wrong ------------------------------------------------------------------------------
 
 
@@ -246,18 +255,14 @@ def test_the_port_that_kubernetes_sets_for_a_service_is_none(monkeypatch, caplog
     assert "FORETOKEN_PORT" in caplog.text
 
 
-def test_serve_warns_in_its_log_format(monkeypatch, capfd, built) -> None:
+def test_serve_warns_after_its_log_is_configured(monkeypatch) -> None:
     monkeypatch.setenv("FORETOKEN_LOG_FORMAT", "json")
-    monkeypatch.setenv("FORETOKEN_NOTHING", "1")
-    seen = []
-    monkeypatch.setattr("foretoken.api.server.process.run", lambda *args: seen.append(args) or 0)
-    configured = []
-    monkeypatch.setattr(
-        "foretoken.api.server.logs.configure", lambda *args: configured.append(args)
-    )
+    did = []
+    monkeypatch.setattr("foretoken.api.server.logs.configure", lambda *args: did.append(args))
+    monkeypatch.setattr(Given, "warn_of_unknown_variables", lambda _: did.append("warned"))
+    monkeypatch.setattr("foretoken.api.server.process.run", lambda *_: did.append("ran") or 0)
     assert commands.main(["serve"]) == 0
-    assert configured == [("info", "json")]
-    assert len(seen) == 1
+    assert did == [("info", "json"), "warned", "ran"]
 
 
 # -- the terminal -------------------------------------------------------------------------------
