@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from ..api.sdk.async_llm import AsyncLLM
     from ..core.execution.model_runner import ModelRunner
 
+ABOUT = (
+    "Measure the engine in this process, without HTTP, under the workloads of `foretoken bench "
+    "serve`. --compare runs each workload without and with speculation and prints the ratio."
+)
 SAMPLE_SECONDS = 0.1
 
 
@@ -259,7 +263,7 @@ async def _main(runs: Sequence[argparse.Namespace]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    runs = parsed("foretoken bench offline", __doc__ or "", list(argv or []), _own_flags)
+    runs = parsed("foretoken bench offline", ABOUT, list(argv or []), _own_flags)
     print(*(f"{key}: {value}" for key, value in heading().items()), sep="\n", flush=True)
     asyncio.run(_main(runs))
 

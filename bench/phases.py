@@ -45,6 +45,10 @@ from .phases_report import write_report
 from .phases_tables import tables
 from .report import command, machine, write_json
 
+ABOUT = (
+    "Measure prefill, decode, batching, the prefix cache and speculation on the CPU, and compare "
+    "each with the roofline of this machine. Writes a JSON file, a report of one page, and plots."
+)
 ORACLE = "oracle:0.8"  # drafts for a checkpoint that comes without a draft model
 RANDOM = "random-0.6b"
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="foretoken bench phases", description=__doc__)
+    parser = Parser(prog="foretoken bench phases", description=ABOUT)
     add = parser.add_argument
     add("--model", metavar="MODEL", help=f"folder, hub id or {RANDOM}; default: the built-in pair")
     add("--quick", action="store_true", help="measure fewer points: a minute for the built-in pair")

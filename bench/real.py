@@ -54,6 +54,11 @@ from .replay import ReplayRunner
 from .report import Spread, command, machine, table, write_json
 from .shapes import qwen3_06b
 
+ABOUT = (
+    "Measure speculation on real text: tokens per second by task, number of requests and "
+    "temperature, without drafts, at fixed depths and with auto. Answers must be equal in all "
+    "settings."
+)
 SETTINGS = ("off", "1", "2", "4", "8", "16", "auto")
 LOOK_UPS = "look-ups"
 DRAFT_SETTINGS = (
@@ -425,7 +430,7 @@ def _setting(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(prog="foretoken bench real", description=__doc__)
+    parser = argparse.ArgumentParser(prog="foretoken bench real", description=ABOUT)
     parser.add_argument(
         "--model", default="smollm2", help=f"model, as for `foretoken serve`, or {RANDOM}"
     )

@@ -30,14 +30,17 @@ from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder, plain_m
 from ..runtime.engine_client import EngineClient
 from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable
 from ..serving.serve import Dialect, Serve
-from ..serving.serving_context import Service, Settings
+from ..serving.serving_context import Service
+from ..serving.settings import Settings
 from .auth import Gate
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
+from .under_path import UnderPath
 
+PATHS = ("dump_dir", "chat_template")  # options that are names of files of this machine
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
 
@@ -50,24 +53,27 @@ class ModelRoutes:
         self._created = datetime.now(UTC)
 
     async def index(self, _request: Request) -> Response:
-        """The list of models, which has one entry."""
-        entry = self._entry()
-        return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
+        """The model, once by each of its names."""
+        names = self.service.names
+        entries = [self._entry(name) for name in names]
+        return JsonResponse(wire.ModelList(data=entries, first_id=names[0], last_id=names[-1]))
 
     async def retrieve(self, request: Request) -> Response:
         """The model, by any name that requests may use; it may contain slashes."""
-        self.service.check_model(request.path_params["name"])
-        return JsonResponse(self._entry())
+        name = request.path_params["name"]
+        self.service.check_model(name)
+        names = self.service.names
+        return JsonResponse(self._entry(name if name in names else names[0]))
 
-    def _entry(self) -> wire.Model:
+    def _entry(self, name: str) -> wire.Model:
         built = self.service.llm.built
         return wire.Model(
-            id=self.service.model,
+            id=name,
             created=int(self._created.timestamp()),
             max_model_len=built.max_model_len,
             exact=built.exact,
             model_path=built.model_path,
-            display_name=self.service.model,
+            display_name=name,
             created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             tool_parser=self.service.turns.syntax.tool_parser,
             default_sampling_params=_default_sampling(self.service),
@@ -172,7 +178,7 @@ def _default_sampling(service: Service) -> wire.SamplingValues:
 
 def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:
     """The engine's options for callers, to whom folders of the server's machine are of no use."""
-    known = {name: value for name, value in settings.items() if name != "dump_dir"}
+    known = {name: value for name, value in settings.items() if name not in PATHS}
     if isinstance(draft := known.get("draft"), str):
         known["draft"] = ",".join(each.rpartition("/")[2] for each in draft.split(","))
     return known
@@ -198,7 +204,9 @@ def create_app(
     app.router.redirect_slashes = False
     gate = Gate(app, settings)
     outermost = _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
-    return observing.around(outermost, service)
+    observed = observing.around(outermost, service)
+    root_path = settings.root_path
+    return UnderPath(observed, root_path) if root_path else observed
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -246,7 +254,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
         *Dashboard(service).routes,
-        Route("/openapi.json", OpenApi().show, methods=["GET"]),
+        Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),
     ]
 
 

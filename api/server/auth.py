@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
-from ..serving.serving_context import Settings
+from ..serving.settings import Settings
 from ..types.request_context import CONTEXT, NOBODY, caller_of, header
 from .foreign_pages import PAGE_PATH, foreign_page
 

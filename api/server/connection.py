@@ -79,8 +79,9 @@ class Connection(H11Protocol):
         self.conn = QuickSends(h11.SERVER, self.limits.max_header_bytes)
         self.logger = _http_logger
         self.timeout_keep_alive = self.limits.idle_seconds  # type: ignore[assignment]
-        # Else up to 64 KiB that the client does not read would pass for written.
-        transport.set_write_buffer_limits(0)
+        # Else up to 64 KiB that the client does not read passes for written, as still under TLS.
+        # Not 0: TLS would then pause with nothing to write.
+        transport.set_write_buffer_limits(high=1, low=0)
         num_beyond = len(self.connections) - self.limits.max_connections
         if num_beyond > NUM_SPARE:
             transport.abort()
@@ -197,7 +198,8 @@ class Connection(H11Protocol):
         )
         for event in events:
             self.transport.write(self.conn.send(event))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self._is_refused = True
         self._forget_body()
         self._body_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from ..serving.errors import ApiError
-from ..serving.serving_context import Settings
+from ..serving.settings import Settings
 from ..types.request_context import header
 
 PAGE_PATH = "/"  # a link on any page may lead here

@@ -196,13 +196,17 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 class OpenApi:
     """The document of an application, made when it is first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, root_path: str = "") -> None:
+        self._root_path = root_path
         self._document: bytes | None = None
 
     async def show(self, request: Request) -> Response:
         """The OpenAPI description of all routes."""
         if self._document is None:
-            self._document = msgspec.json.encode(describe(request.app.routes))
+            document = describe(request.app.routes)
+            if self._root_path:
+                document["servers"] = [{"url": self._root_path}]
+            self._document = msgspec.json.encode(document)
         return Response(self._document, media_type=JSON)
 
 

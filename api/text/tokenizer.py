@@ -23,6 +23,7 @@ from .chat_template import (
     ChatTemplate,
     TooLong,
     check_messages,
+    check_options,
     count_chars,
     template_error,
 )
@@ -62,6 +63,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._template = ChatTemplate(hf)
+        self._template_options: dict[str, Any] = {}  # of requests that leave them out
         self.max_model_len = max_model_len
         # Two, so that no short conversation waits for a long text.
         self._short, self._long = Worker("foretoken-template"), Worker("foretoken-tokenizer")
@@ -207,6 +209,11 @@ class Tokenizer:
         """The text of the chat template, "" without one."""
         return self._template.text
 
+    def use_template(self, text: str, options: Mapping[str, Any]) -> None:
+        """Render with this template, if it is not "", and with these options by default."""
+        self._template.own = text
+        self._template_options = dict(options)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -221,8 +228,10 @@ class Tokenizer:
         if not self._template.text:
             raise InvalidRequest("the model has no chat template", param="messages")
         check_messages(messages)
-        self._template.check_options(options)
-        settings = {**options, "tools": list(tools)} if tools else options
+        check_options(options)
+        settings = {**self._template_options, **options}
+        if tools:
+            settings["tools"] = list(tools)
         text = await self._rendered(messages, settings)
         return await self.encode(text, add_special_tokens=False)
 

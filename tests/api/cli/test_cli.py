@@ -15,10 +15,10 @@ import pytest
 
 import foretoken
 from foretoken.api.cli import commands, terminal
-from foretoken.api.cli.flags import server_settings
 from foretoken.api.cli.terminal import wants_colour
 from foretoken.api.types.sampling_params import SamplingDefaults
 from foretoken.core.config import EngineConfig
+from support.given import listening
 
 
 @pytest.fixture
@@ -99,6 +99,7 @@ def test_every_engine_option_is_a_flag_of_every_command():
         "max-running": "3", "max-queued": "0", "threads": "2", "load-format": "random",
         "step-timeout": "60", "ready-step-seconds": "2.5", "dump-dir": "d", "model-impl": "own",
         "generation-config": "none", "override-generation-config": '{"top_k": 5}',
+        "chat-template": "t.jinja", "default-chat-template-kwargs": '{"enable_thinking": false}',
     }  # fmt: skip
     given = [part for name, value in flags.items() for part in (f"--{name}", value)]
     for command in (["serve", "m"], ["run", "p", "m"], ["chat", "m"]):
@@ -122,19 +123,20 @@ def test_flags_that_are_not_given_leave_the_defaults_to_the_config():
 
 def test_keys_come_from_flags_or_else_from_the_environment(monkeypatch):
     monkeypatch.setenv("FORETOKEN_API_KEY", "env")
-    assert server_settings(parse("serve")).api_keys == ("env",)
-    assert server_settings(parse("serve", "--api-key", "a", "--api-key", "b")).api_keys == (
+    assert listening().settings.api_keys == ("env",)
+    assert listening("--api-key", "a", "--api-key", "b").settings.api_keys == (
         "a",
         "b",
     )
     monkeypatch.delenv("FORETOKEN_API_KEY")
-    assert server_settings(parse("serve")).api_keys == ()
+    assert listening().settings.api_keys == ()
 
 
 def test_serve_listens_as_its_flags_say(monkeypatch, here):
     served = []
     monkeypatch.setattr(
-        "foretoken.api.server.process.run", lambda llm, listen: served.append(listen) or 0
+        "foretoken.api.server.process.run",
+        lambda llm, listen, observing: served.append(listen) or 0,
     )
     args = [
         "serve",
@@ -150,7 +152,7 @@ def test_serve_listens_as_its_flags_say(monkeypatch, here):
     assert commands.main([*args, "--drain-seconds", "2", "--log-level", "error"]) == 0
     [listen] = served
     assert (listen.host, listen.port, listen.drain_seconds) == ("127.0.0.2", 0, 2.0)
-    assert (listen.settings.api_keys, listen.settings.served_name) == (("k",), "n")
+    assert (listen.settings.api_keys, listen.settings.served_names) == (("k",), ("n",))
     served.clear()
     commands.main(["serve"])
     assert served[0].host == "127.0.0.1", "not to be reached from outside unless asked"

@@ -297,7 +297,7 @@ def test_models_are_listed_and_retrieved_by_a_name_with_a_slash(client):
 
 
 def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
-    server = serve(served_name="pretty")
+    server = serve(served_names=("pretty",))
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         for name in ("pretty", "tiny/model", built.path.name):
             answer = client.completions.create(model=name, prompt=[5], max_tokens=1)
@@ -305,6 +305,17 @@ def test_served_and_folder_names_are_accepted_and_others_are_404(serve, built):
         with pytest.raises(openai.NotFoundError) as info:
             client.completions.create(model="other", prompt=[5])
         assert (info.value.code, info.value.param) == ("model_not_found", "model")
+
+
+def test_a_model_has_several_names_and_answers_by_the_first(serve):
+    server = serve(served_names=("pretty", "plain"))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        assert [model.id for model in client.models.list().data] == ["pretty", "plain"]
+        for name in ("pretty", "plain"):
+            assert client.models.retrieve(name).id == name
+            answer = client.completions.create(model=name, prompt=[5], max_tokens=1)
+            assert answer.model == "pretty"
+        assert client.models.retrieve("tiny/model").id == "pretty"
 
 
 def test_one_bad_prompt_of_several_leaves_nothing_behind(client, engine):

@@ -8,13 +8,14 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from foretoken.api.cli.flags import Parser, add_server_flags, server_settings
 from foretoken.api.openai import wire
 from foretoken.api.openai import wire_dialects as dialects
 from foretoken.api.openai.schema import REFUSED
 from foretoken.api.server import app
 from foretoken.api.server.openapi import JSON, OPERATIONS, describe, template
-from foretoken.api.serving.serving_context import Service, Settings
+from foretoken.api.serving.serving_context import Service
+from foretoken.api.serving.settings import Settings
+from support.given import listening
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -167,8 +168,6 @@ def test_cors_covers_streams(serve):
 
 
 def test_the_flag_names_origins_and_may_be_repeated():
-    parser = Parser(prog="foretoken")
-    add_server_flags(parser)
-    given = parser.parse_args(["--cors-origin", "http://a", "--cors-origin", "http://b"])
-    assert server_settings(given).cors_origins == ("http://a", "http://b")
-    assert server_settings(parser.parse_args([])).cors_origins == ()
+    given = listening("--cors-origin", "http://a", "--cors-origin", "http://b, http://c")
+    assert given.settings.cors_origins == ("http://a", "http://b", "http://c")
+    assert listening().settings.cors_origins == ()
