@@ -382,6 +382,12 @@ def read_values(file: Path, names: Iterable[str]) -> dict[str, Any]:
         raise ModelLoadError(f"{file} is damaged: {error}") from error
 
 
+def read_head(file: Path) -> bytes:
+    """The bytes before the tensors: metadata, names and places. Raises `ModelLoadError`."""
+    reader = _open(file)
+    return reader.data[: reader.data_offset].tobytes()
+
+
 _MOST_NUMBERS = 4096
 
 
