@@ -96,6 +96,20 @@ def checked_smollm2() -> Path:
     return file
 
 
+def name_and_bytes(model: str | None) -> tuple[str, int] | None:
+    """Name and size of the weights of a model that is on this machine, without reading them.
+
+    None for a model that is not there, and for one of the hub.
+    """
+    smollm2 = smollm2_file()
+    if smollm2 is not None and model in (None, SMOLLM2):
+        return SMOLLM2, smollm2.stat().st_size
+    path = BUILTIN / "target" if model in (None, "builtin") else Path(model).expanduser()
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    name = BUILTIN_NAME if path == BUILTIN / "target" else path.resolve().name
+    return (name, sum(file.stat().st_size for file in files)) if files else None
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
