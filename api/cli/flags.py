@@ -336,7 +336,11 @@ def add_server_flags(parser: Parser) -> None:
         choices=REASONING_PARSERS,
         help="format of the model's reasoning; auto: by its chat template",
     )
-    add("--no-ui", action="store_true", help="disable the live page at /")
+    add(
+        "--no-ui",
+        action="store_true",
+        help="disable the live page at / and the API viewer at /docs",
+    )
     add(
         "--strict",
         action="store_true",

@@ -37,6 +37,7 @@ from .dashboard import Dashboard
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
+from .static_page import ApiViewer
 
 decode_tokenize = decoder(TokenizeRequest)
 decode_detokenize = decoder(DetokenizeRequest)
@@ -246,6 +247,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
         *Dashboard(service).routes,
+        *(ApiViewer().routes if service.settings.ui else []),
         Route("/openapi.json", OpenApi().show, methods=["GET"]),
     ]
 
