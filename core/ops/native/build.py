@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from ...cache_folder import cache_folder
+from ..cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
