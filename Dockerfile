@@ -1,9 +1,9 @@
 # foretoken on the CPU. docs/operations.md tells how to run it.
-#   docker build --build-arg TORCH_INDEX=URL -t foretoken .
-# TORCH_INDEX: a package index with CPU builds of torch; without it torch comes with CUDA, gigabytes of it.
+#   docker build -t foretoken .
+# TORCH_INDEX: a package index with CPU builds of torch; empty for the usual one, whose torch is for CUDA, gigabytes of it.
 
 FROM python:3.11-slim AS build
-ARG TORCH_INDEX=
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/foretoken/bin:$PATH
 RUN python -m venv /opt/foretoken
 WORKDIR /src

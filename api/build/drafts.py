@@ -27,7 +27,7 @@ from ...draft.sources.prefix import PrefixSource
 from ...draft.sources.source import Source
 from ...draft.sources.suffix import SuffixSource
 from ...draft.speculator import DraftSpeculator
-from ..text.gguf_tokenizer import load_gguf_tokenizer
+from ..text.tokenizer_cache import load_tokenizer
 
 FREE: dict[str, Callable[[], Source]] = {
     "radix": PrefixSource,
@@ -163,6 +163,6 @@ def check_compatible(path: Path, draft: Decoder, target_path: Path, target: Deco
 def tokenizer_json(path: Path) -> str | None:
     """The text of a model's tokenizer.json; for a GGUF file, of the tokenizer made from it."""
     if path.suffix.lower() == ".gguf":
-        return str(load_gguf_tokenizer(path).backend_tokenizer.to_str())
+        return str(load_tokenizer(path).backend_tokenizer.to_str())
     file = path / "tokenizer.json"
     return file.read_text(encoding="utf-8") if file.is_file() else None

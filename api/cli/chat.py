@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.errors import ForetokenError, InvalidRequest
-from ...core.ops.native.build import cache_folder
+from ...core.ops.cache_folder import cache_folder
 from ..sdk.async_llm import AsyncLLM
 from ..types.sampling_params import LeftOut, SamplingParams
 from .flags import SAMPLING_FLAGS
+from .progress import watch_loading
 from .remote import ServerModel
 from .terminal import Palette, palette, show
 
@@ -73,7 +74,9 @@ def chat(
     """Hold a conversation with a model: a turn for each message of stdin, until stdin ends."""
 
     async def hold() -> None:
-        async with AsyncLLM(model, **options) as llm:
+        llm = AsyncLLM(model, **options)
+        await watch_loading(model, llm.start())
+        async with llm:
             partner = LocalModel(llm, palette(show_drafts=show_drafts))
             await Conversation(partner, params, system).hold()
 

@@ -135,6 +135,8 @@ class Sampling(Struct, kw_only=True):
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     include_stop_str_in_output: bool | None = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
     skip_special_tokens: bool | None = None
 
 
@@ -243,9 +245,10 @@ SAME_NAME = (
 REFUSED = (
     "guided_json", "guided_regex", "guided_grammar", "guided_choice",
     "prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output",
+    "return_token_ids", "return_tokens_as_token_ids",
     "functions", "function_call", "chat_template", "audio", "suffix",
 )  # fmt: skip
-HARMLESS: tuple[object, ...] = (None, False, "", "none", [], {})
+HARMLESS: tuple[object, ...] = (None, False, "", "none", [])  # an empty object is a schema
 
 
 def decoder(body_type: type[T]) -> Callable[[bytes], T]:

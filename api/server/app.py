@@ -39,6 +39,7 @@ from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
 from .under_path import UnderPath
+from .static_page import ApiViewer
 
 PATHS = ("dump_dir", "chat_template")  # options that are names of files of this machine
 decode_tokenize = decoder(TokenizeRequest)
@@ -254,6 +255,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/cache/explain", cache.explain, methods=["GET"]),
         Route("/cache/flush", cache.flush, methods=["POST"]),
         *Dashboard(service).routes,
+        *(ApiViewer().routes if service.settings.ui else []),
         Route("/openapi.json", OpenApi(service.settings.root_path).show, methods=["GET"]),
     ]
 

@@ -11,7 +11,7 @@ from ..anthropic.errors import error_response
 from ..serving.errors import ApiError
 from ..serving.settings import Settings
 from ..types.request_context import CONTEXT, NOBODY, caller_of, header
-from .foreign_pages import PAGE_PATH, foreign_page
+from .foreign_pages import PAGE_PATHS, foreign_page
 
 OPEN_PATHS = frozenset({"/health"})  # a balancer must see that a server lives, also a full one
 IS_SPARE = "is_spare"  # in a scope's state: its connection is one beyond the limit
@@ -81,8 +81,8 @@ class Gate:
         if IS_SPARE in scope["state"]:
             return self._full()
         refusal = foreign_page(scope, self._settings)
-        if refusal is not None or (path == PAGE_PATH and self._has_page):
-            return refusal  # the page holds nothing but itself, and asks for the key
+        if refusal is not None or (path in PAGE_PATHS and self._has_page):
+            return refusal  # a page holds nothing but itself, and asks for the key
         is_operators = path in OPERATOR_PATHS or path.startswith(OPERATOR_PREFIX)
         needs_admin = is_operators and not self._all_are_admins
         if known is None and (self._needs_key or needs_admin):

@@ -7,12 +7,7 @@ it in the browser and sends it. The events have counts and sizes, never a text o
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import re
 from collections.abc import AsyncGenerator
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -23,12 +18,13 @@ from ...core.interface.speculator import GuardedSpeculator
 from ..serving.serving_context import Service
 from ..serving.sse import EventStream, event
 from ..types.results import Body
+from .static_page import FOLDER, StaticPage
 
 if TYPE_CHECKING:
     from ...core.engine.engine import Engine
     from ...radix_cache.node import Node
 
-PAGE = Path(__file__).parent / "ui" / "index.html"
+PAGE = FOLDER / "index.html"
 PERIOD_SECONDS = 1.0
 MAX_BOXES = 400  # of the icicle
 MAX_LEVELS = 16
@@ -40,6 +36,7 @@ class Dashboard:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._latest: tuple[float, bytes] = (float("-inf"), b"")
+        self._page = StaticPage(PAGE)
 
     @property
     def routes(self) -> list[Route]:
@@ -53,7 +50,7 @@ class Dashboard:
 
     async def page(self, _request: Request) -> Response:
         """The live page, one file."""
-        return Response(self._html, headers=self._headers)
+        return self._page.answer()
 
     async def events(self, _request: Request) -> Response:
         """The state of the engine, once a second."""
@@ -74,31 +71,6 @@ class Dashboard:
             body = {**about, **overview(llm.engine)}
             self._latest = (now, event(body))
         return self._latest[1]
-
-    @cached_property
-    def _html(self) -> bytes:
-        return PAGE.read_bytes()
-
-    @cached_property
-    def _headers(self) -> dict[str, str]:
-        policy = (
-            f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
-            f"form-action 'none'; frame-ancestors 'none'; script-src '{self._hash('script')}'; "
-            f"style-src '{self._hash('style')}'"
-        )
-        return {
-            "content-type": "text/html; charset=utf-8",
-            "content-security-policy": policy,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-        }
-
-    def _hash(self, tag: str) -> str:
-        """What a policy calls the one inline script or style of the page."""
-        found = re.search(f"<{tag}>(.*?)</{tag}>".encode(), self._html, re.DOTALL)
-        digest = hashlib.sha256(found[1] if found else b"").digest()
-        return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def overview(engine: Engine) -> Body:

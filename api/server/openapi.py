@@ -187,6 +187,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/debug/audit"): Operation(answer=wire.Audit, errors=(403, 503)),
     ("GET", "/"): Operation(media=HTML),
+    ("GET", "/docs"): Operation(media=HTML),
     ("GET", "/ui/events"): Operation(media=EVENTS, errors=(403,)),
     ("GET", "/openapi.json"): Operation(),
 }

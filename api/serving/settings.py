@@ -56,7 +56,7 @@ class Settings:
         "format of the model's reasoning; auto: by its chat template",
         choices=REASONING_PARSERS,
     )
-    ui: bool = setting(True, "disable the live page at /")
+    ui: bool = setting(True, "disable the live page at / and the API viewer at /docs")
     strict: bool = setting(
         False,
         "refuse temperatures over 2 (OpenAI routes) or 1 (Anthropic routes), as those APIs do",

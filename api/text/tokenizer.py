@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model folder. transformers is imported on first use."""
+"""Text to token ids and back, for one model folder or GGUF file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .detokenizer import (
     is_byte_level,
 )
 from .executor import Worker
-from .gguf_tokenizer import load_gguf_tokenizer
+from .tokenizer_cache import load_tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Tokenizer:
     def load(cls, path: Path, *, max_model_len: int) -> Tokenizer:
         """From a local folder or a GGUF file; raises `ModelLoadError`."""
         try:
-            hf = _load_hf(path)
+            hf = load_tokenizer(path)
         except Exception as error:  # any of the files may be damaged in any way
             raise ModelLoadError(f"{path}: the tokenizer does not load: {error}") from error
         return cls(hf, max_model_len=max_model_len)
@@ -346,11 +346,3 @@ class Tokenizer:
     def _byte_values(self) -> dict[int, int]:
         names = {f"<0x{value:02X}>": value for value in range(256)}
         return {self.vocab[name]: value for name, value in names.items() if name in self.vocab}
-
-
-def _load_hf(path: Path) -> Any:  # noqa: ANN401 - transformers is untyped
-    if path.suffix.lower() == ".gguf":
-        return load_gguf_tokenizer(path)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

@@ -241,6 +241,6 @@ def test_commands_of_the_guide_have_flags_that_exist() -> None:
     for each in given:
         flags(["serve", *shlex.split(each)])
     known = set(re.findall(r"--[a-z-]+", flags(["serve"]).parser.format_help(shows_all=True)))
-    foreign = {"--build-arg", "--init", "--stop-timeout", "--now"}
+    foreign = {"--build-arg", "--index-url", "--init", "--no-deps", "--now", "--stop-timeout"}
     named = set(re.findall(r"(?<!\w)--[a-z][a-z-]+", GUIDE)) - foreign
     assert named - known == set()

@@ -382,6 +382,12 @@ def read_values(file: Path, names: Iterable[str]) -> dict[str, Any]:
         raise ModelLoadError(f"{file} is damaged: {error}") from error
 
 
+def read_head(file: Path) -> bytes:
+    """The bytes before the tensors: metadata, names and places. Raises `ModelLoadError`."""
+    reader = _open(file)
+    return reader.data[: reader.data_offset].tobytes()
+
+
 _MOST_NUMBERS = 4096
 
 
@@ -521,7 +527,9 @@ def _numbers(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(blocks: Tensor) -> Tensor:
     """The low halves of 16 bytes, then the high ones: ``[rows, 32 * blocks]`` of 0 to 15."""
-    values = torch.cat((blocks & 15, blocks >> 4), dim=2)
+    values = blocks.new_empty((*blocks.shape[:2], 2, blocks.shape[2]))
+    torch.bitwise_and(blocks, 15, out=values[:, :, 0])
+    torch.bitwise_right_shift(blocks, 4, out=values[:, :, 1])
     return values.view(torch.int8).view(len(blocks), -1)
 
 

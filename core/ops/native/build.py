@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+from ..cache_folder import cache_folder
+
 logger = logging.getLogger(__name__)
 
 Variant: TypeAlias = Literal["amx", "avx512", "avx2", "scalar", "amx-emulated"]
@@ -181,14 +183,6 @@ def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
 def _sources() -> list[Path]:
     folder = Path(__file__).parent
     return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
-
-
-def cache_folder() -> Path:
-    """Return the folder of what is kept between processes: ``FORETOKEN_CACHE``, else the user's."""
-    own = os.environ.get("FORETOKEN_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
 @cache

@@ -173,6 +173,18 @@ def test_fields_reach_the_engine(client, engine):
     assert request.sampling.seed == 11
 
 
+@pytest.mark.parametrize(
+    "field", ["guided_json", "return_token_ids", "return_tokens_as_token_ids", "guided_choice"]
+)
+def test_a_refused_field_that_asks_for_nothing_passes(client, engine, field):
+    for value in (None, False):
+        chat(client, extra_body={field: value})
+    assert len(engine.requests) == 2
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, extra_body={field: {}})
+    assert caught.value.param == field
+
+
 def test_model_defaults_are_not_taken_from_anywhere_but_the_request(client, engine):
     chat(client, max_tokens=1)
     params = engine.requests[0].sampling.params
