@@ -38,8 +38,8 @@ from .dashboard import Dashboard
 from .observability import Observing
 from .openapi import OpenApi
 from .request_log import CLIENT_CLOSED
-from .under_path import UnderPath
 from .static_page import ApiViewer
+from .under_path import UnderPath
 
 PATHS = ("dump_dir", "chat_template")  # options that are names of files of this machine
 decode_tokenize = decoder(TokenizeRequest)
