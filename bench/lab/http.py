@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ..report import Spread, command, machine, table, write_json
+from ..common.report import Spread, command, machine, table, write_json
 from .http_client import (
     CHAT,
     TEXT,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from foretoken.bench.report import machine, write_json
+from foretoken.bench.common.report import machine, write_json
 
 from .mutation import Mutation
 from .mutations import MUTATIONS

@@ -103,5 +103,5 @@ def _const(rng: random.Random) -> Schema:
     return {"const": rng.choice(["a fixed text", 42, False, {"kind": "x", "n": [1, "two"]}])}
 
 
-def _boolean(rng: random.Random) -> Schema:  # noqa: ARG001
+def _boolean(rng: random.Random) -> Schema:
     return {"type": "boolean"}

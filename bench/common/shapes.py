@@ -21,19 +21,48 @@ from transformers import (
 )
 
 
-def qwen3_06b() -> Qwen3Config:
-    """The shape of Qwen3-0.6B."""
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
+def qwen3_06b(**changes: object) -> Qwen3Config:
+    """The shape of Qwen3-0.6B, or of another Qwen3."""
+    shape: dict[str, Any] = {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    return Qwen3Config(**shape | changes)
+
+
+def qwen3_8b(**changes: object) -> Qwen3Config:
+    """The shape of Qwen3-8B."""
+    shape: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+    return qwen3_06b(**shape | changes)
+
+
+def tiny_qwen3(**changes: object) -> Qwen3Config:
+    """A Qwen3 for rehearsals."""
+    shape: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+    }
+    return qwen3_06b(**shape | changes)
 
 
 def qwen25_05b() -> Qwen2Config:
@@ -51,20 +80,34 @@ def qwen25_05b() -> Qwen2Config:
     )
 
 
-def llama32_1b() -> LlamaConfig:
-    """The shape of Llama-3.2-1B."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
+def llama32_1b(**changes: object) -> LlamaConfig:
+    """The shape of Llama-3.2-1B, or of another Llama 3."""
+    shape: dict[str, Any] = {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    return LlamaConfig(**shape | changes)
+
+
+def llama3_8b(**changes: object) -> LlamaConfig:
+    """The shape of Llama-3-8B."""
+    shape: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    }
+    return llama32_1b(**shape | changes)
 
 
 def qwen3_moe_1b() -> Qwen3MoeConfig:
@@ -85,6 +128,13 @@ def qwen3_moe_1b() -> Qwen3MoeConfig:
     )
     config.head_dim = 64  # OpenVINO's converter asks for it
     return config
+
+
+def write_config(folder: Path, config: PretrainedConfig) -> Path:
+    """Write a ``config.json`` in bfloat16, all that random weights need; returns the folder."""
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    return folder
 
 
 @torch.inference_mode()

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..api.build.engine_builder import Built
-from ..api.types.sampling_params import SamplingParams
-from ..core.errors import ForetokenError, InvalidRequest
-from ..core.interface.request import Request, Usage
-from ..core.interface.step import SamplingMetadata
-from .phases_data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
-from .report import Spread
-from .roofline import LENGTHS, POSITIONS, clipped
+from ...api.build.engine_builder import Built
+from ...api.types.sampling_params import SamplingParams
+from ...core.errors import ForetokenError, InvalidRequest
+from ...core.interface.request import Request, Usage
+from ...core.interface.step import SamplingMetadata
+from ..common.report import Spread
+from ..common.roofline import LENGTHS, POSITIONS, clipped
+from .data import BatchPoint, DecodePoint, Depth, DepthPoint, PrefillPoint
 
 DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8, "auto")
 SHORT = 8  # tokens of a prompt that leaves nothing in the cache: less than a page

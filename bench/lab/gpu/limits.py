@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...report import Spread
-from ...roofline import Limits
+from ...common.report import Spread
+from ...common.roofline import Limits
 from .stage import Stage
 
 REPEATS = 10

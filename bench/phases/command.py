@@ -2,7 +2,7 @@
 
 Prefill against prompt length, decode against position, batch size against throughput and latency,
 cold against cached prefix, depth of speculation against tokens per step; each beside the roofline
-of this machine, measured in the same run. Writes a plot of each as PNG and SVG, a one-page report
+of this machine, measured in the same run. Writes a plot of each (PNG), a one-page report
 and a JSON. Run: ``foretoken bench phases``.
 """
 
@@ -21,17 +21,18 @@ from typing import Any
 
 import msgspec
 
-from ..api.build.engine_builder import Built, build
-from ..api.build.model_files import find_model
-from ..api.cli.flags import Parser, add_engine_flags, engine_options
-from ..core.config import EngineConfig
-from ..core.errors import ForetokenError, InvalidRequest
-from ..core.execution.model_runner import ModelRunner
-from ..core.model.config import DecoderConfig
-from ..core.model.families import read_config
-from .machine import Meter, largest_cache, prompt_text, shape_of
-from .phases_data import Phases, load
-from .phases_measure import (
+from ...api.build.engine_builder import Built, build
+from ...api.build.model_files import find_model
+from ...api.cli.flags import Parser, add_engine_flags, engine_options
+from ...core.config import EngineConfig
+from ...core.errors import ForetokenError, InvalidRequest
+from ...core.execution.model_runner import ModelRunner
+from ...core.model.config import DecoderConfig
+from ...core.model.families import read_config
+from ..common.machine import Meter, largest_cache, prompt_text, shape_of
+from ..common.report import command, machine, write_json
+from .data import Phases, load
+from .measure import (
     BATCHES,
     QUICK,
     Lab,
@@ -41,9 +42,7 @@ from .phases_measure import (
     measure_depths,
     measure_prefill,
 )
-from .phases_report import write_report
-from .phases_tables import tables
-from .report import command, machine, write_json
+from .report import tables, write_report
 
 ORACLE = "oracle:0.8"  # drafts for a checkpoint that comes without a draft model
 RANDOM = "random-0.6b"
@@ -108,7 +107,7 @@ def _write(phases: Phases, folder: Path, *, draw: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder.with_suffix(".json"), msgspec.to_builtins(phases))
     if draw:
-        from .phases_plots import draw_all
+        from .plots import draw_all
 
         draw_all(phases, folder)
     print(f"\n{write_report(phases, folder, has_plots=draw)}")
@@ -157,13 +156,11 @@ def _model(name: str | None) -> Iterator[tuple[str | None, dict[str, Any]]]:
     if name != RANDOM:
         yield name, {}
         return
-    from .shapes import qwen3_06b
+    from ..common.shapes import qwen3_06b, write_config
 
     with tempfile.TemporaryDirectory() as folder:
-        config = qwen3_06b()
-        config.max_position_embeddings = 40960  # as the real one has it
-        config.dtype = "bfloat16"
-        config.save_pretrained(folder)
+        config = qwen3_06b(max_position_embeddings=40960)  # as the real one has it
+        write_config(Path(folder), config)
         yield folder, {"load_format": "random"}
 
 
@@ -182,7 +179,7 @@ async def _run(built: Built, sizes: Sizes, options: dict[str, Any], name: str) -
     runner = built.engine.runner
     if not isinstance(runner, ModelRunner):
         raise ForetokenError("load_format must be auto: phases are measured on a real model")
-    meter = Meter(runner.decoder, options["threads"])
+    meter = Meter.of(runner.decoder, options["threads"])
     needed = max(sizes.max_len, 64 * BATCHES[-1], sizes.depth_prompts * sizes.depth_prompt_len)
     text, kind = prompt_text(built.path, built.vocab_size, needed)
     meter.measure()
@@ -222,7 +219,3 @@ async def _measure_all(lab: Lab, phases: Phases, meter: Meter) -> None:
     phases.limits = meter.limits
     for title, rows in tables(phases):
         print(f"\n{title}\n\n{rows}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

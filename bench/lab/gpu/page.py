@@ -1,4 +1,4 @@
-"""The results page, from the JSON of the stages: ``python -m foretoken.bench.lab.gpu.report``.
+"""The results page, from the JSON of the stages: ``python -m foretoken.bench.lab.gpu.page``.
 
 ``--from FILE`` takes the combined JSON of a run on another machine apart first.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...report import RESULTS, Spread, table, write_json
+from ...common.report import RESULTS, Spread, listed, table, write_json
 from .stage import Result, read_result
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gpu-results.md"
@@ -65,8 +65,8 @@ def _about(first: Result) -> list[str]:
     warning = "**A rehearsal without a GPU: the figures mean nothing.**\n"
     lines = [warning] if first.simulated else []
     for title, named in (("Card", first.card), ("Machine", first.machine)):
-        lines.append(f"{title}: {_list(named)}.\n")
-    lines.append(f"Versions: {_list(first.versions)}.\n")
+        lines.append(f"{title}: {listed(named)}.\n")
+    lines.append(f"Versions: {listed(first.versions)}.\n")
     if first.limits is not None:
         lines.append(
             f"Limits of this run: {first.limits.read / 1e12:.3g} TB/s, "
@@ -105,11 +105,6 @@ def _cell(value: object) -> object:
 
 def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _list(named: Mapping[str, object]) -> str:
-    plain = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in named.items()}
-    return ", ".join(f"{name} {value}" for name, value in plain.items())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 Row = Mapping[str, object]
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -32,8 +32,17 @@ class Spread(msgspec.Struct, frozen=True):
         """In another unit."""
         return Spread(self.low * factor, self.median * factor, self.high * factor)
 
+    def inverse(self, amount: float) -> Spread:
+        """Seconds for ``amount`` to a rate."""
+        return Spread(amount / self.high, amount / self.median, amount / self.low)
+
     def __str__(self) -> str:
         return f"{self.median:.3g} [{self.low:.3g} .. {self.high:.3g}]"
+
+
+def heading() -> dict[str, object]:
+    """Command and machine, which every report begins with."""
+    return {"command": command(), "machine": machine()}
 
 
 def machine() -> dict[str, object]:
@@ -77,6 +86,11 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def listed(named: Mapping[str, object]) -> str:
+    """Names and values in one line."""
+    return ", ".join(f"{name} {_cell(value)}" for name, value in named.items())
 
 
 def _cell(value: object) -> str:

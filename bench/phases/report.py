@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from .phases_data import DepthPoint, Phases, PrefillPoint
-from .phases_tables import tables
-from .roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
+from ..common.report import Spread, listed, table
+from ..common.roofline import batch_ridge, decode_floor, prefill_floor, prefill_ridge
+from .data import DepthPoint, Phases, PrefillPoint
 
 LOUD = 0.15  # of a median: repeats that lie further apart are told of
 
@@ -46,7 +46,7 @@ def sections(phases: Phases) -> Iterator[tuple[str, str, str]]:
 
 def _head(phases: Phases) -> str:
     limits, shape = phases.limits, phases.shape
-    settings, machine = _list(phases.settings), _list(phases.machine)
+    settings, machine = listed(phases.settings), listed(phases.machine)
     notes = ""
     if phases.settings.get("quantize", "none") != "none":
         notes += " Quantised weights are multiplied by other units, which may be faster."
@@ -67,9 +67,68 @@ def _head(phases: Phases) -> str:
     )
 
 
-def _list(named: Mapping[str, object]) -> str:
-    plain = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in named.items()}
-    return ", ".join(f"{name} {value}" for name, value in plain.items())
+# -- tables -------------------------------------------------------------------------------------
+
+
+def tables(phases: Phases) -> Iterator[tuple[str, str]]:
+    """Title and Markdown table of every phase that was measured."""
+    for title, rows in _rows(phases).items():
+        if rows:
+            yield title, table(rows)
+
+
+def _rows(phases: Phases) -> dict[str, list[dict[str, object]]]:
+    shape, limits = phases.shape, phases.limits
+    prefill: list[dict[str, object]] = [
+        {
+            "prompt": p.prompt_len,
+            "first token s": p.cold,
+            "tokens/s": p.prompt_len / p.cold.median,
+            "roofline": _share(prefill_floor(shape, limits, p.prompt_len), p.cold),
+        }
+        for p in phases.prefill
+    ]
+    decode: list[dict[str, object]] = [
+        {
+            "position": p.position,
+            "s a token": p.seconds,
+            "roofline": _share(decode_floor(shape, limits, p.position), p.seconds),
+        }
+        for p in phases.decode
+    ]
+    batches: list[dict[str, object]] = [
+        {"requests": p.size, "tokens/s": p.rate, "s a token": p.seconds} for p in phases.batches
+    ]
+    cached: list[dict[str, object]] = [
+        {
+            "prompt": p.prompt_len,
+            "cached tokens": p.num_cached,
+            "cold s": p.cold,
+            "cached s": p.cached,
+            "ratio": p.ratio,
+        }
+        for p in phases.prefill
+    ]
+    depths: list[dict[str, object]] = [
+        {
+            "depth": p.depth,
+            "tokens/step": p.tokens_per_step,
+            "acceptance": "-" if p.acceptance is None else p.acceptance,
+            "s a token": p.seconds,
+        }
+        for p in phases.depths
+    ]
+    return {
+        "Prefill": prefill,
+        "Decode": decode,
+        "Batch size": batches,
+        "Cold and cached": cached,
+        "Depth of speculation": depths,
+    }
+
+
+def _share(floor: float, seconds: Spread) -> str:
+    return f"{floor / seconds.median:.0%}"
 
 
 # -- sentences ----------------------------------------------------------------------------------

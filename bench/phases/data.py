@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from ..core.errors import InvalidRequest
-from .report import Spread
-from .roofline import Limits, Shape
+from ...core.errors import InvalidRequest
+from ..common.report import Spread
+from ..common.roofline import Limits, Shape
 
 Depth = int | Literal["auto"]
 

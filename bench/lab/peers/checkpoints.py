@@ -1,7 +1,8 @@
 """The checkpoints that all engines read: real shapes, random weights, a pair that agrees.
 
-``eps`` sets how often draft and target agree (see bench/shapes.py). With that of ``450m`` 0.7 of
-four draft tokens are accepted; the output of these weights does not collapse to one repeated token.
+``eps`` sets how often draft and target agree (see bench/common/shapes.py). With that of ``450m``
+0.7 of four draft tokens are accepted; the output of these weights does not collapse to one
+repeated token.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from ....api.build.model_files import BUILTIN, checked_smollm2
 from ....api.text.gguf_tokenizer import load_gguf_tokenizer
-from ...real_tasks import prompts
-from ...shapes import llama32_1b, qwen3_06b, qwen3_moe_1b, qwen25_05b, write_pair
+from ...common.real_tasks import prompts
+from ...common.shapes import llama32_1b, qwen3_06b, qwen3_moe_1b, qwen25_05b, write_pair
 
 HOME = Path(os.environ.get("FORETOKEN_PEERS", ".venv-peers")).resolve()
 """Where environments and checkpoints are made: in the working folder, unless told otherwise."""

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from .phases_data import DepthPoint, Phases
-from .report import Spread
-from .roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
+from ..common.report import Spread
+from ..common.roofline import arithmetic_seconds, decode_floor, prefill_floor, weights_seconds
+from .data import DepthPoint, Phases
 
 # Okabe and Ito's colours: told apart by the colour-blind, and in grey.
 BLUE, ORANGE, GREEN, INK, PALE = "#0072B2", "#D55E00", "#009E73", "#222222", "#777777"
@@ -33,7 +33,6 @@ STYLE: Any = {  # matplotlib names the type of its settings nowhere
     "ytick.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.hashsalt": "phases",  # the same data gives the same file
 }
 PANEL = (5.6, 4.0)  # inches of one plot
 HEADROOM = 1.3  # above the curves of a linear axis
@@ -42,7 +41,7 @@ Panels: TypeAlias = Sequence[Axes]
 
 
 def draw_all(phases: Phases, folder: Path) -> list[str]:
-    """Write NAME.png and NAME.svg for every phase that was measured; the names."""
+    """Write NAME.png for every phase that was measured; the names."""
     plots = {
         "prefill": (_prefill, phases.prefill),
         "decode": (_decode, phases.decode),
@@ -57,8 +56,7 @@ def draw_all(phases: Phases, folder: Path) -> list[str]:
             panels = figure.subplots(1, 2)
             plots[name][0](phases, list(panels))
             figure.suptitle(_subtitle(phases), fontsize=9, color=PALE, x=0.01, ha="left")
-            figure.savefig(folder / f"{name}.png", dpi=130)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            figure.savefig(folder / f"{name}.png", dpi=130, metadata={"Software": None})
     return drawn
 
 
@@ -83,7 +81,7 @@ def _prefill(phases: Phases, panels: Panels) -> None:
     weights = [weights_seconds(shape, limits)] * len(fine)
     _roof(time, fine, weights, "roofline: weights / read bandwidth", dotted=True)
     _name(time, "Time to the first token", "prompt, tokens", "seconds")
-    rates = [_inverse(p.cold, p.prompt_len) for p in phases.prefill]
+    rates = [p.cold.inverse(p.prompt_len) for p in phases.prefill]
     _measured(rate, lengths, rates, BLUE, "measured")
     roof = [n / prefill_floor(shape, limits, n) for n in fine]
     _roof(rate, fine, roof, "roofline: the slower of both")
@@ -97,13 +95,13 @@ def _decode(phases: Phases, panels: Panels) -> None:
     positions = [p.position for p in phases.decode]
     fine = _between(positions)
     shape, limits = phases.shape, phases.limits
-    _measured(time, positions, [_scaled(p.seconds, 1e3) for p in phases.decode], BLUE, "measured")
+    _measured(time, positions, [p.seconds.scaled(1e3) for p in phases.decode], BLUE, "measured")
     floors = [1e3 * decode_floor(shape, limits, n) for n in fine]
     _roof(time, fine, floors, "roofline: (weights + KV) / read bandwidth")
     _name(time, "Time of a token", "position, tokens", "milliseconds")
     time.set_xlim(left=0)
     time.xaxis.set_major_formatter(FuncFormatter(_plain))
-    rates = [_inverse(p.seconds, shape.decode_bytes(p.position) / 1e9) for p in phases.decode]
+    rates = [p.seconds.inverse(shape.decode_bytes(p.position) / 1e9) for p in phases.decode]
     _measured(rate, positions, rates, BLUE, "measured")
     _roof(rate, fine, [limits.read / 1e9] * len(fine), "roofline: read bandwidth")
     _name(rate, "Weights and KV read for it", "position, tokens", "GB/s")
@@ -123,7 +121,7 @@ def _batch(phases: Phases, panels: Panels) -> None:
     _measured(rate, sizes, [p.rate for p in phases.batches], BLUE, "measured")
     _roof(rate, fine, [n / floor for n, floor in zip(fine, floors, strict=True)], roof)
     _name(rate, "Throughput of all requests", "requests at once", "tokens/s")
-    seconds = [_scaled(p.seconds, 1e3) for p in phases.batches]
+    seconds = [p.seconds.scaled(1e3) for p in phases.batches]
     _measured(latency, sizes, seconds, BLUE, "measured")
     _roof(latency, fine, [1e3 * floor for floor in floors], roof)
     _name(latency, "Time of a token of one request", "requests at once", "milliseconds")
@@ -162,7 +160,7 @@ def _depth(phases: Phases, panels: Panels) -> None:
     title = f"Tokens a step, simulated: {phases.draft}" if phases.simulated else "Tokens a step"
     _name(steps, title, "draft tokens a step", "tokens")
     steps.set_ylim(0, HEADROOM * max(*tokens, 1.5))
-    spreads = [_scaled(p.seconds, 1e3) for p in phases.depths]
+    spreads = [p.seconds.scaled(1e3) for p in phases.depths]
     _measured(time, places[:-1], spreads[:-1], BLUE, label)
     _measured(time, places[-1:], spreads[-1:], ORANGE, "auto", "D")
     floor = decode_floor(phases.shape, phases.limits, phases.depth_position)
@@ -270,12 +268,3 @@ def _between(xs: Sequence[int], per_gap: int = 12) -> list[int]:
     low, high = xs[0], xs[-1]
     count = per_gap * max(1, len(xs) - 1)
     return sorted({round(low * (high / low) ** (i / count)) for i in range(count + 1)})
-
-
-def _scaled(spread: Spread, factor: float) -> Spread:
-    return Spread(spread.low * factor, spread.median * factor, spread.high * factor)
-
-
-def _inverse(spread: Spread, amount: float) -> Spread:
-    """Seconds to a rate."""
-    return Spread(amount / spread.high, amount / spread.median, amount / spread.low)

@@ -1,4 +1,4 @@
-"""What `foretoken bench phases` needs to know of machine and model: limits, shape, prompts."""
+"""Measures the limits of the machine, and the shape of a model; cuts prompts from texts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from ..core.model.config import DecoderConfig
-from ..core.model.decoder import Decoder
-from ..core.ops.base import PackedLinear
-from ..core.ops.kv_pool import KVPool
-from ..core.ops.native.library import NativeLibrary
-from ..core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
-from ..core.ops.native.linear import NativeLinear
-from ..core.ops.native.native_ops import NativeOps
+from ...core.model.config import DecoderConfig
+from ...core.model.decoder import Decoder
+from ...core.ops.base import PackedLinear
+from ...core.ops.kv_pool import KVPool
+from ...core.ops.native.library import NativeLibrary
+from ...core.ops.native.limits import best_seconds, matrix_rate, read_bandwidth
+from ...core.ops.native.linear import NativeLinear
+from ...core.ops.native.native_ops import NativeOps
 from .roofline import Limits, Shape
 
 _SIDE = 1024  # of the square matrices that torch multiplies
@@ -23,13 +23,19 @@ _READ_BYTES = 1 << 30
 
 
 class Meter:
-    """Measures the machine with what the model computes with: its kernels, or torch."""
+    """Measures the machine with what computes: the native kernels, or torch without a library."""
 
-    def __init__(self, decoder: Decoder, threads: int) -> None:
-        self._library = decoder.ops.library if isinstance(decoder.ops, NativeOps) else None
-        self._dtype = decoder.dtype
+    def __init__(self, library: NativeLibrary | None, dtype: torch.dtype, threads: int) -> None:
+        self._library = library
+        self._dtype = dtype
         self._threads = threads
         self._found: list[tuple[float, float]] = []
+
+    @classmethod
+    def of(cls, decoder: Decoder, threads: int) -> Meter:
+        """A meter that computes as this model does."""
+        library = decoder.ops.library if isinstance(decoder.ops, NativeOps) else None
+        return cls(library, decoder.dtype, threads)
 
     @property
     def how(self) -> str:
@@ -39,11 +45,7 @@ class Meter:
 
     def measure(self) -> None:
         """Once more; to be called while the engine is idle."""
-        if self._library is None:
-            torch.set_num_threads(self._threads)
-            self._found.append((torch_read_bandwidth(), _torch_multiply(self._dtype)))
-        else:
-            self._found.append(_native(self._library, self._threads))
+        self._found.append(_measured(self._library, self._dtype, self._threads))
 
     @property
     def limits(self) -> Limits:
@@ -60,7 +62,13 @@ class Meter:
         )
 
 
-def _native(library: NativeLibrary, threads: int) -> tuple[float, float]:
+def _measured(
+    library: NativeLibrary | None, dtype: torch.dtype, threads: int
+) -> tuple[float, float]:
+    """Bytes and operations a second."""
+    if library is None:
+        torch.set_num_threads(threads)
+        return torch_read_bandwidth(), _torch_multiply(dtype)
     library.set_threads(threads)
     return read_bandwidth(library), matrix_rate(library)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..core.execution.model_runner import LaunchedStep, ModelRunner
-from ..core.sampling.verifier import Verified
+from ...core.execution.model_runner import LaunchedStep, ModelRunner
+from ...core.sampling.verifier import Verified
 
 WINNING = 1e4  # a logit above all others
 
