@@ -69,7 +69,7 @@ EQUIVALENT: dict[str, str] = {}
 
 
 def generated_mutations(code: Code) -> list[Mutation]:
-    """All of all targets, without the equivalent ones. Raises `DoesNotApply` for one that is gone."""
+    """Mutations of all targets, less equivalent ones. Raises `DoesNotApply` if a target is gone."""
     return [
         mutation
         for target in TARGETS
