@@ -11,9 +11,9 @@ from .operators import Target, generated
 
 _TREE = (
     "radix_cache/test_tree.py", "radix_cache/test_quota.py", "radix_cache/test_eviction.py",
-    "radix_cache/test_prefix_cache.py",
+    "radix_cache/test_pins.py", "radix_cache/test_prefix_cache.py",
 )  # fmt: skip
-_CACHE = ("radix_cache/test_prefix_cache.py", "radix_cache/test_cache_machine.py")
+_CACHE = ("radix_cache/test_prefix_cache.py", "radix_cache/test_eviction.py")
 _QUOTA = ("radix_cache/test_quota.py", "radix_cache/test_eviction.py")
 _SCHEDULER = ("core/scheduling/test_scheduler.py", "core/scheduling/test_chunk_budget.py")
 _QUEUE = ("core/scheduling/test_request_queue.py", "core/scheduling/test_fairness.py")
@@ -73,6 +73,9 @@ EQUIVALENT: dict[str, str] = {
     "RadixTree.unlock: off by one 1": _TICKS,
     "RadixTree.insert_below: off by one 1": _TICKS,
     "RadixTree._split: off by one 1 #2": _TICKS,
+    "RadixTree._drop: off by one 1 #3": _TICKS,
+    "Node.common_pages: off by one 0": "a child is found by its first page, which is common",
+    "Node.common_pages: off by one 1": "the search halves elsewhere, and ends at the same page",
 }
 """Generated mutations, by name, that change nothing that a caller could notice, and why."""
 
