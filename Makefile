@@ -63,9 +63,13 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python -m foretoken.bench.lab.engine $(ARGS)
 
-# Mistakes are made one by one in a copy of the code: each must make a test fail. Some minutes.
+# Mistakes are made one by one in a copy of the code: each must make a test fail. A sample of them
+# takes some minutes; `make prove PROVE_SAMPLE=1000` makes them all.
+PROVE_SAMPLE ?= 150
+PROVE_SEED ?= $(shell date +%s)
 prove: $(VENV)/.test
-	nice -n 10 $(BIN)/python -m tests.prove $(ARGS)
+	@echo "--sample $(PROVE_SAMPLE) --seed $(PROVE_SEED)"
+	nice -n 10 $(BIN)/python -m tests.prove --sample $(PROVE_SAMPLE) --seed $(PROVE_SEED) $(ARGS)
 
 # Hostile input over HTTP from a new seed, which is printed; `make fuzz FUZZ_SEED=7` repeats one.
 FUZZ_EXAMPLES ?= 300

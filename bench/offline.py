@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, cast
 from ..api.cli.flags import Parser, add_engine_flags, engine_options
 from ..api.types.sampling_params import SamplingParams
 from ..core.errors import ForetokenError
+from .common.report import Spread, heading, table, write_json
+from .common.roofline import Roofline, measured_roofline
 from .load.cli import parsed, run
 from .load.corpus import TextCorpus, id_corpus
 from .load.figures import Record
 from .load.generator import Content, Job, Load
 from .load.http import Failure
 from .load.openai import joined
-from .load.report import heading, out_path, show
+from .load.report import out_path, show
 from .load.server import KvUsage
 from .load.workloads import Scene, positive
-from .report import Spread, table, write_json
-from .roofline import Roofline, measured_roofline
 
 if TYPE_CHECKING:
     from ..api.sdk.async_llm import AsyncLLM

@@ -48,11 +48,11 @@ from ..core.model.families import read_config
 from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
 from ..draft.speculator import DraftSpeculator
-from .drafting import chain, tree
-from .real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
-from .replay import ReplayRunner
-from .report import Spread, command, machine, table, write_json
-from .shapes import qwen3_06b
+from .common.drafting import chain, tree
+from .common.real_tasks import ADVERSARIAL, KINDS, PER_HALF, Half, adversarial, prompts
+from .common.replay import ReplayRunner
+from .common.report import Spread, heading, table, write_json
+from .common.shapes import qwen3_06b
 
 ABOUT = (
     "Measure speculation on real text: tokens per second by task, number of requests and "
@@ -484,7 +484,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.settings = list(DRAFT_SETTINGS if draft.model else SETTINGS)
     if draft.model is None and any(each.startswith(("chain-", "tree-")) for each in args.settings):
         parser.error("chain-N and tree-N need a draft model or head: name one with --draft")
-    report: dict[str, object] = {"command": command(), "machine": machine()}
+    report: dict[str, object] = heading()
     print(*(f"{key}: {value}" for key, value in report.items()), sep="\n", flush=True)
     report["cells"] = asyncio.run(_main(args))
     write_json(args.out, report)

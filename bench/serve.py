@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..api.cli.flags import Parser
+from .common.report import heading, write_json
+from .common.roofline import Roofline, measured_roofline
 from .load.cli import parsed, run
 from .load.corpus import chat_corpus, id_corpus
 from .load.generator import Job, Load, Piece
 from .load.http import Failure, Http
 from .load.openai import PATHS, OpenAIDriver
-from .load.report import busy_note, heading, out_path, show
+from .load.report import busy_note, out_path, show
 from .load.server import first_model, own_server, sampled, server_encode, wait_healthy
 from .load.workloads import Scene, above_zero, natural, positive
-from .report import write_json
-from .roofline import Roofline, measured_roofline
 
 ABOUT = (
     "Measure an OpenAI-compatible server over HTTP under a workload: latency, throughput and cache "

@@ -54,6 +54,13 @@ class Code:
             raise DoesNotApply(f"{where} has {sum(counts)} of: {mutation.before}")
         return places[counts.index(1)]
 
+    def source(self, name: str) -> str:
+        """The text of a place that is the only one of its name. Raises `DoesNotApply`."""
+        places = self._places.get(name, [])
+        if len(places) != 1:
+            raise DoesNotApply(f"{len(places)} places are named {name}")
+        return self._text_of(places[0])
+
     def mutate(self, mutation: Mutation) -> tuple[Place, str]:
         """The place, and the text of its file with the mistake in it. Raises `DoesNotApply`."""
         place = self.locate(mutation)

@@ -65,6 +65,15 @@ def test_nobody_gets_beyond_its_quota_and_what_it_needs_at_a_time() -> None:
     assert owned(cache)["quiet"] == 20 - 10 - 3
 
 
+@pytest.mark.parametrize(("quota", "num_by_quota"), [(0.5, 3), (1.0, 0)])
+def test_pages_that_go_because_of_a_quota_are_counted_apart(quota, num_by_quota) -> None:
+    cache = PrefixCache(20, 2, cache_quota=quota)
+    leave(cache, "quiet", 2)
+    for _ in range(7):  # the last one finds no free page
+        leave(cache, "flood", 3)
+    assert (cache.tree.num_evicted, cache.tree.num_evicted_by_quota) == (3, num_by_quota)
+
+
 def test_without_a_quota_a_flood_drives_out_everybody() -> None:
     cache = PrefixCache(20, 2, cache_quota=1.0)
     quiet = leave(cache, "quiet", 2)

@@ -21,8 +21,7 @@ from ....core.model import Decoder
 from ....core.ops.batch import Segment
 from ....core.ops.kv_pool import KVPool
 from .bed import PAGE_SIZE
-from .shapes import LLAMA, QWEN, SMALL
-from .stage import Stage
+from .stage import LLAMA, QWEN, SMALL, Stage
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests" / "core" / "ops" / "triton"
