@@ -11,8 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ..runtime.chat_types import Call, TurnDelta
-from ..types.results import Body
+from ..types.results import Body, CallDelta, TextDelta
 
 SIGNATURE = "unsigned"  # clients send no thought back that has none
 INVALID = "INVALID_JSON"  # what Anthropic calls arguments that are no object
@@ -63,16 +62,16 @@ class Blocks:
         self._held = ""
         self._shows_thoughts = shows_thoughts
 
-    def take(self, delta: TurnDelta) -> list[Body]:
+    def take(self, delta: TextDelta) -> list[Body]:
         """Return the events of a delta."""
         events: list[Body] = []
         # What goes on with a call came before the words, which came before the next call.
-        going_on = [call for call in delta.calls if not call.id]
+        going_on = [call for call in delta.tool_calls if not call.id]
         for call in going_on:
             self._add_arguments(call, events)
         self._add_thoughts(delta.reasoning, events)
-        self._add_words(delta.words, events)
-        for call in delta.calls[len(going_on) :]:
+        self._add_words(delta.text, events)
+        for call in delta.tool_calls[len(going_on) :]:
             self._open(Part("tool_use", id=tool_use_id(call.id), name=call.name), events)
             self._add_arguments(call, events)
         return events
@@ -104,7 +103,7 @@ class Blocks:
             self._open(Part("text"), events)
         self._grow(words, {"type": "text_delta", "text": words}, events)
 
-    def _add_arguments(self, call: Call, events: list[Body]) -> None:
+    def _add_arguments(self, call: CallDelta, events: list[Body]) -> None:
         if call.arguments:
             piece: Body = {"type": "input_json_delta", "partial_json": call.arguments}
             self._grow(call.arguments, piece, events)

@@ -15,11 +15,10 @@ from ..openai.shapes import refuse_aborted, speculation_body
 from ..openai.wire_dialects import MessageUsage
 from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import Turn
-from ..runtime.chat_types import TurnDelta
 from ..serving.errors import ApiError
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
-from ..types.results import Body
+from ..types.results import Body, TextDelta
 from .blocks import Blocks
 from .breakpoints import TTL, Breakpoints
 from .errors import error_body
@@ -63,7 +62,7 @@ class MessageWriter:
 
     async def whole(self, turn: Turn) -> Body:
         """The answer in one body."""
-        blocks, last = self._blocks(), TurnDelta()
+        blocks, last = self._blocks(), TextDelta()
         async with aclosing(turn.deltas()) as deltas:
             async for last in deltas:
                 self._take(turn, last, blocks)
@@ -76,7 +75,7 @@ class MessageWriter:
 
     async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
         """The answer as events; the first waits for a step, since it reports cached tokens."""
-        blocks, last = self._blocks(), TurnDelta()
+        blocks, last = self._blocks(), TextDelta()
         is_first = True
         async with aclosing(turn.deltas()) as deltas:
             async for last in deltas:
@@ -106,7 +105,7 @@ class MessageWriter:
     def _blocks(self) -> Blocks:
         return Blocks(shows_thoughts=self.shows_thoughts)
 
-    def _take(self, turn: Turn, delta: TurnDelta, blocks: Blocks) -> list[Body]:
+    def _take(self, turn: Turn, delta: TextDelta, blocks: Blocks) -> list[Body]:
         if delta.finish_reason is not None:
             refuse_aborted(self.service, delta.finish_reason, turn.num_tokens(delta.index))
         return blocks.take(delta)
@@ -136,7 +135,7 @@ class MessageWriter:
             "usage": self.usage(usage, is_start=True),
         }
 
-    def _end(self, turn: Turn, last: TurnDelta) -> Body:
+    def _end(self, turn: Turn, last: TextDelta) -> Body:
         """Stop reason and stop sequence of a choice."""
         reason, sequence = last.finish_reason or "", None
         stopped = REASONS.get(reason, "tool_use")

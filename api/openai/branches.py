@@ -20,11 +20,11 @@ from msgspec.structs import asdict, replace
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.output_parser import PlainParser
 from ..runtime.chat import Turn
-from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
+from ..runtime.chat_types import Ask
 from ..runtime.generation import each_of, merge
 from ..serving.serve import Dialect
 from ..serving.sse import Reply
-from ..types.results import batch_usage
+from ..types.results import Choice, TextDelta, batch_usage
 from .chat import ChatWriter, read_ask
 from .completions import completion_params, open_text, read_prompts, refuse
 from .schema import (
@@ -262,7 +262,7 @@ class BranchReply(Reply):
 class BranchWriter(ChatWriter):
     """Encodes branches like the choices of a chat, each with its own usage."""
 
-    def branches(self, turns: Sequence[Turn], choices: Sequence[TurnChoice]) -> BranchesBody:
+    def branches(self, turns: Sequence[Turn], choices: Sequence[Choice]) -> BranchesBody:
         """All branches in one body."""
         written = [
             BranchBody(**asdict(self.choice(choice)), usage=self._branch_usage(turn, name))
@@ -296,7 +296,7 @@ class BranchWriter(ChatWriter):
             yield last
 
 
-async def _numbered(turn: Turn, index: int) -> AsyncGenerator[TurnDelta]:
+async def _numbered(turn: Turn, index: int) -> AsyncGenerator[TextDelta]:
     async with aclosing(turn.deltas()) as deltas:
         async for delta in deltas:
             yield replace(delta, index=index)

@@ -13,13 +13,13 @@ from msgspec import UNSET, Struct
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
 from ..runtime.chat import Turn
-from ..runtime.chat_types import Ask, Call, TurnChoice, TurnDelta
+from ..runtime.chat_types import Ask
 from ..runtime.tools import read_cache, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
-from ..types.results import Body
+from ..types.results import Body, CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
 from .schema import (
     AnyRequest,
@@ -140,28 +140,28 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, turn: Turn, choices: Sequence[TurnChoice]) -> Struct:
+    def whole(self, turn: Turn, choices: Sequence[Choice]) -> Struct:
         """The answer in one body."""
         return self.answer([self.choice(each) for each in choices], turn.usage)
 
     def nothing(self, index: int) -> ChatChoiceBody:
         """The empty choice, for a prompt that was only cached."""
-        return self.choice(TurnChoice(index=index, finish_reason="length"))
+        return self.choice(Choice(index=index, finish_reason="length"))
 
     def nothing_chunks(self, index: int) -> list[bytes]:
         """The same as events."""
-        ending = TurnDelta(index=index, finish_reason="length")
+        ending = TextDelta(index=index, finish_reason="length")
         return [self.opening(index), *self._chunks(ending)]
 
-    def choice(self, choice: TurnChoice) -> ChatChoiceBody:
+    def choice(self, choice: Choice) -> ChatChoiceBody:
         """One of the n answers."""
         self.refuse_aborted(choice.finish_reason, len(choice.token_ids))
-        message = MessageBody(content=choice.words)
+        message = MessageBody(content=choice.text)
         if choice.reasoning:
             message.reasoning_content = choice.reasoning
-        if choice.calls:
-            message.content = choice.words or None
-            message.tool_calls = [_whole_call(call) for call in choice.calls]
+        if choice.tool_calls:
+            message.content = choice.text or None
+            message.tool_calls = [_whole_call(call) for call in choice.tool_calls]
         return ChatChoiceBody(
             index=choice.index,
             message=message,
@@ -196,7 +196,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         for last in self.end(turn.usage):
             yield last
 
-    def _chunks(self, delta: TurnDelta) -> list[bytes]:
+    def _chunks(self, delta: TextDelta) -> list[bytes]:
         """The chunks of a delta: one for its content, and one for the end."""
         chunks = []
         content = _delta_body(delta)
@@ -230,11 +230,11 @@ class TokenPieces:
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._waiting: list[tuple[int, str]] = []  # tokens that no chunk has told yet
 
-    def hold(self, delta: TurnDelta) -> None:
+    def hold(self, delta: TextDelta) -> None:
         """Tokens whose text comes with a later chunk."""
         self._waiting += zip(delta.token_ids, delta.sources, strict=False)
 
-    def read(self, delta: TurnDelta) -> list[tuple[str, str]]:
+    def read(self, delta: TextDelta) -> list[tuple[str, str]]:
         """The pieces of a step, and of those before it that added no text."""
         self.hold(delta)
         special, told = self._tokenizer.special_ids, []
@@ -246,23 +246,23 @@ class TokenPieces:
         return told
 
 
-def _whole_call(call: Call) -> CallBody:
+def _whole_call(call: ToolCall | CallDelta) -> CallBody:
     function = FunctionBody(name=call.name, arguments=call.arguments)
     return CallBody(id=call.id, type="function", function=function)
 
 
-def _delta_body(delta: TurnDelta) -> DeltaBody | None:
+def _delta_body(delta: TextDelta) -> DeltaBody | None:
     """The delta of a chunk; None if a step adds nothing."""
-    if not (delta.reasoning or delta.words or delta.calls):
+    if not (delta.reasoning or delta.text or delta.tool_calls):
         return None
     return DeltaBody(
         reasoning_content=delta.reasoning or UNSET,
-        content=delta.words or UNSET,
-        tool_calls=[_call_delta(call) for call in delta.calls] or UNSET,
+        content=delta.text or UNSET,
+        tool_calls=[_call_delta(call) for call in delta.tool_calls] or UNSET,
     )
 
 
-def _call_delta(call: Call) -> CallBody:
+def _call_delta(call: CallDelta) -> CallBody:
     if not call.id:
         function = FunctionBody(arguments=call.arguments)
         return CallBody(index=call.index, function=function)

@@ -7,12 +7,14 @@ it arrives. The APIs differ only in how they encode that.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 from uuid import uuid4
+
+from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.request import Usage
@@ -31,9 +33,9 @@ from ..parsing.output_parser import (
 )
 from ..structured.grammar_text import num_chars
 from ..text.chat_template import check_messages
-from ..types.results import Completion, TextDelta, ToolChoice
+from ..types.results import CallDelta, Choice, Completion, TextDelta, ToolChoice
 from ..types.sampling_params import SamplingParams
-from .chat_types import Ask, Call, TurnChoice, TurnDelta
+from .chat_types import Ask
 from .engine_client import EngineClient
 from .generation import Answer, Generation, each_of
 from .preprocess import needs_closing, warm_params
@@ -47,16 +49,15 @@ TAIL_IDS = 32  # tokens at the end of a prompt, among which a thought may have b
 class TurnReader:
     """Parses the text of one choice into reasoning, content and calls."""
 
-    def __init__(self, index: int, parser: OutputParser, choice: ToolChoice) -> None:
+    def __init__(self, parser: OutputParser, choice: ToolChoice) -> None:
         self.is_done = False
-        self._index = index
         self._parser = parser
         self._is_single = choice.is_single  # the choice ends with its first call
-        self._has_words = choice.mode != "required"  # else it is what a cut left of a call's mark
+        self._has_text = choice.mode != "required"  # else it is what a cut left of a call's mark
         self._num_calls = 0
         self._is_called = False  # whether the last call is whole
 
-    def read(self, delta: TextDelta) -> list[TurnDelta]:
+    def read(self, delta: TextDelta) -> list[TextDelta]:
         """The deltas of a step: one, or more where content or reasoning follows a call.
 
         None once the choice has ended, even if the engine still generates.
@@ -66,24 +67,17 @@ class TurnReader:
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events = [*events, *self._parser.end()]
-        turned = TurnDelta(
-            index=self._index,
-            token_ids=delta.token_ids,
-            sources=delta.sources,
-            logprobs=delta.logprobs,
-            prompt_logprobs=delta.prompt_logprobs,
-        )
-        parts = [turned]
+        parts = [replace(delta, text="", finish_reason=None, stop_reason=None)]
         for event in events:
             if isinstance(event, Words | Thought) and not _keeps_order(event, parts[-1]):
-                parts.append(TurnDelta(index=self._index))
+                parts.append(TextDelta(index=delta.index))
             if self._take(event, parts[-1]):
                 self.is_done = True
                 break
         self._end(parts[-1], delta)
         return parts
 
-    def _end(self, last: TurnDelta, delta: TextDelta) -> None:
+    def _end(self, last: TextDelta, delta: TextDelta) -> None:
         """Set the finish reason, if the choice ended: by its only call or by its text."""
         reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         if self.is_done:
@@ -97,36 +91,36 @@ class TurnReader:
         was_cut = isinstance(delta.stop_reason, str) and not self._is_called
         return delta.finish_reason == "stop" and self._num_calls > 0 and not was_cut
 
-    def _take(self, event: Event, turned: TurnDelta) -> bool:
+    def _take(self, event: Event, part: TextDelta) -> bool:
         """Add a parsed event; returns whether the choice ends with it."""
         match event:
             case Thought(text):
-                turned.reasoning += text
+                part.reasoning += text
             case Words(text):
-                turned.words += text if self._has_words else ""
+                part.text += text if self._has_text else ""
             case CallBegin(name):
                 call_id = f"call_{uuid4().hex[:24]}"
-                turned.calls.append(Call(index=self._num_calls, id=call_id, name=name))
+                part.tool_calls.append(CallDelta(index=self._num_calls, id=call_id, name=name))
                 self._num_calls += 1
                 self._is_called = False
             case CallArguments(text):
-                self._call(turned).arguments += text
+                self._call(part).arguments += text
             case CallEnd():
-                self._call(turned).is_done = self._is_called = True
+                self._call(part).is_done = self._is_called = True
                 return self._is_single
         return False
 
-    def _call(self, turned: TurnDelta) -> Call:
+    def _call(self, part: TextDelta) -> CallDelta:
         """The delta of the present call."""
         index = self._num_calls - 1
-        if not turned.calls or turned.calls[-1].index != index:
-            turned.calls.append(Call(index=index))
-        return turned.calls[-1]
+        if not part.tool_calls or part.tool_calls[-1].index != index:
+            part.tool_calls.append(CallDelta(index=index))
+        return part.tool_calls[-1]
 
 
-def _keeps_order(event: Words | Thought, turned: TurnDelta) -> bool:
+def _keeps_order(event: Words | Thought, part: TextDelta) -> bool:
     """Whether the event may join the delta: its order is reasoning, content, calls."""
-    return not turned.calls and (not turned.words or isinstance(event, Words))
+    return not part.tool_calls and (not part.text or isinstance(event, Words))
 
 
 class Turn:
@@ -138,9 +132,7 @@ class Turn:
         self.answer = answer
         self._llm = llm
         self._ask = ask
-        self._readers = [
-            TurnReader(index, parser, ask.tool_choice) for index, parser in enumerate(parsers)
-        ]
+        self._readers = [TurnReader(parser, ask.tool_choice) for parser in parsers]
 
     @property
     def usage(self) -> Usage:
@@ -165,20 +157,20 @@ class Turn:
         """Abort requests that still run; may be called twice."""
         self._llm.forget(self.answer)
 
-    async def deltas(self) -> AsyncGenerator[TurnDelta]:
+    async def deltas(self) -> AsyncGenerator[TextDelta]:
         """One delta per step and choice; several choices are interleaved."""
         try:
             async with aclosing(self.answer.deltas()) as deltas:
                 async for delta in deltas:
-                    for turned in self._readers[delta.index].read(delta):
-                        yield turned
-                        if turned.finish_reason is not None:
+                    for part in self._readers[delta.index].read(delta):
+                        yield part
+                        if part.finish_reason is not None:
                             self.answer.generations[delta.index].close()
         except InvalidRequest as error:
             _name_field(error, self._ask)
             raise
 
-    async def collect(self) -> list[TurnChoice]:
+    async def collect(self) -> list[Choice]:
         """Read all of it and close it; the first choice that fails raises."""
         pairs = zip(self._readers, self.answer.generations, strict=True)
         try:
@@ -190,12 +182,12 @@ class Turn:
             self.close()
 
 
-async def _read(reader: TurnReader, generation: Generation) -> TurnChoice:
+async def _read(reader: TurnReader, generation: Generation) -> Choice:
     """Read one choice to its end; it is aborted where its turn ends before its text."""
-    choice = TurnChoice(index=generation.index)
+    choice = Choice(index=generation.index)
     async for delta in generation:
-        for turned in reader.read(delta):
-            choice.add(turned)
+        for part in reader.read(delta):
+            choice.add(part)
         if reader.is_done:
             generation.close()
     return choice
@@ -311,7 +303,9 @@ class Turns:
         )
         if grammar is None:
             return ask.params
-        return replace(ask.params, grammar=grammar, json_schema=None, regex=None, choice=None)
+        return dataclasses.replace(
+            ask.params, grammar=grammar, json_schema=None, regex=None, choice=None
+        )
 
     def _tail(self, prompt_ids: Sequence[int]) -> str:
         """The end of the prompt, which may open the reasoning of a model that thinks."""

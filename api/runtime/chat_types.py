@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct
-
 from ...core.interface.request import DEFAULT_CACHE, CacheOptions
-from ...core.interface.step import TokenLogprob
 from ..types.results import Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 from .prompt_history import PromptNote, conversation_parts
@@ -45,63 +41,3 @@ class Ask:
         if choice.mode == "none" or choice.allowed is None:
             return () if choice.mode == "none" else self.tools
         return [tool for tool in self.tools if tool.name in choice.allowed]
-
-
-class Call(Struct, kw_only=True):
-    """A tool call, or the addition of a delta to one."""
-
-    index: int  # among the calls of its choice
-    id: str = ""  # in a delta: in its first one alone, as the name is
-    name: str = ""
-    arguments: str = ""  # JSON text
-    is_done: bool = False
-
-
-class TurnDelta(Struct, kw_only=True):
-    """One step's addition to a choice. ``finish_reason``: as `TurnChoice` has it, in the last."""
-
-    index: int = 0
-    reasoning: str = ""
-    words: str = ""
-    calls: list[Call] = []
-    token_ids: list[int] = []
-    sources: list[str] = []  # as `TextDelta` has them
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] = []
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class TurnChoice(Struct, kw_only=True):
-    """One of n answers. ``finish_reason``: "stop", "length", "abort" or "tool_calls"."""
-
-    index: int
-    reasoning: str = ""
-    words: str = ""
-    calls: list[Call] = []
-    token_ids: list[int] = []
-    num_reasoning_tokens: int = 0  # of the steps that brought thoughts
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] = []
-    finish_reason: str = ""
-    stop_reason: int | str | None = None
-
-    def add(self, delta: TurnDelta) -> None:
-        """Append a delta."""
-        self.reasoning += delta.reasoning
-        self.words += delta.words
-        self.token_ids += delta.token_ids
-        self.num_reasoning_tokens += len(delta.token_ids) if delta.reasoning else 0
-        if delta.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs
-        for call in delta.calls:
-            if call.index == len(self.calls):
-                self.calls.append(copy(call))
-            else:
-                self.calls[call.index].arguments += call.arguments
-                self.calls[call.index].is_done = call.is_done
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

@@ -11,9 +11,8 @@ from typing import Any, Literal, TypeVar, overload
 import msgspec
 
 from ...core.errors import InvalidRequest, QueueFull
-from ...core.interface.step import TokenLogprob
 from ..runtime.chat import Turn, Turns
-from ..runtime.chat_types import Ask, TurnChoice, TurnDelta
+from ..runtime.chat_types import Ask
 from ..runtime.engine_client import EngineClient
 from ..runtime.generation import Answer
 from ..runtime.preprocess import (
@@ -28,7 +27,7 @@ from ..runtime.preprocess import (
     one_params,
 )
 from ..runtime.tools import NamedChoice, Tools, plain_call, read_choice, read_tools
-from ..types.results import CallDelta, Choice, Completion, TextDelta, Tool, ToolCall, ToolChoice
+from ..types.results import Completion, TextDelta, Tool, ToolChoice
 from ..types.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -89,54 +88,7 @@ def _plain(message: Message) -> Message:
 
 async def completion_of(turn: Turn) -> Completion:
     """Read a whole turn and close it."""
-    choices = await turn.collect()
-    answer = turn.answer
-    return Completion(
-        request_id=answer.request_id,
-        prompt_token_ids=list(answer.prompt_token_ids),
-        choices=[_whole(choice) for choice in choices],
-        usage=turn.usage,
-        prompt_logprobs=_prompt_logprobs(answer.params, choices[0].prompt_logprobs),
-    )
-
-
-def _prompt_logprobs(
-    params: SamplingParams, found: list[TokenLogprob]
-) -> list[TokenLogprob | None] | None:
-    return None if params.prompt_logprobs is None else [None, *found]
-
-
-def _whole(choice: TurnChoice) -> Choice:
-    calls = [ToolCall(id=c.id, name=c.name, arguments=c.arguments) for c in choice.calls]
-    return Choice(
-        index=choice.index,
-        text=choice.words,
-        token_ids=choice.token_ids,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        logprobs=choice.logprobs,
-        reasoning=choice.reasoning,
-        tool_calls=calls,
-    )
-
-
-def text_delta(delta: TurnDelta) -> TextDelta:
-    """One step of a turn."""
-    calls = [
-        CallDelta(index=c.index, id=c.id, name=c.name, arguments=c.arguments) for c in delta.calls
-    ]
-    return TextDelta(
-        text=delta.words,
-        token_ids=delta.token_ids,
-        sources=delta.sources,
-        index=delta.index,
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
-        logprobs=delta.logprobs,
-        prompt_logprobs=delta.prompt_logprobs,
-        reasoning=delta.reasoning,
-        tool_calls=calls,
-    )
+    return turn.answer.completion(await turn.collect())
 
 
 class AsyncLLM(EngineClient):
@@ -258,7 +210,7 @@ class AsyncLLM(EngineClient):
         try:
             async with aclosing(turn.deltas()) as deltas:
                 async for delta in deltas:
-                    yield text_delta(delta)
+                    yield delta
         finally:
             turn.close()
 

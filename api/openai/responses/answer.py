@@ -10,9 +10,8 @@ from ....core.interface.request import Usage
 from ....core.interface.step import TokenLogprob
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import Turn
-from ...runtime.chat_types import TurnDelta
 from ...serving.serving_context import Service
-from ...types.results import Body
+from ...types.results import Body, TextDelta
 from ..shapes import chat_logprobs, refuse_aborted
 from .body import CacheTold, ResponseHead
 from .output import Output
@@ -32,7 +31,7 @@ class ResponseWriter:
         """The response without output."""
         return self._head.response("in_progress", [])
 
-    def add(self, turn: Turn, delta: TurnDelta) -> list[Body]:
+    def add(self, turn: Turn, delta: TextDelta) -> list[Body]:
         """The events of a step; raises `ApiError` for an answer that was given up."""
         reason = delta.finish_reason
         if reason is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....core.interface.step import TokenLogprob
-from ...runtime.chat_types import Call, TurnDelta
-from ...types.results import Body
+from ...types.results import Body, CallDelta, TextDelta
 from .parts import CallPiece, MessagePiece, Piece, ReasoningPiece
 
 Spell = Callable[[Sequence[TokenLogprob]], list[Body]]
@@ -28,21 +27,21 @@ class Output:
         """All output items."""
         return [piece.body() for piece in self.pieces]
 
-    def add(self, delta: TurnDelta) -> list[Body]:
+    def add(self, delta: TextDelta) -> list[Body]:
         """The events of a step: the open call, then reasoning, then text, then new calls."""
         events: list[Body] = []
         if delta.logprobs:
             self._unplaced += self._spell(delta.logprobs)
-        for call in delta.calls:
+        for call in delta.tool_calls:
             if not call.id:
                 events += self._continue(call)
         if delta.reasoning:
             # A step that ends the thinking counts for it: where in it the end lies is not known.
             self.num_reasoning_tokens += len(delta.token_ids)
             events += self._think(delta.reasoning)
-        if delta.words or (self._unplaced and isinstance(self._open, MessagePiece)):
-            events += self._say(delta.words)
-        for call in delta.calls:
+        if delta.text or (self._unplaced and isinstance(self._open, MessagePiece)):
+            events += self._say(delta.text)
+        for call in delta.tool_calls:
             if call.id:
                 events += self._begin(CallPiece(index=len(self.pieces), call=call))
                 events += self._continue(call)
@@ -75,7 +74,7 @@ class Output:
             events.append(piece.say(text, logprobs))
         return events
 
-    def _continue(self, call: Call) -> list[Body]:
+    def _continue(self, call: CallDelta) -> list[Body]:
         """Continue the open call, and end it."""
         self._unplaced.clear()
         piece = self._open

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 from uuid import uuid4
 
-from ...runtime.chat_types import Call
-from ...types.results import Body
+from ...types.results import Body, CallDelta
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,7 +134,7 @@ class MessagePiece(TextPiece):
 class CallPiece(Piece):
     """A function call item; its text is the arguments."""
 
-    call: Call  # the first delta of it
+    call: CallDelta  # the first delta of it
     id: str = field(default_factory=lambda: f"fc_{uuid4().hex}")
 
     def add(self, text: str) -> Body:

@@ -6,21 +6,23 @@ import msgspec
 import pytest
 
 from foretoken.api.anthropic.blocks import INVALID, SIGNATURE, Blocks, read_arguments
-from foretoken.api.runtime.chat_types import Call, TurnDelta
+from foretoken.api.types.results import CallDelta, TextDelta
 
 TALK = [
-    TurnDelta(reasoning="I "),
-    TurnDelta(reasoning="see", words="\n\n"),
-    TurnDelta(words="Let me"),
-    TurnDelta(words=" look.\n", calls=[Call(index=0, id="call_a", name="sun", arguments='{"a')]),
-    TurnDelta(
-        calls=[
-            Call(index=0, arguments='t": 1}', is_done=True),
-            Call(index=1, id="call_b", name="moon", arguments="{}", is_done=True),
-        ],
-        words="\n",
+    TextDelta(reasoning="I "),
+    TextDelta(reasoning="see", text="\n\n"),
+    TextDelta(text="Let me"),
+    TextDelta(
+        text=" look.\n", tool_calls=[CallDelta(index=0, id="call_a", name="sun", arguments='{"a')]
     ),
-    TurnDelta(calls=[Call(index=2, id="call_c", name="rain", arguments='{"no')]),
+    TextDelta(
+        tool_calls=[
+            CallDelta(index=0, arguments='t": 1}', is_done=True),
+            CallDelta(index=1, id="call_b", name="moon", arguments="{}", is_done=True),
+        ],
+        text="\n",
+    ),
+    TextDelta(tool_calls=[CallDelta(index=2, id="call_c", name="rain", arguments='{"no')]),
 ]
 WHOLE = [
     {"type": "thinking", "thinking": "I see", "signature": SIGNATURE},
@@ -69,12 +71,14 @@ def test_events_add_up_to_the_whole():
 
 
 def test_white_space_alone_is_a_block_only_if_it_is_all():
-    call = Call(index=0, id="call_a", name="sun", arguments="{}", is_done=True)
-    blocks, _ = play([TurnDelta(reasoning="hm"), TurnDelta(words="\n\n"), TurnDelta(calls=[call])])
+    call = CallDelta(index=0, id="call_a", name="sun", arguments="{}", is_done=True)
+    blocks, _ = play(
+        [TextDelta(reasoning="hm"), TextDelta(text="\n\n"), TextDelta(tool_calls=[call])]
+    )
     assert [part.kind for part in blocks.parts] == ["thinking", "tool_use"]
-    blocks, _ = play([TurnDelta(words="\n"), TurnDelta(words=" ")])
+    blocks, _ = play([TextDelta(text="\n"), TextDelta(text=" ")])
     assert [part.body for part in blocks.parts] == [{"type": "text", "text": "\n "}]
-    assert play([TurnDelta()])[1] == []
+    assert play([TextDelta()])[1] == []
 
 
 def test_omitted_thoughts_are_a_block_without_words():
@@ -99,8 +103,8 @@ def test_arguments_that_are_no_object_are_never_taken_for_one(text, arguments):
 
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_call_without_arguments_is_an_empty_object_as_in_the_stream(is_done):
-    call = Call(index=0, id="call_a", name="sun", is_done=is_done)
-    blocks, events = play([TurnDelta(calls=[call])])
+    call = CallDelta(index=0, id="call_a", name="sun", is_done=is_done)
+    blocks, events = play([TextDelta(tool_calls=[call])])
     assert blocks.parts[0].body["input"] == events[0]["content_block"]["input"] == {}
 
 

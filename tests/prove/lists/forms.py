@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "reader-numbers-calls-from-one",
         "TurnReader._take",
-        "turned.calls.append(Call(index=self._num_calls, id=call_id, name=name))",
-        "turned.calls.append(Call(index=self._num_calls + 1, id=call_id, name=name))",
+        "part.tool_calls.append(CallDelta(index=self._num_calls, id=call_id, name=name))",
+        "part.tool_calls.append(CallDelta(index=self._num_calls + 1, id=call_id, name=name))",
         ("test_a_call_arrives_whole_and_as_a_stream",),
         "clients put calls together by their index",
     ),

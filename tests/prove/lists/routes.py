@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "chat-sends-empty-lists-of-calls",
         "_delta_body",
-        "tool_calls=[_call_delta(call) for call in delta.calls] or UNSET,",
-        "tool_calls=[_call_delta(call) for call in delta.calls],",
+        "tool_calls=[_call_delta(call) for call in delta.tool_calls] or UNSET,",
+        "tool_calls=[_call_delta(call) for call in delta.tool_calls],",
         (
             "test_streamed_chunks_follow_the_rules_of_the_clients",
             "test_a_call_arrives_whole_and_as_a_stream",

@@ -63,9 +63,9 @@ MUTATIONS = (
     ),
     Mutation(
         "answer-loses-logprobs-of-later-deltas",
-        "_Part.add",
-        "            self._logprobs += delta.logprobs\n",
-        "            self._logprobs = delta.logprobs\n",
+        "Choice.add",
+        "            self.logprobs += delta.logprobs\n",
+        "            self.logprobs = delta.logprobs\n",
         ("test_logprobs_come_per_token_and_prompt_logprobs_per_prompt_token",),
         "one log-probability for each token",
     ),

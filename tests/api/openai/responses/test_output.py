@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foretoken.api.openai.responses.events import error_body
 from foretoken.api.openai.responses.output import Output
-from foretoken.api.runtime.chat_types import Call, TurnDelta
+from foretoken.api.types.results import CallDelta, TextDelta
 from foretoken.core.errors import ForetokenError, InvalidRequest, QueueFull
 
 
@@ -15,10 +15,10 @@ def output_of(*deltas, is_whole=True):
 
 
 def test_words_behind_a_call_are_a_message_of_their_own():
-    begun = Call(index=0, id="call_1", name="f", arguments="{")
-    ended = Call(index=0, arguments="}", is_done=True)
+    begun = CallDelta(index=0, id="call_1", name="f", arguments="{")
+    ended = CallDelta(index=0, arguments="}", is_done=True)
     output, events = output_of(
-        TurnDelta(words="a", calls=[begun]), TurnDelta(words="b", calls=[ended])
+        TextDelta(text="a", tool_calls=[begun]), TextDelta(text="b", tool_calls=[ended])
     )
     shown = [(item["type"], item["status"]) for item in output.items]
     assert shown == [(kind, "completed") for kind in ("message", "function_call", "message")]
@@ -28,17 +28,17 @@ def test_words_behind_a_call_are_a_message_of_their_own():
 
 
 def test_a_call_that_breaks_off_is_incomplete_even_when_words_follow():
-    broken = Call(index=0, id="call_1", name="f", arguments="{")
-    output, _ = output_of(TurnDelta(calls=[broken]), TurnDelta(words="sorry"))
+    broken = CallDelta(index=0, id="call_1", name="f", arguments="{")
+    output, _ = output_of(TextDelta(tool_calls=[broken]), TextDelta(text="sorry"))
     assert [item["status"] for item in output.items] == ["incomplete", "completed"]
-    output, _ = output_of(TurnDelta(calls=[broken]))
+    output, _ = output_of(TextDelta(tool_calls=[broken]))
     assert [item["status"] for item in output.items] == ["incomplete"]
 
 
 def test_an_answer_of_thought_alone_has_an_empty_message_when_it_is_whole():
-    output, _ = output_of(TurnDelta(reasoning="hm"))
+    output, _ = output_of(TextDelta(reasoning="hm"))
     assert [item["type"] for item in output.items] == ["reasoning", "message"]
-    output, _ = output_of(TurnDelta(reasoning="hm"), is_whole=False)
+    output, _ = output_of(TextDelta(reasoning="hm"), is_whole=False)
     assert [item["status"] for item in output.items] == ["incomplete"]
 
 
