@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET
 
 from ...core.interface.request import Usage
-from ..openai.shapes import refuse_aborted, speculation_body
 from ..openai.wire_dialects import MessageUsage
+from ..protocol.answers import refuse_aborted, speculation_body
 from ..runtime.cache_diagnostics import anthropic_diagnostics
 from ..runtime.chat import Turn
 from ..serving.errors import ApiError

@@ -8,10 +8,15 @@ from functools import partial
 from typing import TypeVar
 
 from ...core.errors import InvalidRequest, PromptTooLong
-from ..openai.schema import decoder, refuse_unsupported, sampling_params
-from ..openai.shapes import is_prewarm, prewarm
+from ..protocol.answers import prewarm
+from ..protocol.sampling import (
+    cache_options,
+    decoder,
+    is_prewarm,
+    refuse_unsupported,
+    sampling_params,
+)
 from ..runtime.chat_types import Ask
-from ..runtime.tools import read_cache
 from ..serving.errors import ApiError
 from ..serving.serve import Count, Dialect
 from ..serving.serving_context import ANTHROPIC_TEMPERATURE, Service
@@ -129,16 +134,20 @@ def read_ask(body: MessagesRequest) -> Ask:
         )
     if body.mcp_servers:
         raise InvalidRequest("mcp_servers is not supported", param="mcp_servers")
-    cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
-    ask = conversation_ask(body)
-    return replace(ask, params=read_params(body), cache=cache, cache_key=body.prompt_cache_key)
+    return replace(
+        conversation_ask(body),
+        params=read_params(body),
+        cache=cache_options(body),
+        cache_key=body.prompt_cache_key,
+    )
 
 
 def read_params(body: MessagesRequest) -> SamplingParams:
     """Sampling parameters; ``max_tokens`` 0 is left out, since the engine needs at least 1."""
-    params = sampling_params(body, max_tokens=body.max_tokens or 1, logprobs=None)
-    if body.stop_sequences is not None:
-        params = replace(params, stop=body.stop_sequences)
-    if body.format is not None:
-        params = replace(params, json_schema=body.format.schema)
-    return params
+    return sampling_params(
+        body,
+        guess=body.prediction,
+        max_tokens=body.max_tokens or 1,
+        stop=body.stop_sequences,
+        json_schema=None if body.format is None else body.format.schema,
+    )

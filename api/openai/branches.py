@@ -19,18 +19,7 @@ from msgspec.structs import asdict, replace
 
 from ...core.errors import InvalidRequest, PromptTooLong
 from ..parsing.output_parser import PlainParser
-from ..runtime.chat import Turn
-from ..runtime.chat_types import Ask
-from ..runtime.generation import each_of, merge
-from ..serving.serve import Dialect
-from ..serving.sse import Reply
-from ..types.results import Choice, TextDelta, batch_usage
-from .chat import ChatWriter, read_ask
-from .completions import completion_params, open_text, read_prompts, refuse
-from .schema import (
-    ChatRequest,
-    CompletionRequest,
-    Message,
+from ..protocol.sampling import (
     Positive,
     Probability,
     Seed,
@@ -39,8 +28,18 @@ from .schema import (
     TopK,
     TopP,
     decoder,
+    is_prewarm,
 )
-from .shapes import Head, is_prewarm, usage_body
+from ..runtime.chat import Turn
+from ..runtime.chat_types import Ask
+from ..runtime.generation import each_of, merge
+from ..serving.serve import Dialect
+from ..serving.sse import Reply
+from ..types.results import Choice, TextDelta, batch_usage
+from .chat import ChatWriter, read_ask
+from .completions import completion_params, open_text, read_prompts, refuse
+from .schema import ChatRequest, CompletionRequest, Message
+from .shapes import Head, usage_body
 from .wire import BranchBody, BranchesBody, UsageBody
 
 MAX_BRANCHES = 64

@@ -12,24 +12,19 @@ from msgspec import UNSET, Struct
 
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
+from ..protocol.answers import prewarm
+from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
 from ..runtime.chat import Turn
 from ..runtime.chat_types import Ask
-from ..runtime.tools import read_cache, read_choice, read_tools
+from ..runtime.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body, CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
-from .schema import (
-    AnyRequest,
-    ChatRequest,
-    decoder,
-    plain_messages,
-    refuse_unsupported_chat,
-    sampling_params,
-)
-from .shapes import Head, Warmed, Writer, chat_logprobs, is_prewarm, prewarm, reason_body
+from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
+from .shapes import Head, Warmed, Writer, chat_logprobs, reason_body
 from .wire import (
     CallBody,
     ChatBody,
@@ -98,7 +93,7 @@ def read_ask(body: ChatRequest) -> Ask:
         tools=tools,
         tool_choice=read_choice(body.tool_choice, tools, parallel=parallel),
         template=template_options(body),
-        cache=read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options),
+        cache=cache_options(body),
         cache_key=body.prompt_cache_key,
     )
 
@@ -108,8 +103,12 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     asked = body.max_completion_tokens
     return sampling_params(
         body,
+        guess=body.prediction,
+        n=body.n,
+        stop=body.stop,
         max_tokens=body.max_tokens if asked is None else asked,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        json_schema=format_schema(body.response_format),
     )
 
 

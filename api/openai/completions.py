@@ -11,24 +11,25 @@ from msgspec.structs import replace
 
 from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
+from ..protocol.answers import warm_usage
+from ..protocol.sampling import (
+    cache_options,
+    decoder,
+    is_prewarm,
+    refuse_unsupported,
+    sampling_params,
+)
 from ..runtime.generation import Answer, each_of, merge
 from ..runtime.preprocess import Prompt, warm_params
 from ..runtime.prompt_history import PromptNote, text_parts
-from ..runtime.tools import read_cache
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
 from ..types.results import Body, Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
-from .schema import (
-    COMPLETION_TOKENS,
-    CompletionRequest,
-    decoder,
-    refuse_unsupported,
-    sampling_params,
-)
-from .shapes import Head, Warmed, Writer, finite, is_prewarm, reason_body, token_name, warm_usage
+from .schema import COMPLETION_TOKENS, CompletionRequest
+from .shapes import Head, Warmed, Writer, finite, reason_body, token_name
 from .wire import TextBody, TextChoiceBody
 
 decode = decoder(CompletionRequest)
@@ -292,8 +293,9 @@ async def open_text(
     if isinstance(prompt, str):
         special = body.add_special_tokens is not False
         prompt = await service.llm.tokenizer.encode(prompt, add_special_tokens=special)
-    cache = read_cache(body.cache, body.prompt_cache_retention, body.prompt_cache_options)
-    return await service.llm.open(prompt, params, request_id=name, cache=cache, note=note)
+    return await service.llm.open(
+        prompt, params, request_id=name, cache=cache_options(body), note=note
+    )
 
 
 class TextReply(Reply):
@@ -345,6 +347,9 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     """Sampling parameters of the body."""
     return sampling_params(
         body,
+        guess=body.prediction,
+        n=body.n,
+        stop=body.stop,
         max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import time
 from typing import Any, ClassVar, Generic, TypeVar
@@ -13,15 +13,14 @@ from msgspec import Struct
 from ..._version import __version__
 from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
-from ..runtime.chat_types import Ask
-from ..serving.errors import deadline_exceeded, unavailable
-from ..serving.serving_context import SHUTTING_DOWN, Service
+from ..protocol.answers import refuse_aborted, speculation_body
+from ..serving.serving_context import Service
 from ..serving.sse import DONE, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import random_id
-from ..types.results import Body, Completion, batch_usage
-from .schema import AnyRequest, Sampling
-from .wire import CompletionDetails, PromptDetails, SpeculationUsage, UsageBody
+from ..types.results import Body, batch_usage
+from .schema import AnyRequest
+from .wire import CompletionDetails, PromptDetails, UsageBody
 
 C = TypeVar("C", bound=Struct)
 D = TypeVar("D", bound=Struct)
@@ -69,19 +68,6 @@ def usage_body(usage: Usage) -> UsageBody:
         ),
         closed_early=usage.closed_early,
         speculation=speculation_body(usage),
-    )
-
-
-def speculation_body(usage: Usage) -> SpeculationUsage:
-    """``usage.speculation``: draft tokens proposed and accepted, by source."""
-    return SpeculationUsage(
-        proposed_tokens=usage.proposed_tokens,
-        accepted_tokens=usage.accepted_tokens,
-        verify_steps=usage.verify_steps,
-        tree_steps=usage.tree_steps,
-        accepted_by_source=usage.accepted_by_source,
-        proposed_by_source=usage.proposed_by_source,
-        steps_by_accepted=dict(sorted(usage.steps_by_accepted.items())),
     )
 
 
@@ -215,32 +201,3 @@ class Warmed(Reply):
                 yield chunk
         for last in self._writer.end(self._usage):
             yield last
-
-
-def is_prewarm(body: Sampling) -> bool:
-    """Whether the request only puts its prompt into the cache."""
-    return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
-
-
-async def prewarm(
-    service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
-) -> Usage:
-    """Put a conversation into the cache without an answer; raises as `Turns.open`."""
-    done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
-    return warm_usage(service, done)
-
-
-def warm_usage(service: Service, done: Completion) -> Usage:
-    """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
-    refuse_aborted(service, done.choices[0].finish_reason, 0)
-    return replace(done.usage, completion_tokens=0)
-
-
-def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
-    """Raise `ApiError` for an answer aborted before its first token, or by a shutdown."""
-    if reason != "abort":
-        return
-    if service.draining:
-        raise unavailable(SHUTTING_DOWN)
-    if num_tokens == 0:
-        raise deadline_exceeded("the request's deadline passed before its first token")

@@ -10,6 +10,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from ..protocol.answers import SpeculationUsage
+
 Free = dict[str, Any]
 
 
@@ -40,18 +42,6 @@ class CompletionDetails(Struct, kw_only=True):
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
-
-
-class SpeculationUsage(Struct, kw_only=True):
-    """``usage.speculation``: draft tokens proposed and accepted."""
-
-    proposed_tokens: int
-    accepted_tokens: int
-    verify_steps: int
-    tree_steps: int
-    accepted_by_source: dict[str, int]
-    proposed_by_source: dict[str, int]
-    steps_by_accepted: dict[int, int]
 
 
 class UsageBody(Struct, kw_only=True):

@@ -9,7 +9,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from .wire import CompletionDetails, Free, PromptDetails, SpeculationUsage
+from ..protocol.answers import SpeculationUsage
+from .wire import CompletionDetails, Free, PromptDetails
 
 
 class OutputDetails(CompletionDetails, kw_only=True):

@@ -26,7 +26,8 @@ from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionsRoute
 from ..openai.responses.route import KeptResponses, ResponsesCount, ResponsesRoute
 from ..openai.responses.store import ResponseStore
-from ..openai.schema import DetokenizeRequest, TokenizeRequest, decoder, plain_messages
+from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_messages
+from ..protocol.sampling import decoder
 from ..runtime.engine_client import EngineClient
 from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable
 from ..serving.serve import Dialect, Serve

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...core.errors import InvalidRequest
-from ..openai.schema import Message, decoder, plain_messages
+from ..openai.schema import Message, plain_messages
 from ..openai.wire import Flushed
+from ..protocol.sampling import decoder
 from ..runtime.cache_diagnostics import Explanation
 from ..serving.errors import ApiError, JsonResponse
 from ..serving.serving_context import Service

@@ -28,15 +28,13 @@ from ..openai.branches import MAX_BRANCHES, Branch, Text
 from ..openai.responses.route import MAX_PAGE
 from ..openai.responses.schema import ResponsesRequest
 from ..openai.schema import (
-    REFUSED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
-    One,
-    Sampling,
     TokenizeRequest,
 )
+from ..protocol.sampling import REFUSED, One, Sampling
 from ..types.results import Body
 from .cache_routes import FlushRequest
 

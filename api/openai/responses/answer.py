@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from ....core.interface.request import Usage
 from ....core.interface.step import TokenLogprob
+from ...protocol.answers import refuse_aborted
 from ...runtime.cache_diagnostics import openai_diagnostics
 from ...runtime.chat import Turn
 from ...serving.serving_context import Service
 from ...types.results import Body, TextDelta
-from ..shapes import chat_logprobs, refuse_aborted
+from ..shapes import chat_logprobs
 from .body import CacheTold, ResponseHead
 from .output import Output
 

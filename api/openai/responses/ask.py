@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 from ....core.errors import InvalidRequest
+from ...protocol.sampling import HARMLESS, cache_options, refuse_unsupported, sampling_params
 from ...runtime.chat_types import Ask
-from ...runtime.tools import (
-    AllowedTool,
-    AllowedTools,
-    FunctionName,
-    FunctionSpec,
-    JsonSchemaSpec,
-    NamedChoice,
-    ResponseFormat,
-    ToolSpec,
-)
-from ..chat import read_ask
-from ..schema import HARMLESS, ChatRequest, Message, Prediction, Sampling
+from ...runtime.tools import ANY_OBJECT, allowed_choice, named_choice, read_choice
+from ...types.results import Tool, ToolChoice
+from ...types.sampling_params import SamplingParams
+from ..schema import Message, plain_messages
 from .inputs import to_messages
 from .schema import LOGPROBS, Choice, FlatTool, Item, ResponsesRequest, TextFormat
 
-ChoiceMode = Literal["none", "auto", "required"]
 REFUSED = ("background", "conversation", "prompt")
-FORMAT_NAMES = ("json_schema", "response_format", "grammar")  # what it has become on the way
+FORMAT_NAMES = ("json_schema", "grammar")  # what it has become on the way
 NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
 
 def make_ask(body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]) -> Ask:
     """Make the chat request: ``items`` follow those of the ``history``."""
-    return read_ask(_to_chat(body, _messages(body, history, items)))
+    messages, tools = _messages(body, history, items), _tools(body)
+    refuse_unsupported(body)
+    return Ask(
+        messages=plain_messages(messages),
+        params=_params(body),
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        template=_template_options(body),
+        cache=cache_options(body),
+        cache_key=body.prompt_cache_key,
+    )
 
 
 def rename(error: InvalidRequest, body: ResponsesRequest) -> None:
@@ -52,7 +53,7 @@ def served_tools(body: ResponsesRequest) -> list[FlatTool]:
     return [tool for tool in body.tools or () if tool.type == "function" and tool.name]
 
 
-def refuse_unsupported(body: ResponsesRequest) -> None:
+def refuse_own(body: ResponsesRequest) -> None:
     """Raise `InvalidRequest` for fields of this API that foretoken does not support."""
     for name in REFUSED:
         if getattr(body, name) not in HARMLESS:
@@ -72,60 +73,58 @@ def _messages(
     return told
 
 
-def _to_chat(body: ResponsesRequest, messages: list[Message]) -> ChatRequest:
-    """The body as one of chat completions, whose code interprets the fields."""
-    shared = {name: getattr(body, name) for name in Sampling.__struct_fields__}
-    wanted = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    guess = body.prediction
-    return ChatRequest(
-        **shared,
-        messages=messages,
-        max_completion_tokens=body.max_output_tokens,
-        prediction=Prediction("content", guess) if isinstance(guess, str) else guess,
-        logprobs=wanted,
-        top_logprobs=body.top_logprobs if wanted else None,
-        response_format=_format(body.text.format if body.text else None),
-        tools=[_tool(tool) for tool in served_tools(body)] or None,
-        tool_choice=_choice(body),
-        parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-
-
-def _tool(tool: FlatTool) -> ToolSpec:
-    return ToolSpec(
-        function=FunctionSpec(
+def _tools(body: ResponsesRequest) -> list[Tool]:
+    return [
+        Tool(
             name=tool.name or "",
             description=tool.description,
             parameters=tool.parameters,
-            strict=tool.strict,
+            strict=bool(tool.strict),
         )
-    )
+        for tool in served_tools(body)
+    ]
 
 
-def _choice(body: ResponsesRequest) -> ChoiceMode | NamedChoice | None:
-    choice = body.tool_choice
+def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
+    choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
     if not isinstance(choice, Choice):
-        return choice
+        return read_choice(choice, tools, parallel=parallel)
     if choice.type == "allowed_tools":
-        return NamedChoice(type=choice.type, allowed_tools=_allowed(choice))
+        allowed = choice.tools or ()
+        names = {tool.name for tool in allowed if tool.type == "function" and tool.name}
+        return allowed_choice(names, tools, mode=choice.mode or "auto", parallel=parallel)
     if choice.type != "function" or choice.name is None:
         message = f"tool_choice: type {choice.type} is not supported without a name; use function"
         raise InvalidRequest(message, param="tool_choice")
-    return NamedChoice(function=FunctionName(choice.name))
+    return named_choice(choice.name, tools, parallel=parallel)
 
 
-def _allowed(choice: Choice) -> AllowedTools:
-    names = [tool.name for tool in choice.tools or () if tool.type == "function" and tool.name]
-    tools = [AllowedTool(function=FunctionName(name)) for name in names]
-    return AllowedTools(mode=choice.mode or "auto", tools=tools)
+def _params(body: ResponsesRequest) -> SamplingParams:
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    asked = body.max_output_tokens
+    return sampling_params(
+        body,
+        guess=body.prediction,
+        n=body.n,
+        stop=body.stop,
+        max_tokens=body.max_tokens if asked is None else asked,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        json_schema=_schema(body.text.format if body.text else None),
+    )
 
 
-def _format(format: TextFormat | None) -> ResponseFormat | None:
-    if format is None:
+def _template_options(body: ResponsesRequest) -> dict[str, object]:
+    options: dict[str, object] = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning.effort)
+    return options
+
+
+def _schema(format: TextFormat | None) -> Mapping[str, object] | None:
+    if format is None or format.type == "text":
         return None
-    if format.type == "json_schema" and format.schema is None:
+    if format.type == "json_object":
+        return ANY_OBJECT
+    if format.schema is None:
         raise InvalidRequest("text.format needs a schema", param="text.format.schema")
-    spec = JsonSchemaSpec(name=format.name, schema=format.schema, strict=format.strict)
-    return ResponseFormat(type=format.type, json_schema=spec if format.schema else None)
+    return format.schema

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....core.errors import InvalidRequest
+from ...protocol.answers import prewarm
+from ...protocol.sampling import decoder, is_prewarm
 from ...runtime.chat_types import Ask
 from ...serving.errors import ApiError, JsonResponse
 from ...serving.serve import Count, Dialect
@@ -16,10 +18,8 @@ from ...serving.serving_context import Service
 from ...serving.sse import Reply
 from ...types.request_context import Owner, owner_of
 from ...types.results import Body
-from ..schema import decoder
-from ..shapes import is_prewarm, prewarm
 from .answer import ResponseWriter
-from .ask import make_ask, refuse_unsupported, rename
+from .ask import make_ask, refuse_own, rename
 from .body import ResponseHead
 from .events import ResponseReply, WarmedResponse
 from .inputs import kept_items, read_items
@@ -45,7 +45,7 @@ class Responding(Dialect[ResponsesRequest]):
     def check(self, body: ResponsesRequest) -> None:
         """Check the model, and refuse fields that foretoken does not support."""
         super().check(body)
-        refuse_unsupported(body)
+        refuse_own(body)
 
     def rename(self, error: InvalidRequest, body: ResponsesRequest) -> None:
         """The name of a field in the bodies of this API."""

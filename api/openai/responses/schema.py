@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses. As in `api.openai.schema`, decoding is validation."""
+"""Bodies of /v1/responses. As in `api.protocol.sampling`, decoding is validation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..schema import Guess, NumTop, One, Positive, Prediction, Sampling
+from ...protocol.sampling import Guess, NumTop, One, Positive, Prediction
+from ..schema import OpenAISampling
 
 MAX_METADATA = 16
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -96,7 +97,7 @@ class Reasoning(Struct, kw_only=True):
     effort: str | None = None
 
 
-class ResponsesRequest(Sampling, kw_only=True):
+class ResponsesRequest(OpenAISampling, kw_only=True):
     """Body of /v1/responses, and of /v1/responses/input_tokens."""
 
     n: One | None = None

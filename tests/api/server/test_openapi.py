@@ -11,7 +11,7 @@ from starlette.routing import Route
 from foretoken.api.cli.flags import Parser, add_server_flags, server_settings
 from foretoken.api.openai import wire
 from foretoken.api.openai import wire_dialects as dialects
-from foretoken.api.openai.schema import REFUSED
+from foretoken.api.protocol.sampling import REFUSED
 from foretoken.api.server import app
 from foretoken.api.server.openapi import JSON, OPERATIONS, describe, template
 from foretoken.api.serving.serving_context import Service, Settings

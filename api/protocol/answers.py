@@ -1,0 +1,63 @@
+"""Parts of answers that all APIs share: speculation, prompts that are only cached, aborts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import Struct
+
+from ...core.interface.request import Usage
+from ..runtime.chat_types import Ask
+from ..serving.errors import deadline_exceeded, unavailable
+from ..serving.serving_context import SHUTTING_DOWN, Service
+from ..types.results import Completion
+
+
+class SpeculationUsage(Struct, kw_only=True):
+    """``usage.speculation``: draft tokens proposed and accepted."""
+
+    proposed_tokens: int
+    accepted_tokens: int
+    verify_steps: int
+    tree_steps: int
+    accepted_by_source: dict[str, int]
+    proposed_by_source: dict[str, int]
+    steps_by_accepted: dict[int, int]
+
+
+def speculation_body(usage: Usage) -> SpeculationUsage:
+    """``usage.speculation``: draft tokens proposed and accepted, by source."""
+    return SpeculationUsage(
+        proposed_tokens=usage.proposed_tokens,
+        accepted_tokens=usage.accepted_tokens,
+        verify_steps=usage.verify_steps,
+        tree_steps=usage.tree_steps,
+        accepted_by_source=usage.accepted_by_source,
+        proposed_by_source=usage.proposed_by_source,
+        steps_by_accepted=dict(sorted(usage.steps_by_accepted.items())),
+    )
+
+
+async def prewarm(
+    service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
+) -> Usage:
+    """Put a conversation into the cache without an answer; raises as `Turns.open`."""
+    done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
+    return warm_usage(service, done)
+
+
+def warm_usage(service: Service, done: Completion) -> Usage:
+    """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
+    refuse_aborted(service, done.choices[0].finish_reason, 0)
+    return replace(done.usage, completion_tokens=0)
+
+
+def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
+    """Raise `ApiError` for an answer aborted before its first token, or by a shutdown."""
+    if reason != "abort":
+        return
+    if service.draining:
+        raise unavailable(SHUTTING_DOWN)
+    if num_tokens == 0:
+        raise deadline_exceeded("the request's deadline passed before its first token")
