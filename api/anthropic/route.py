@@ -27,6 +27,7 @@ from .breakpoints import Breakpoints, Mark, read_marks
 from .conversation import conversation_ask
 from .events import PING, MessageReply, MessageWriter, WarmedMessage, error_event
 from .placing import Placer
+from .protocol import TokenCount
 from .schema import CountRequest, MessagesRequest
 
 C = TypeVar("C", bound=CountRequest)
@@ -70,7 +71,7 @@ class MessagesCount(Conversing[CountRequest]):
     async def open(self, body: CountRequest) -> Reply:
         """Count the tokens of a conversation."""
         ask = await self.service.apart(partial(conversation_ask, body))
-        return Count({"input_tokens": len(await self.service.turns.render(ask))})
+        return Count(TokenCount(input_tokens=len(await self.service.turns.render(ask))))
 
 
 class MessagesRoute(Conversing[MessagesRequest]):

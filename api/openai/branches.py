@@ -38,9 +38,9 @@ from ..serving.sse import Reply
 from ..types.results import Choice, TextDelta, batch_usage
 from .chat import ChatWriter, read_ask
 from .completions import completion_params, open_text, read_prompts, refuse
+from .protocol import BranchBody, BranchesBody, UsageBody
 from .schema import ChatRequest, CompletionRequest, Message
-from .shapes import Head, usage_body
-from .wire import BranchBody, BranchesBody, UsageBody
+from .writer import Head, usage_body
 
 MAX_BRANCHES = 64
 Text = str | list[int]

@@ -21,20 +21,21 @@ from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
-from ..types.results import Body, CallDelta, Choice, TextDelta, ToolCall
+from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
-from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
-from .shapes import Head, Warmed, Writer, chat_logprobs, reason_body
-from .wire import (
+from .protocol import (
     CallBody,
     ChatBody,
     ChatChoiceBody,
+    ChatLogprobs,
     ChunkBody,
     ChunkChoiceBody,
     DeltaBody,
     FunctionBody,
     MessageBody,
 )
+from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
+from .writer import Head, Warmed, Writer, reason_body, token_infos
 
 decode = decoder(ChatRequest)
 OPENING = DeltaBody(role="assistant", content="")
@@ -173,8 +174,10 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         """The first chunk of a choice."""
         return self.chunk(ChunkChoiceBody(index=index, delta=OPENING))
 
-    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> Body | None:
-        return None if logprobs is None else chat_logprobs(self._service.llm.tokenizer, logprobs)
+    def _logprobs(self, logprobs: list[TokenLogprob] | None) -> ChatLogprobs | None:
+        if logprobs is None:
+            return None
+        return ChatLogprobs(content=token_infos(self._service.llm.tokenizer, logprobs))
 
     # -- streamed -------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
 from ..text.tokenizer import Tokenizer
-from ..types.results import Body, Choice, Completion, TextDelta, batch_usage
+from ..types.results import Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
+from .protocol import TextBody, TextChoiceBody, TextLogprobs
 from .schema import COMPLETION_TOKENS, CompletionRequest
-from .shapes import Head, Warmed, Writer, finite, reason_body, token_name
-from .wire import TextBody, TextChoiceBody
+from .writer import Head, Warmed, Writer, finite, reason_body, token_name
 
 decode = decoder(CompletionRequest)
 
@@ -76,15 +76,15 @@ class LegacyLogprobs:
         self._prompt_offsets = echo_offsets(tokenizer, echoed_ids, echoed or "")
         self._offset = len(echoed or "")
 
-    def body(self, entries: Sequence[TokenLogprob | None]) -> Body:
+    def body(self, entries: Sequence[TokenLogprob | None]) -> TextLogprobs:
         """The lists for the next tokens; an entry without a value is the prompt's first token."""
         ids = [self._first_id if each is None else each.token_id for each in entries]
-        return {
-            "tokens": [token_name(self._tokenizer, token_id) for token_id in ids],
-            "token_logprobs": [None if each is None else finite(each.logprob) for each in entries],
-            "top_logprobs": [None if each is None else self._top(each) for each in entries],
-            "text_offset": [self._step(token_id) for token_id in ids],
-        }
+        return TextLogprobs(
+            tokens=[token_name(self._tokenizer, token_id) for token_id in ids],
+            token_logprobs=[None if each is None else finite(each.logprob) for each in entries],
+            top_logprobs=[None if each is None else self._top(each) for each in entries],
+            text_offset=[self._step(token_id) for token_id in ids],
+        )
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         pairs = [*entry.top, (entry.token_id, entry.logprob)]
@@ -156,7 +156,7 @@ class CompletionWriter(Writer[TextChoiceBody, TextChoiceBody]):
 
     def _whole_logprobs(
         self, completion: Completion, choice: Choice, echoed: str | None
-    ) -> Body | None:
+    ) -> TextLogprobs | None:
         if choice.logprobs is None:
             return None
         entries = [*(completion.prompt_logprobs or ()), *choice.logprobs]
@@ -226,7 +226,7 @@ class _ChoiceWriter:
                 choice.stop_reason = delta.stop_reason
             yield self._writer.chunk(choice)
 
-    def _logprobs(self, delta: TextDelta) -> Body | None:
+    def _logprobs(self, delta: TextDelta) -> TextLogprobs | None:
         entries = [*self._lead, *(delta.logprobs or ())]
         self._lead = []
         return self._legacy.body(entries) if entries else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec import Struct
 
@@ -12,6 +13,9 @@ from ..runtime.chat_types import Ask
 from ..serving.errors import deadline_exceeded, unavailable
 from ..serving.serving_context import SHUTTING_DOWN, Service
 from ..types.results import Completion
+
+Free = dict[str, Any]
+"""An object whose fields are not fixed."""
 
 
 class SpeculationUsage(Struct, kw_only=True):

@@ -20,7 +20,6 @@ from ..._version import __version__
 from ...core.errors import ForetokenError, InvalidRequest
 from ..anthropic.errors import error_response
 from ..anthropic.route import MessagesCount, MessagesRoute
-from ..openai import wire
 from ..openai.branches import BranchesRoute
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionsRoute
@@ -32,6 +31,7 @@ from ..runtime.engine_client import EngineClient
 from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service, Settings
+from . import protocol
 from .auth import Gate
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
@@ -53,16 +53,16 @@ class ModelRoutes:
     async def index(self, _request: Request) -> Response:
         """The list of models, which has one entry."""
         entry = self._entry()
-        return JsonResponse(wire.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
+        return JsonResponse(protocol.ModelList(data=[entry], first_id=entry.id, last_id=entry.id))
 
     async def retrieve(self, request: Request) -> Response:
         """The model, by any name that requests may use; it may contain slashes."""
         self.service.check_model(request.path_params["name"])
         return JsonResponse(self._entry())
 
-    def _entry(self) -> wire.Model:
+    def _entry(self) -> protocol.Model:
         built = self.service.llm.built
-        return wire.Model(
+        return protocol.Model(
             id=self.service.model,
             created=int(self._created.timestamp()),
             max_model_len=built.max_model_len,
@@ -93,7 +93,7 @@ class TokenRoutes:
             names = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in token_ids]
         most = self.service.llm.built.max_model_len
         return JsonResponse(
-            wire.Tokens(
+            protocol.Tokens(
                 count=len(token_ids), max_model_len=most, tokens=token_ids, token_strs=names
             )
         )
@@ -116,7 +116,7 @@ class TokenRoutes:
         llm = self.service.llm
         llm.tokenizer.check_ids(body.tokens, llm.built.vocab_size, "tokens")
         text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return JsonResponse(wire.Detokenized(prompt=text))
+        return JsonResponse(protocol.Detokenized(prompt=text))
 
 
 class OperatorRoutes:
@@ -128,14 +128,16 @@ class OperatorRoutes:
     async def health(self, _request: Request) -> Response:
         """200 while the engine lives, however long a step takes."""
         alive = self.service.llm.engine.alive
-        return JsonResponse(wire.Status(status="ok" if alive else "dead"), 200 if alive else 503)
+        return JsonResponse(
+            protocol.Status(status="ok" if alive else "dead"), 200 if alive else 503
+        )
 
     async def ready(self, _request: Request) -> Response:
         """200 while the server should receive new requests, else 503."""
         reason = self.service.unready
         if reason is not None:
             raise unavailable(reason)
-        return JsonResponse(wire.Status(status="ready"))
+        return JsonResponse(protocol.Status(status="ready"))
 
     async def audit(self, _request: Request) -> Response:
         """Owners of all KV pages, and the violated rule, if any; 200 in either case."""
@@ -143,12 +145,12 @@ class OperatorRoutes:
 
     async def version(self, _request: Request) -> Response:
         """The version of foretoken."""
-        return JsonResponse(wire.Version(version=__version__))
+        return JsonResponse(protocol.Version(version=__version__))
 
     async def server_info(self, _request: Request) -> Response:
         """The model, its default sampling parameters, and the settings in force."""
         built = self.service.llm.built
-        info = wire.ServerInfo(
+        info = protocol.ServerInfo(
             version=__version__,
             model=self.service.model,
             model_path=built.model_path,
@@ -167,8 +169,8 @@ class OperatorRoutes:
         return Response(body, headers={"content-type": content_type})
 
 
-def _default_sampling(service: Service) -> wire.SamplingValues:
-    return wire.SamplingValues(**service.llm.built.sampling_defaults.in_force)
+def _default_sampling(service: Service) -> protocol.SamplingValues:
+    return protocol.SamplingValues(**service.llm.built.sampling_defaults.in_force)
 
 
 def _without_paths(settings: Mapping[str, object]) -> dict[str, object]:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -32,6 +33,12 @@ HEADERS = {
 def event(payload: object) -> bytes:
     """One event that carries JSON."""
     return b"data: %b\n\n" % encode(payload)
+
+
+def named_event(payload: Struct) -> bytes:
+    """One event whose name is the tag of a struct; some clients ignore events without a name."""
+    name = str(payload.__struct_config__.tag).encode()
+    return b"event: %b\ndata: %b\n\n" % (name, encode(payload))
 
 
 def error_event(error: ApiError) -> bytes:

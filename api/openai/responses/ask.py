@@ -12,7 +12,7 @@ from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
 from ..schema import Message, plain_messages
 from .inputs import to_messages
-from .schema import LOGPROBS, Choice, FlatTool, Item, ResponsesRequest, TextFormat
+from .schema import LOGPROBS, FlatChoice, FlatTool, Item, ResponsesRequest, TextFormat
 
 REFUSED = ("background", "conversation", "prompt")
 FORMAT_NAMES = ("json_schema", "grammar")  # what it has become on the way
@@ -87,7 +87,7 @@ def _tools(body: ResponsesRequest) -> list[Tool]:
 
 def _tool_choice(body: ResponsesRequest, tools: Sequence[Tool]) -> ToolChoice:
     choice, parallel = body.tool_choice, body.parallel_tool_calls is not False
-    if not isinstance(choice, Choice):
+    if not isinstance(choice, FlatChoice):
         return read_choice(choice, tools, parallel=parallel)
     if choice.type == "allowed_tools":
         allowed = choice.tools or ()

@@ -17,14 +17,13 @@ from ...serving.serve import Count, Dialect
 from ...serving.serving_context import Service
 from ...serving.sse import Reply
 from ...types.request_context import Owner, owner_of
-from ...types.results import Body
-from .answer import ResponseWriter
 from .ask import make_ask, refuse_own, rename
-from .body import ResponseHead
 from .events import ResponseReply, WarmedResponse
 from .inputs import kept_items, read_items
+from .protocol import Deleted, InputTokens, ItemList, ResponseBody
 from .schema import Item, ResponsesRequest
 from .store import ResponseStore
+from .writer import ResponseWriter
 
 MAX_PAGE = 100
 PAGE = 20  # items, as OpenAI has it
@@ -72,7 +71,7 @@ class ResponsesCount(Responding):
         """Count the tokens of an input."""
         ask, _ = await self.read_ask(body)
         num_tokens = len(await self.service.turns.render(ask))
-        return Count({"object": "response.input_tokens", "input_tokens": num_tokens})
+        return Count(InputTokens(input_tokens=num_tokens))
 
 
 class ResponsesRoute(Responding):
@@ -82,19 +81,18 @@ class ResponsesRoute(Responding):
         """Render and submit."""
         ask, items = await self.read_ask(body)
         params = self.service.llm.built.sampling_defaults.fill(ask.params)
-        head = ResponseHead(body, params, self.service.model)
-        writer, owner = ResponseWriter(self.service, head), owner_of(body.cache_salt)
+        writer, owner = ResponseWriter(self.service, body, params), owner_of(body.cache_salt)
 
-        def keep(response: Body) -> None:
+        def keep(response: ResponseBody) -> None:
             if body.store is not False:
                 self.store.put(owner, response, kept_items(items))
 
         if is_prewarm(body):
-            usage = await prewarm(self.service, ask, request_id=head.id)
+            usage = await prewarm(self.service, ask, request_id=writer.id)
             response = writer.prewarmed(usage)
             keep(response)
             return WarmedResponse(writer, response)
-        return ResponseReply(writer, await self.service.turns.open(ask, request_id=head.id), keep)
+        return ResponseReply(writer, await self.service.turns.open(ask, request_id=writer.id), keep)
 
 
 class KeptResponses:
@@ -118,7 +116,7 @@ class KeptResponses:
         owner, response_id = _named(request)
         if not self.store.delete(owner, response_id):
             raise _unknown(response_id)
-        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+        return JsonResponse(Deleted(id=response_id))
 
     async def input_items(self, request: Request) -> Response:
         """The input items of a stored response, page by page; newest first by default."""
@@ -155,16 +153,15 @@ def _limit(request: Request) -> int:
     return int(given)
 
 
-def _page(items: list[Body], limit: int, after: str | None) -> Body:
-    ids = [item["id"] for item in items]
+def _page(items: list[Item], limit: int, after: str | None) -> ItemList:
+    ids = [item.id for item in items]
     if after is not None and after not in ids:
         raise InvalidRequest(f"after: no item has the id {after}", param="after")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(items),
-    }
+    return ItemList(
+        data=page,
+        first_id=page[0].id if page else None,
+        last_id=page[-1].id if page else None,
+        has_more=start + limit < len(items),
+    )

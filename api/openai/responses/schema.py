@@ -31,10 +31,16 @@ class Part(Struct, kw_only=True, omit_defaults=True):
     type: PartType
     text: str | None = None
     refusal: str | None = None
+    annotations: Any = None  # of an earlier answer, as ``logprobs``
+    logprobs: Any = None
 
 
 class Item(Struct, kw_only=True, omit_defaults=True):
-    """One input item. ``type`` decides which of the other fields it has."""
+    """One input item. ``type`` decides which of the other fields it has.
+
+    It is no union, since clients may leave ``type`` out. It has all fields of output items, which
+    are the input of the next turn.
+    """
 
     type: ItemType | None = None  # none: a message, or with an id alone a reference
     id: str | None = None
@@ -66,7 +72,7 @@ class ToolName(Struct, kw_only=True):
     name: str | None = None
 
 
-class Choice(Struct, kw_only=True, omit_defaults=True):
+class FlatChoice(Struct, kw_only=True, omit_defaults=True):
     """``tool_choice`` that names a function, or lists those that may be called."""
 
     type: str
@@ -91,7 +97,7 @@ class TextOptions(Struct, kw_only=True):
     format: TextFormat | None = None
 
 
-class Reasoning(Struct, kw_only=True):
+class ReasoningOptions(Struct, kw_only=True):
     """``reasoning``: the reasoning effort, which the chat template may support."""
 
     effort: str | None = None
@@ -106,10 +112,10 @@ class ResponsesRequest(OpenAISampling, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None  # as a missing one: true
     tools: list[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     max_output_tokens: Positive | None = None
     top_logprobs: NumTop | None = None
     include: list[str] | None = None

@@ -40,9 +40,9 @@ MUTATIONS = (
     Mutation(
         "store-reading-is-no-use",
         "ResponseStore.history",
-        "            items += [_decode_items(kept.inputs), _decode_items(kept.outputs)]\n"
+        "            items += kept.items()\n"
         "        self._touch(owner, response_id)\n",
-        "            items += [_decode_items(kept.inputs), _decode_items(kept.outputs)]\n",
+        "            items += kept.items()\n",
         ("test_the_store_is_bounded_in_count_and_forgets_what_was_used_least",),
         "what is used least goes first",
     ),

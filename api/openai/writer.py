@@ -1,4 +1,4 @@
-"""Parts of OpenAI's answers that several routes share."""
+"""Writer: encodes answers of OpenAI's chat and text completions, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..serving.serving_context import Service
 from ..serving.sse import DONE, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import random_id
-from ..types.results import Body, batch_usage
+from ..types.results import batch_usage
+from .protocol import CompletionDetails, PromptDetails, TokenInfo, TokenInfoTop, UsageBody
 from .schema import AnyRequest
-from .wire import CompletionDetails, PromptDetails, UsageBody
 
 C = TypeVar("C", bound=Struct)
 D = TypeVar("D", bound=Struct)
@@ -43,7 +43,7 @@ class Head:
         return f"{self.prefix}-{self.key}"
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """Those of `wire.AnswerHead`."""
+        """Those of `protocol.AnswerHead`."""
         return {
             "id": self.id,
             "object": kind,
@@ -79,19 +79,18 @@ def reason_body(reason: str) -> str:
     return "length" if reason == "abort" else reason
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Body:
-    """``logprobs`` of a chat choice: one entry per token, with its bytes."""
-    content = [
-        {
+def token_infos(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[TokenInfo]:
+    """One entry per token, with its bytes."""
+    return [
+        TokenInfo(
             **_entry(tokenizer, each.token_id, each.logprob),
-            "top_logprobs": [_entry(tokenizer, *top) for top in each.top],
-        }
+            top_logprobs=[TokenInfoTop(**_entry(tokenizer, *top)) for top in each.top],
+        )
         for each in logprobs
     ]
-    return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Body:
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
     return {
         "token": data.decode("utf-8", "replace"),
