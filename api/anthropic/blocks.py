@@ -17,7 +17,7 @@ from .protocol import (
     BlockDelta,
     BlockStart,
     BlockStop,
-    Content,
+    ContentBlock,
     InputAddition,
     SignatureAddition,
     TextAddition,
@@ -46,7 +46,7 @@ class BlockBuilder:
     name: str = ""
 
     @property
-    def opening(self) -> Content:
+    def opening(self) -> ContentBlock:
         """The empty block, as ``content_block_start`` carries it."""
         match self.kind:
             case "thinking":
@@ -57,7 +57,7 @@ class BlockBuilder:
                 return ToolUseContent(id=self.id, name=self.name)
 
     @property
-    def content(self) -> Content:
+    def content(self) -> ContentBlock:
         """The complete block, as an answer that is not streamed carries it."""
         match self.kind:
             case "thinking":

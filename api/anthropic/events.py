@@ -13,16 +13,16 @@ from msgspec.structs import asdict, replace
 from ...core.interface.request import Usage
 from ..protocol.answers import Free, refuse_aborted, speculation_body
 from ..runtime.cache_diagnostics import anthropic_diagnostics
-from ..runtime.chat import Turn
+from ..runtime.chat import ChatAnswer
 from ..serving.errors import ApiError
 from ..serving.serving_context import Service
-from ..serving.sse import Reply, named_event
+from ..serving.sse import ReadyReply, Reply, named_event
 from ..types.results import TextDelta
 from .blocks import Blocks
 from .breakpoints import TTL, Breakpoints
 from .errors import error_body
 from .protocol import (
-    Content,
+    ContentBlock,
     Ending,
     MessageAnswer,
     MessageDelta,
@@ -64,52 +64,48 @@ class MessageWriter:
 
     # -- whole ----------------------------------------------------------------------------------
 
-    async def whole(self, turn: Turn) -> MessageAnswer:
+    async def whole(self, answer: ChatAnswer) -> MessageAnswer:
         """The answer in one body."""
         blocks, last = self._blocks(), TextDelta()
-        async with aclosing(turn.deltas()) as deltas:
+        async with aclosing(answer.deltas()) as deltas:
             async for last in deltas:
-                self._take(turn, last, blocks)
+                self._take(answer, last, blocks)
         blocks.end()
         content = [block.content for block in blocks.builders]
-        return self._ended(self._end(turn, last), turn.usage, content)
+        return self._ended(self._end(answer, last), answer.usage, content)
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
+    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
         """The answer as events; the first waits for a step, since it reports cached tokens."""
         blocks, last = self._blocks(), TextDelta()
         is_first = True
-        async with aclosing(turn.deltas()) as deltas:
+        async with aclosing(answer.deltas()) as deltas:
             async for last in deltas:
-                events = self._take(turn, last, blocks)
+                events = self._take(answer, last, blocks)
                 if is_first:
                     is_first = False
-                    events = [MessageStart(message=self._message(turn.usage)), *events]
+                    events = [MessageStart(message=self._message(answer.usage)), *events]
                 if events:
                     yield b"".join([named_event(each) for each in events])
-        ending = self._ending(self._end(turn, last), turn.usage)
+        ending = self._ending(self._end(answer, last), answer.usage)
         yield b"".join([named_event(each) for each in [*blocks.end(), *ending]])
 
     # -- of nothing -----------------------------------------------------------------------------
 
-    def warm(self, usage: Usage) -> MessageAnswer:
+    def warmed(self, usage: Usage) -> Reply:
         """The answer without content, for a prompt that was only cached."""
-        return self._ended(WARMED, usage, [])
-
-    async def warm_events(self, usage: Usage) -> AsyncGenerator[bytes]:
-        """The same answer as events."""
-        start = MessageStart(message=self._message(usage))
-        yield b"".join([named_event(each) for each in [start, *self._ending(WARMED, usage)]])
+        events = [MessageStart(message=self._message(usage)), *self._ending(WARMED, usage)]
+        return ReadyReply(self._ended(WARMED, usage, []), map(named_event, events))
 
     # -- both -----------------------------------------------------------------------------------
 
     def _blocks(self) -> Blocks:
         return Blocks(shows_thoughts=self.shows_thoughts)
 
-    def _take(self, turn: Turn, delta: TextDelta, blocks: Blocks) -> list[StreamEvent]:
+    def _take(self, answer: ChatAnswer, delta: TextDelta, blocks: Blocks) -> list[StreamEvent]:
         if delta.finish_reason is not None:
-            refuse_aborted(self.service, delta.finish_reason, turn.num_tokens(delta.index))
+            refuse_aborted(self.service, delta.finish_reason, answer.num_tokens(delta.index))
         return [*blocks.take(delta)]
 
     def _ending(self, end: Ending, usage: Usage) -> list[StreamEvent]:
@@ -131,19 +127,19 @@ class MessageWriter:
             usage=self.usage(usage, is_start=True),
         )
 
-    def _ended(self, end: Ending, usage: Usage, content: list[Content]) -> MessageAnswer:
+    def _ended(self, end: Ending, usage: Usage, content: list[ContentBlock]) -> MessageAnswer:
         """The whole message."""
         return replace(
             self._message(usage), **asdict(end), content=content, usage=self.usage(usage)
         )
 
-    def _end(self, turn: Turn, last: TextDelta) -> Ending:
+    def _end(self, answer: ChatAnswer, last: TextDelta) -> Ending:
         """Stop reason and stop sequence of a choice."""
         reason, sequence = last.finish_reason or "", None
         stopped = REASONS.get(reason, "tool_use")
         if reason == "stop" and isinstance(last.stop_reason, str):
             stopped, sequence = "stop_sequence", last.stop_reason
-        elif reason == "length" and turn.num_tokens(0) < self.max_tokens:
+        elif reason == "length" and answer.num_tokens(0) < self.max_tokens:
             stopped = CONTEXT_FULL
         return Ending(stop_reason=stopped, stop_sequence=sequence)
 
@@ -169,32 +165,17 @@ class MessageWriter:
 class MessageReply(Reply):
     """The answer to one conversation."""
 
-    def __init__(self, writer: MessageWriter, turn: Turn) -> None:
-        self._writer, self._turn = writer, turn
+    def __init__(self, writer: MessageWriter, answer: ChatAnswer) -> None:
+        self._writer, self._answer = writer, answer
 
     async def whole(self) -> object:
         """In one body."""
-        return await self._writer.whole(self._turn)
+        return await self._writer.whole(self._answer)
 
     def events(self) -> AsyncGenerator[bytes]:
         """As events."""
-        return self._writer.events(self._turn)
+        return self._writer.events(self._answer)
 
     def close(self) -> None:
         """Abort what still runs."""
-        self._turn.close()
-
-
-class WarmedMessage(Reply):
-    """The answer to a prompt that was only cached (``max_tokens`` 0)."""
-
-    def __init__(self, writer: MessageWriter, usage: Usage) -> None:
-        self._writer, self._usage = writer, usage
-
-    async def whole(self) -> object:
-        """In one body."""
-        return self._writer.warm(self._usage)
-
-    def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
-        return self._writer.warm_events(self._usage)
+        self._answer.close()

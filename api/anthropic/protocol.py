@@ -35,7 +35,7 @@ class ToolUseContent(Struct, tag="tool_use", kw_only=True):
     input: Any = {}  # an object; raw JSON where msgspec cannot read what others can
 
 
-Content = ThinkingContent | TextContent | ToolUseContent
+ContentBlock = ThinkingContent | TextContent | ToolUseContent
 
 
 class ThinkingAddition(Struct, tag="thinking_delta", kw_only=True):
@@ -94,7 +94,7 @@ class MessageAnswer(Ending, tag="message", kw_only=True):
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[Content] = []
+    content: list[ContentBlock] = []
     diagnostics: Free | None = None
     usage: MessageUsage
 
@@ -132,7 +132,7 @@ class BlockStart(Struct, tag="content_block_start", kw_only=True):
     """An empty block begins."""
 
     index: int
-    content_block: Content
+    content_block: ContentBlock
 
 
 class BlockDelta(Struct, tag="content_block_delta", kw_only=True):

@@ -14,8 +14,8 @@ from ...core.errors import InvalidRequest
 from ...core.interface.step import TokenLogprob
 from ..protocol.answers import prewarm
 from ..protocol.sampling import cache_options, decoder, is_prewarm, sampling_params
-from ..runtime.chat import Turn
-from ..runtime.chat_types import Ask
+from ..runtime.chat import ChatAnswer
+from ..runtime.chat_input import ChatInput
 from ..runtime.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
@@ -35,7 +35,7 @@ from .protocol import (
     MessageBody,
 )
 from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
-from .writer import Head, Warmed, Writer, reason_body, token_infos
+from .writer import Head, Writer, reason_body, token_infos
 
 decode = decoder(ChatRequest)
 OPENING = DeltaBody(role="assistant", content="")
@@ -50,13 +50,13 @@ class ChatRoute(Dialect[ChatRequest]):
 
     async def open(self, body: ChatRequest) -> Reply:
         """Render and submit."""
-        ask = await self.service.apart(partial(read_ask, body))
-        self.service.check_room(1, ask.params.n)
+        chat = await self.service.apart(partial(read_chat, body))
+        self.service.check_room(1, chat.params.n)
         head = Head(prefix="chatcmpl", model=self.service.model)
         writer = ChatWriter(self.service, head, body)
         if is_prewarm(body):
-            return Warmed(writer, [await prewarm(self.service, ask, request_id=head.id)])
-        return ChatReply(writer, await self.service.turns.open(ask, request_id=head.id))
+            return writer.warmed([await prewarm(self.service, chat, request_id=head.id)])
+        return ChatReply(writer, await self.service.chat.open(chat, request_id=head.id))
 
     def rename(self, error: InvalidRequest, body: ChatRequest) -> None:
         """The name of a field in the body: response_format where the schema came from there."""
@@ -67,28 +67,28 @@ class ChatRoute(Dialect[ChatRequest]):
 class ChatReply(Reply):
     """The answer to one chat request."""
 
-    def __init__(self, writer: ChatWriter, turn: Turn) -> None:
-        self._writer, self._turn = writer, turn
+    def __init__(self, writer: ChatWriter, answer: ChatAnswer) -> None:
+        self._writer, self._answer = writer, answer
 
     async def whole(self) -> object:
         """The n choices in one body."""
-        return self._writer.whole(self._turn, await self._turn.collect())
+        return self._writer.whole(self._answer, await self._answer.collect())
 
     def events(self) -> AsyncGenerator[bytes]:
         """The n choices as events, interleaved."""
-        return self._writer.events(self._turn)
+        return self._writer.events(self._answer)
 
     def close(self) -> None:
         """Abort what still runs."""
-        self._turn.close()
+        self._answer.close()
 
 
-def read_ask(body: ChatRequest) -> Ask:
+def read_chat(body: ChatRequest) -> ChatInput:
     """The chat request of a body; raises `InvalidRequest`."""
     refuse_unsupported_chat(body)
     tools = read_tools(body.tools)
     parallel = body.parallel_tool_calls is not False
-    return Ask(
+    return ChatInput(
         messages=plain_messages(body.messages),
         params=chat_params(body),
         tools=tools,
@@ -140,9 +140,9 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
     # -- whole ----------------------------------------------------------------------------------
 
-    def whole(self, turn: Turn, choices: Sequence[Choice]) -> Struct:
+    def whole(self, answer: ChatAnswer, choices: Sequence[Choice]) -> Struct:
         """The answer in one body."""
-        return self.answer([self.choice(each) for each in choices], turn.usage)
+        return self.answer([self.choice(each) for each in choices], answer.usage)
 
     def nothing(self, index: int) -> ChatChoiceBody:
         """The empty choice, for a prompt that was only cached."""
@@ -181,21 +181,21 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
 
     # -- streamed -------------------------------------------------------------------------------
 
-    async def events(self, turn: Turn) -> AsyncGenerator[bytes]:
+    async def events(self, answer: ChatAnswer) -> AsyncGenerator[bytes]:
         """The answer as events."""
         opened = False
-        async with aclosing(turn.deltas()) as deltas:
+        async with aclosing(answer.deltas()) as deltas:
             async for delta in deltas:
                 if delta.finish_reason is not None:
-                    self.refuse_aborted(delta.finish_reason, turn.num_tokens(delta.index))
+                    self.refuse_aborted(delta.finish_reason, answer.num_tokens(delta.index))
                 if not opened:
                     # Clients number the choices by the order in which they first see them.
                     opened = True
-                    for index in range(turn.num_choices):
+                    for index in range(answer.num_choices):
                         yield self.opening(index)
                 for chunk in self._chunks(delta):
                     yield chunk
-        for last in self.end(turn.usage):
+        for last in self.end(answer.usage):
             yield last
 
     def _chunks(self, delta: TextDelta) -> list[bytes]:

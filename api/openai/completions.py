@@ -30,7 +30,7 @@ from ..types.results import Choice, Completion, TextDelta, batch_usage
 from ..types.sampling_params import SamplingParams
 from .protocol import TextBody, TextChoiceBody, TextLogprobs
 from .schema import COMPLETION_TOKENS, CompletionRequest
-from .writer import Head, Warmed, Writer, finite, reason_body, token_name
+from .writer import Head, Writer, finite, reason_body, token_name
 
 decode = decoder(CompletionRequest)
 
@@ -257,7 +257,7 @@ class CompletionsRoute(Dialect[CompletionRequest]):
         writer.prompt_ids = prompt_ids(head, len(prompts))
         if is_prewarm(body):
             reply = TextReply(writer, await self._open(head, prompts, warm_params(params), body))
-            return Warmed(writer, [warm_usage(self.service, each) for each in await reply.read()])
+            return writer.warmed([warm_usage(self.service, each) for each in await reply.read()])
         return TextReply(writer, await self._open(head, prompts, params, body))
 
     async def _echoed(self, prompts: list[Prompt]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import time
@@ -15,7 +15,7 @@ from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
 from ..protocol.answers import refuse_aborted, speculation_body
 from ..serving.serving_context import Service
-from ..serving.sse import DONE, Reply, event
+from ..serving.sse import DONE, ReadyReply, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import random_id
 from ..types.results import batch_usage
@@ -156,6 +156,13 @@ class Writer(Generic[C, D]):
             yield self._event([], self.usage(usage))
         yield DONE
 
+    def warmed(self, usages: Sequence[Usage]) -> Reply:
+        """The answer to prompts that were only cached: an empty choice for each."""
+        usage, indices = batch_usage(usages), range(len(usages))
+        chunks = [chunk for index in indices for chunk in self.nothing_chunks(index)]
+        whole = self.answer([self.nothing(index) for index in indices], usage)
+        return ReadyReply(whole, [*chunks, *self.end(usage)])
+
     def usage(self, usage: Usage) -> UsageBody:
         """``usage``, with the reason for a cache miss, or a list of reasons for several prompts."""
         spent = usage_body(usage)
@@ -180,23 +187,3 @@ class Writer(Generic[C, D]):
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
         """The reusable chunk of this answer: only its choices change."""
         return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])
-
-
-class Warmed(Reply):
-    """The answer to prompts that were only cached: an empty choice for each."""
-
-    def __init__(self, writer: Writer[Any, Any], usages: Sequence[Usage]) -> None:
-        self._writer, self._count, self._usage = writer, len(usages), batch_usage(usages)
-
-    async def whole(self) -> object:
-        """In one body."""
-        choices = [self._writer.nothing(index) for index in range(self._count)]
-        return self._writer.answer(choices, self._usage)
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
-        for index in range(self._count):
-            for chunk in self._writer.nothing_chunks(index):
-                yield chunk
-        for last in self._writer.end(self._usage):
-            yield last

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from ...core.interface.request import Usage
-from ..runtime.chat_types import Ask
+from ..runtime.chat_input import ChatInput
 from ..serving.errors import deadline_exceeded, unavailable
 from ..serving.serving_context import SHUTTING_DOWN, Service
 from ..types.results import Completion
@@ -44,10 +44,10 @@ def speculation_body(usage: Usage) -> SpeculationUsage:
 
 
 async def prewarm(
-    service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
+    service: Service, chat: ChatInput, *, request_id: str, prompt_ids: Sequence[int] | None = None
 ) -> Usage:
-    """Put a conversation into the cache without an answer; raises as `Turns.open`."""
-    done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
+    """Put a conversation into the cache without an answer; raises as `ChatClient.open`."""
+    done = await service.chat.prewarm(chat, request_id=request_id, prompt_ids=prompt_ids)
     return warm_usage(service, done)
 
 

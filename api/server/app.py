@@ -28,11 +28,11 @@ from ..openai.responses.store import ResponseStore
 from ..openai.schema import DetokenizeRequest, TokenizeRequest, plain_messages
 from ..protocol.sampling import decoder
 from ..runtime.engine_client import EngineClient
-from ..serving.errors import ApiError, ClientGone, JsonResponse, told, unavailable
+from ..serving.errors import ApiError, ClientGone, JsonResponse, logged_api_error, unavailable
 from ..serving.serve import Dialect, Serve
 from ..serving.serving_context import Service, Settings
 from . import protocol
-from .auth import Gate
+from .auth import AuthMiddleware
 from .cache_routes import CacheRoutes
 from .dashboard import Dashboard
 from .observability import Observing
@@ -70,7 +70,7 @@ class ModelRoutes:
             model_path=built.model_path,
             display_name=self.service.model,
             created_at=self._created.strftime("%Y-%m-%dT%H:%M:%SZ"),
-            tool_parser=self.service.turns.syntax.tool_parser,
+            tool_parser=self.service.chat.syntax.tool_parser,
             default_sampling_params=_default_sampling(self.service),
         )
 
@@ -199,13 +199,13 @@ def create_app(
     )
     # A redirect would be built from the Host header.
     app.router.redirect_slashes = False
-    gate = Gate(app, settings)
-    outermost = _with_cors(gate, settings.cors_origins) if settings.cors_origins else gate
+    guarded = AuthMiddleware(app, settings)
+    outermost = _with_cors(guarded, settings.cors_origins) if settings.cors_origins else guarded
     return observing.around(outermost, service)
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Let pages of these origins call. Outside of `Gate`, since a preflight has no API key."""
+    """Let pages of these origins call. Outside of the keys' check: a preflight has no API key."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -254,7 +254,7 @@ def _routes(service: Service) -> list[Route]:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return error_response(request.scope, told(request, error))
+    return error_response(request.scope, logged_api_error(request, error))
 
 
 async def _say_nothing(_request: Request, _error: Exception) -> Response:

@@ -97,7 +97,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     async def _refuse_spare(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: 503 by `Gate` since the server is full, except health checks."""
+        """Answer one request: 503 since the server is full, except health checks."""
         scope["headers"] = [*scope["headers"], (b"connection", b"close")]
         scope["state"][IS_SPARE] = True
         await self.config.loaded_app(scope, receive, send)

@@ -25,7 +25,7 @@ from ..runtime.engine_client import EngineClient
 from ..serving.serving_context import Settings
 from .app import create_app
 from .connection import connection_class, reserve_files
-from .lifecycle import STUCK, Keeper
+from .lifecycle import STUCK, Supervisor
 from .logs import LogFormat, announcement, configure
 from .observability import Observing
 from .prewarm import Warm, prewarm
@@ -55,12 +55,12 @@ def run(llm: EngineClient, listen: Listen) -> int:
     """Serve until a signal; the process's exit code. Blocking."""
     configure(listen.log_level, listen.log_format)
     faulthandler.enable(file=STDERR)
-    keeper = Keeper(llm, drain_seconds=listen.drain_seconds)
+    supervisor = Supervisor(llm, drain_seconds=listen.drain_seconds)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            code = runner.run(_serve(llm, listen, keeper))
+            code = runner.run(_serve(llm, listen, supervisor))
     finally:
-        keeper.close()
+        supervisor.close()
     if code == STUCK:  # a thread that never ends would be waited for, or be torn to pieces
         logging.shutdown()
         os._exit(code)
@@ -76,7 +76,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
+async def _serve(llm: EngineClient, listen: Listen, supervisor: Supervisor) -> int:
     reserve_files(listen.settings.limits)
     config = uvicorn_config(llm, listen)
     try:
@@ -89,8 +89,8 @@ async def _serve(llm: EngineClient, listen: Listen, keeper: Keeper) -> int:
         gc.freeze()  # what is loaded stays: to look through it took 0.1 s again and again
         async with listen.observing.serving(llm, _name(llm, listen)):
             server = _Server(config, lambda address: _announce(llm, listen, address))
-            await _serve_on(sock, server, llm, listen, keeper)
-            return keeper.exit_code
+            await _serve_on(sock, server, llm, listen, supervisor)
+            return supervisor.exit_code
     finally:
         _unbind(sock, listen.uds)
 
@@ -142,15 +142,15 @@ def _is_stale(path: Path) -> bool:
 
 
 async def _serve_on(
-    sock: socket.socket, server: _Server, llm: EngineClient, listen: Listen, keeper: Keeper
+    sock: socket.socket, server: _Server, llm: EngineClient, listen: Listen, supervisor: Supervisor
 ) -> None:
     listen.observing.metrics.num_connections = lambda: len(server.server_state.connections)
     try:
-        with keeper.watching(server):
+        with supervisor.watching(server):
             await prewarm(llm, listen.prewarm)
             await server.serve([sock])
     finally:
-        await keeper.end()
+        await supervisor.end()
         await llm.close()
 
 
@@ -197,7 +197,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: `Keeper` handles signals."""
+        """Do nothing: `Supervisor` handles signals."""
         yield
 
     async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature

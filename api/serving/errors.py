@@ -165,7 +165,7 @@ def _from_starlette(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=headers)
 
 
-def told(request: Request, error: Exception) -> ApiError:
+def logged_api_error(request: Request, error: Exception) -> ApiError:
     """The error for the client of this request; an unexpected one is logged for the operator."""
     answer = to_api_error(error)
     if answer.status == 500:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
@@ -104,6 +104,22 @@ class Reply:
 
     def close(self) -> None:
         """Abort what still runs; may be called twice."""
+
+
+class ReadyReply(Reply):
+    """An answer that is complete before it is sent; ``events``: the same as a stream."""
+
+    def __init__(self, body: object, events: Iterable[bytes] = ()) -> None:
+        self._body, self._events = body, events
+
+    async def whole(self) -> object:
+        """The body."""
+        return self._body
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The events."""
+        for each in self._events:
+            yield each
 
 
 class EventStream(Response):

@@ -6,9 +6,9 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 
-from ...runtime.chat import Turn
+from ...runtime.chat import ChatAnswer
 from ...serving.errors import ApiError, to_api_error
-from ...serving.sse import Reply, named_event
+from ...serving.sse import ReadyReply, Reply, named_event
 from .protocol import (
     ENDINGS,
     Event,
@@ -47,33 +47,23 @@ class Numbered:
         return named_event(event)
 
 
-class WarmedResponse(Reply):
+def ready_reply(writer: ResponseWriter, response: ResponseBody) -> Reply:
     """A response without output."""
-
-    def __init__(self, writer: ResponseWriter, response: ResponseBody) -> None:
-        self._writer, self._response = writer, response
-
-    async def whole(self) -> object:
-        """In one body."""
-        return self._response
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
-        numbered = Numbered()
-        yield numbered.begin(self._writer.begun()) + numbered.end(self._response)
+    numbered = Numbered()
+    return ReadyReply(response, [numbered.begin(writer.begun()) + numbered.end(response)])
 
 
 class ResponseReply(Reply):
     """One answer. ``keep`` is called with the complete response before its last event."""
 
     def __init__(
-        self, writer: ResponseWriter, turn: Turn, keep: Callable[[ResponseBody], None]
+        self, writer: ResponseWriter, answer: ChatAnswer, keep: Callable[[ResponseBody], None]
     ) -> None:
-        self._writer, self._turn, self._keep = writer, turn, keep
+        self._writer, self._answer, self._keep = writer, answer, keep
 
     async def whole(self) -> object:
         """In one body."""
-        response = await self._writer.collect(self._turn)
+        response = await self._writer.collect(self._answer)
         self._keep(response)
         return response
 
@@ -83,23 +73,23 @@ class ResponseReply(Reply):
         The stream begins before the prompt is read. An error after that is a response that
         failed: an event of its own would leave clients without an end.
         """
-        numbered, turn = Numbered(), self._turn
+        numbered, answer = Numbered(), self._answer
         yield numbered.begin(self._writer.begun())
         try:
-            async with aclosing(turn.deltas()) as deltas:
+            async with aclosing(answer.deltas()) as deltas:
                 async for delta in deltas:
-                    events = self._writer.add(turn, delta)
+                    events = self._writer.add(answer, delta)
                     if events:
                         yield numbered.encode(events)
-            last = self._writer.finished(turn)
+            last = self._writer.finished(answer)
             self._keep(last)
         except Exception as error:
-            last = self._writer.failed(turn, response_error(error))
+            last = self._writer.failed(answer, response_error(error))
         yield numbered.end(last)
 
     def close(self) -> None:
         """Abort what still runs."""
-        self._turn.close()
+        self._answer.close()
 
 
 def response_error(error: Exception) -> ResponseError:

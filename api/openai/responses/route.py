@@ -11,14 +11,14 @@ from starlette.responses import Response
 from ....core.errors import InvalidRequest
 from ...protocol.answers import prewarm
 from ...protocol.sampling import decoder, is_prewarm
-from ...runtime.chat_types import Ask
+from ...runtime.chat_input import ChatInput
 from ...serving.errors import ApiError, JsonResponse
-from ...serving.serve import Count, Dialect
+from ...serving.serve import Dialect
 from ...serving.serving_context import Service
-from ...serving.sse import Reply
+from ...serving.sse import ReadyReply, Reply
 from ...types.request_context import Owner, owner_of
-from .ask import make_ask, refuse_own, rename
-from .events import ResponseReply, WarmedResponse
+from .chat_input import make_chat_input, refuse_own, rename
+from .events import ResponseReply, ready_reply
 from .inputs import kept_items, read_items
 from .protocol import Deleted, InputTokens, ItemList, ResponseBody
 from .schema import Item, ResponsesRequest
@@ -30,7 +30,7 @@ PAGE = 20  # items, as OpenAI has it
 decode = decoder(ResponsesRequest)
 
 
-class Responding(Dialect[ResponsesRequest]):
+class ResponsesDialect(Dialect[ResponsesRequest]):
     """What the two routes share: decoding, checks and names of fields."""
 
     def __init__(self, service: Service, store: ResponseStore) -> None:
@@ -50,7 +50,7 @@ class Responding(Dialect[ResponsesRequest]):
         """The name of a field in the bodies of this API."""
         rename(error, body)
 
-    async def read_ask(self, body: ResponsesRequest) -> tuple[Ask, list[Item]]:
+    async def read_chat(self, body: ResponsesRequest) -> tuple[ChatInput, list[Item]]:
         """The chat request with the stored history, and the new items."""
         owner = owner_of(body.cache_salt)
         history: list[Item] = []
@@ -59,28 +59,28 @@ class Responding(Dialect[ResponsesRequest]):
         items = read_items(body.input, lambda item_id: self.store.item(owner, item_id))
         limits = self.service.settings.limits
         limits.check("input", len(history) + len(items), "max_messages")
-        return await self.service.apart(partial(make_ask, body, history, items)), items
+        return await self.service.apart(partial(make_chat_input, body, history, items)), items
 
 
-class ResponsesCount(Responding):
+class ResponsesCount(ResponsesDialect):
     """Count the tokens of an input."""
 
     can_stream = False
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Count the tokens of an input."""
-        ask, _ = await self.read_ask(body)
-        num_tokens = len(await self.service.turns.render(ask))
-        return Count(InputTokens(input_tokens=num_tokens))
+        chat, _ = await self.read_chat(body)
+        num_tokens = len(await self.service.chat.render(chat))
+        return ReadyReply(InputTokens(input_tokens=num_tokens))
 
 
-class ResponsesRoute(Responding):
+class ResponsesRoute(ResponsesDialect):
     """Answer the input, whole or as a stream."""
 
     async def open(self, body: ResponsesRequest) -> Reply:
         """Render and submit."""
-        ask, items = await self.read_ask(body)
-        params = self.service.llm.built.sampling_defaults.fill(ask.params)
+        chat, items = await self.read_chat(body)
+        params = self.service.llm.built.sampling_defaults.fill(chat.params)
         writer, owner = ResponseWriter(self.service, body, params), owner_of(body.cache_salt)
 
         def keep(response: ResponseBody) -> None:
@@ -88,11 +88,11 @@ class ResponsesRoute(Responding):
                 self.store.put(owner, response, kept_items(items))
 
         if is_prewarm(body):
-            usage = await prewarm(self.service, ask, request_id=writer.id)
+            usage = await prewarm(self.service, chat, request_id=writer.id)
             response = writer.prewarmed(usage)
             keep(response)
-            return WarmedResponse(writer, response)
-        return ResponseReply(writer, await self.service.turns.open(ask, request_id=writer.id), keep)
+            return ready_reply(writer, response)
+        return ResponseReply(writer, await self.service.chat.open(chat, request_id=writer.id), keep)
 
 
 class KeptResponses:

@@ -13,13 +13,13 @@ from ....core.interface.request import Usage
 from ....core.interface.step import TokenLogprob
 from ...protocol.answers import refuse_aborted
 from ...runtime.cache_diagnostics import openai_diagnostics
-from ...runtime.chat import Turn
+from ...runtime.chat import ChatAnswer
 from ...serving.serving_context import Service
 from ...types.results import TextDelta
 from ...types.sampling_params import SamplingParams
 from ..protocol import TokenInfo
 from ..writer import FINGERPRINT, token_infos, usage_body
-from .ask import served_tools
+from .chat_input import served_tools
 from .output import Output
 from .protocol import (
     Event,
@@ -58,30 +58,30 @@ class ResponseWriter:
         """The response without output."""
         return self._begun
 
-    def add(self, turn: Turn, delta: TextDelta) -> list[Event]:
+    def add(self, answer: ChatAnswer, delta: TextDelta) -> list[Event]:
         """The events of a step; raises `ApiError` for an answer that was given up."""
         reason = delta.finish_reason
         if reason is not None:
-            refuse_aborted(self._service, reason, turn.num_tokens(delta.index))
+            refuse_aborted(self._service, reason, answer.num_tokens(delta.index))
         events = self._output.add(delta)
         if reason is not None:
             self._reason, self._stop_reason = reason, delta.stop_reason
             events += self._output.end(is_whole=self._is_whole)
         return events
 
-    async def collect(self, turn: Turn) -> ResponseBody:
-        """All of it at once; closes the turn."""
+    async def collect(self, answer: ChatAnswer) -> ResponseBody:
+        """All of it at once; closes the answer."""
         try:
-            async with aclosing(turn.deltas()) as deltas:
+            async with aclosing(answer.deltas()) as deltas:
                 async for delta in deltas:
-                    self.add(turn, delta)
+                    self.add(answer, delta)
         finally:
-            turn.close()
-        return self.finished(turn)
+            answer.close()
+        return self.finished(answer)
 
-    def finished(self, turn: Turn) -> ResponseBody:
+    def finished(self, answer: ChatAnswer) -> ResponseBody:
         """The complete response."""
-        response = self._ended("completed" if self._is_whole else "incomplete", turn.usage)
+        response = self._ended("completed" if self._is_whole else "incomplete", answer.usage)
         if self._stop_reason is not None:
             response.stop_reason = self._stop_reason
         self._explain(response)
@@ -93,10 +93,10 @@ class ResponseWriter:
         self._explain(response)
         return response
 
-    def failed(self, turn: Turn, error: ResponseError) -> ResponseBody:
+    def failed(self, answer: ChatAnswer, error: ResponseError) -> ResponseBody:
         """The failed response."""
         self._output.end(is_whole=False)
-        return replace(self._ended("failed", turn.usage), error=error)
+        return replace(self._ended("failed", answer.usage), error=error)
 
     def _ended(self, status: ResponseStatus, usage: Usage) -> ResponseBody:
         return replace(

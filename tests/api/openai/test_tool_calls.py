@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from foretoken.api.openai.schema import Message, plain_messages
-from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Words
-from foretoken.api.runtime.chat import TurnReader
+from foretoken.api.parsing.output_parser import CallArguments, CallBegin, CallEnd, Content
+from foretoken.api.runtime.chat import ChoiceReader
 from foretoken.api.text import chat_template
 from foretoken.api.types.results import Choice, TextDelta, ToolChoice
 from foretoken.core.errors import InvalidRequest
@@ -227,12 +227,12 @@ def test_words_behind_a_call_stay_behind_it_however_many_tokens_a_step_brings(en
 
     class Scripted:
         def feed(self, text):
-            return [Words("a"), CallBegin("f"), CallArguments("{}"), CallEnd(), Words("b")]
+            return [Content("a"), CallBegin("f"), CallArguments("{}"), CallEnd(), Content("b")]
 
         def end(self):
             return [CallBegin("g"), CallArguments("{}"), CallEnd()]
 
-    reader = TurnReader(Scripted(), ToolChoice())
+    reader = ChoiceReader(Scripted(), ToolChoice())
     first, last = reader.read(TextDelta(text="x", token_ids=[1, 2], finish_reason="stop"))
     assert (first.text, [each.name for each in first.tool_calls]) == ("a", ["f"])
     assert (last.text, [each.name for each in last.tool_calls]) == ("b", ["g"])

@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reader-runs-a-call-that-was-cut",
-        "TurnReader._ends_called",
+        "ChoiceReader._ends_called",
         "self._num_calls > 0 and not was_cut",
         "self._num_calls > 0",
         ("test_a_call_that_a_stop_string_cuts_is_not_to_be_run",),
@@ -122,7 +122,7 @@ MUTATIONS = (
     ),
     Mutation(
         "reader-numbers-calls-from-one",
-        "TurnReader._take",
+        "ChoiceReader._take",
         "part.tool_calls.append(CallDelta(index=self._num_calls, id=call_id, name=name))",
         "part.tool_calls.append(CallDelta(index=self._num_calls + 1, id=call_id, name=name))",
         ("test_a_call_arrives_whole_and_as_a_stream",),

@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "responses-name-what-was-asked",
         "ResponsesRoute.open",
-        "self.service.llm.built.sampling_defaults.fill(ask.params)",
-        "ask.params",
+        "self.service.llm.built.sampling_defaults.fill(chat.params)",
+        "chat.params",
         ("test_a_response_names_the_values_in_force",),
         "a response names the settings in force",
     ),

@@ -1,4 +1,4 @@
-"""Chat requests and their results, independent of the API that they came through."""
+"""ChatInput: a chat request, independent of the API that it came through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .prompt_history import PromptNote, conversation_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ChatInput:
     """A chat request.
 
     ``messages`` are in the plain shape of chat templates (`openai.schema.plain_messages`);
@@ -36,7 +36,7 @@ class Ask:
 
     @property
     def callable_tools(self) -> Sequence[Tool]:
-        """The tools that the model may call in this turn."""
+        """The tools that the model may call in this answer."""
         choice = self.tool_choice
         if choice.mode == "none" or choice.allowed is None:
             return () if choice.mode == "none" else self.tools

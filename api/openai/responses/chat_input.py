@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ....core.errors import InvalidRequest
 from ...protocol.sampling import HARMLESS, cache_options, refuse_unsupported, sampling_params
-from ...runtime.chat_types import Ask
+from ...runtime.chat_input import ChatInput
 from ...runtime.tools import ANY_OBJECT, allowed_choice, named_choice, read_choice
 from ...types.results import Tool, ToolChoice
 from ...types.sampling_params import SamplingParams
@@ -19,11 +19,13 @@ FORMAT_NAMES = ("json_schema", "grammar")  # what it has become on the way
 NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
 
 
-def make_ask(body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]) -> Ask:
+def make_chat_input(
+    body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
+) -> ChatInput:
     """Make the chat request: ``items`` follow those of the ``history``."""
     messages, tools = _messages(body, history, items), _tools(body)
     refuse_unsupported(body)
-    return Ask(
+    return ChatInput(
         messages=plain_messages(messages),
         params=_params(body),
         tools=tools,
