@@ -29,7 +29,7 @@ from .protocol import (
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
 
-SIGNATURE = "unsigned"  # clients send no thought back that has none
+SIGNATURE = "unsigned"  # clients send no reasoning back that has none
 INVALID = "INVALID_JSON"  # what Anthropic calls arguments that are no object
 
 
@@ -84,12 +84,12 @@ class Blocks:
     def take(self, delta: TextDelta) -> list[BlockEvent]:
         """Return the events of a delta."""
         events: list[BlockEvent] = []
-        # What goes on with a call came before the words, which came before the next call.
+        # What goes on with a call came before the text, which came before the next call.
         going_on = [call for call in delta.tool_calls if not call.id]
         for call in going_on:
             self._add_arguments(call, events)
-        self._add_thoughts(delta.reasoning, events)
-        self._add_words(delta.text, events)
+        self._add_reasoning(delta.reasoning, events)
+        self._add_text(delta.text, events)
         for call in delta.tool_calls[len(going_on) :]:
             self._open(BlockBuilder("tool_use", id=tool_use_id(call.id), name=call.name), events)
             self._add_arguments(call, events)
@@ -103,24 +103,24 @@ class Blocks:
         self._close(events)
         return events
 
-    def _add_thoughts(self, thought: str, events: list[BlockEvent]) -> None:
-        if not thought:
+    def _add_reasoning(self, reasoning: str, events: list[BlockEvent]) -> None:
+        if not reasoning:
             return
         if not self._goes_on("thinking"):
             self._open(BlockBuilder("thinking"), events)
         if self._shows_thoughts:
-            self._grow(thought, ThinkingAddition(thinking=thought), events)
+            self._grow(reasoning, ThinkingAddition(thinking=reasoning), events)
 
-    def _add_words(self, words: str, events: list[BlockEvent]) -> None:
-        self._held += words
+    def _add_text(self, text: str, events: list[BlockEvent]) -> None:
+        self._held += text
         if self._held and (self._goes_on("text") or not self._held.isspace()):
             self._show(events)
 
     def _show(self, events: list[BlockEvent]) -> None:
-        words, self._held = self._held, ""
+        text, self._held = self._held, ""
         if not self._goes_on("text"):
             self._open(BlockBuilder("text"), events)
-        self._grow(words, TextAddition(text=words), events)
+        self._grow(text, TextAddition(text=text), events)
 
     def _add_arguments(self, call: CallDelta, events: list[BlockEvent]) -> None:
         if call.arguments:

@@ -169,11 +169,11 @@ class Writer(Generic[C, D]):
         if not self._explains:
             return spent
         found = [self._service.llm.explain(each) for each in self.prompt_ids]
-        told = [None if each is None else each.body() for each in found]
-        if len(told) > 1:
-            spent.cache_explanations = told
-        elif told[0] is not None:
-            spent.cache_explanation = told[0]
+        reasons = [None if each is None else each.body() for each in found]
+        if len(reasons) > 1:
+            spent.cache_explanations = reasons
+        elif reasons[0] is not None:
+            spent.cache_explanation = reasons[0]
         return spent
 
     def _event(self, choices: list[D], usage: UsageBody | None) -> bytes:

@@ -148,11 +148,6 @@ class ChatAnswer:
         """Tokens of one choice so far."""
         return self._answer.generations[index].usage.completion_tokens
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the rendered conversation."""
-        return len(self._answer.prompt_token_ids)
-
     def close(self) -> None:
         """Abort requests that still run; may be called twice."""
         self._llm.forget(self._answer)

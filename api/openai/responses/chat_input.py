@@ -67,12 +67,12 @@ def refuse_own(body: ResponsesRequest) -> None:
 def _messages(
     body: ResponsesRequest, history: Sequence[Item], items: Sequence[Item]
 ) -> list[Message]:
-    told = to_messages([*history, *items], first_path=len(history))
+    messages = to_messages([*history, *items], first_path=len(history))
     if body.instructions:
-        told.insert(0, Message(role="system", content=body.instructions))
-    if not told:
+        messages.insert(0, Message(role="system", content=body.instructions))
+    if not messages:
         raise InvalidRequest("input must not be empty", param="input")
-    return told
+    return messages
 
 
 def _tools(body: ResponsesRequest) -> list[Tool]:

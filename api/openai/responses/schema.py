@@ -25,7 +25,7 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)]
 
 
-class Part(Struct, kw_only=True, omit_defaults=True):
+class ItemPart(Struct, kw_only=True, omit_defaults=True):
     """A part of a message, a tool output or reasoning; only text is supported."""
 
     type: PartType
@@ -46,13 +46,13 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     id: str | None = None
     status: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     input: str | None = None  # of a custom tool's call, as models elsewhere make them
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
 
 
 class FlatTool(Struct, kw_only=True):

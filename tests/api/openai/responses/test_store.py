@@ -6,11 +6,13 @@ import openai
 import pytest
 
 from foretoken.api.openai.responses.protocol import MessageItem, OutputText, ResponseBody
-from foretoken.api.openai.responses.schema import Item, Part
+from foretoken.api.openai.responses.schema import Item, ItemPart
 from foretoken.api.openai.responses.store import ResponseStore
 from foretoken.api.serving.errors import ApiError
 
-USER = Item(type="message", id="msg_1", role="user", content=[Part(type="input_text", text="hi")])
+USER = Item(
+    type="message", id="msg_1", role="user", content=[ItemPart(type="input_text", text="hi")]
+)
 
 
 def ask(client, input="hi", **options):
