@@ -1,4 +1,4 @@
-"""Gate: checks of every request before its route: protocol, connections, key, origin, content."""
+"""AuthMiddleware: checks each request before its route: protocol, connections, key, origin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSE = {"connection": "close"}
 FIELD_BYTES = 4  # of a header field beside its name and value: ": " and the end of the line
 
 
-class Gate:
+class AuthMiddleware:
     """Refuses callers without a key and pages of other origins; notes the caller of each request.
 
     Every path needs the key unless it is named in ``OPEN_PATHS``; the path

@@ -26,7 +26,7 @@ from ..runtime.engine_client import EngineClient
 from ..serving.settings import Listen
 from .app import create_app
 from .connection import connection_class, reserve_files
-from .lifecycle import STUCK, Keeper
+from .lifecycle import STUCK, Supervisor
 from .logs import announcement
 from .observability import Observing
 from .prewarm import Warm, prewarm, read_prewarm
@@ -43,13 +43,13 @@ def run(llm: EngineClient, listen: Listen, observing: Observing | None = None) -
     Raises `InvalidRequest` for a file of the options that cannot be read.
     """
     faulthandler.enable(file=STDERR)
-    keeper = Keeper(llm, drain_seconds=listen.drain_seconds)
+    supervisor = Supervisor(llm, drain_seconds=listen.drain_seconds)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            serving = _serve(llm, listen, observing or Observing(), keeper)
+            serving = _serve(llm, listen, observing or Observing(), supervisor)
             code = runner.run(serving)
     finally:
-        keeper.close()
+        supervisor.close()
     if code == STUCK:  # a thread that never ends would be waited for, or be torn to pieces
         logging.shutdown()
         os._exit(code)
@@ -65,7 +65,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-async def _serve(llm: EngineClient, listen: Listen, observing: Observing, keeper: Keeper) -> int:
+async def _serve(
+    llm: EngineClient, listen: Listen, observing: Observing, supervisor: Supervisor
+) -> int:
     warms = read_prewarm(listen.prewarm) if listen.prewarm else ()
     reserve_files(listen.settings.limits)
     config = uvicorn_config(llm, listen, observing)
@@ -80,8 +82,8 @@ async def _serve(llm: EngineClient, listen: Listen, observing: Observing, keeper
         async with observing.serving(llm, _name(llm, listen)):
             server = _Server(config, lambda address: _announce(llm, listen, address))
             observing.metrics.num_connections = lambda: len(server.server_state.connections)
-            await _serve_on(sock, server, llm, warms, keeper)
-            return keeper.exit_code
+            await _serve_on(sock, server, llm, warms, supervisor)
+            return supervisor.exit_code
     finally:
         _unbind(sock, listen.uds)
 
@@ -133,14 +135,18 @@ def _is_stale(path: Path) -> bool:
 
 
 async def _serve_on(
-    sock: socket.socket, server: _Server, llm: EngineClient, warms: Sequence[Warm], keeper: Keeper
+    sock: socket.socket,
+    server: _Server,
+    llm: EngineClient,
+    warms: Sequence[Warm],
+    supervisor: Supervisor,
 ) -> None:
     try:
-        with keeper.watching(server):
+        with supervisor.watching(server):
             await prewarm(llm, warms)
             await server.serve([sock])
     finally:
-        await keeper.end()
+        await supervisor.end()
         await llm.close()
 
 
@@ -213,7 +219,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: `Keeper` handles signals."""
+        """Do nothing: `Supervisor` handles signals."""
         yield
 
     async def startup(self, sockets: Any = None) -> None:  # noqa: ANN401 - uvicorn's signature

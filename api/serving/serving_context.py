@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from ...core.errors import InvalidRequest
-from ..runtime.chat import Turns
+from ..runtime.chat import ChatClient
 from ..runtime.engine_client import EngineClient
-from ..runtime.normalize import SteadyTurns
+from ..runtime.normalize import NormalizingChatClient
 from ..types.request_context import arrival, header, note_arrival, origin, seconds_left
 from .errors import ApiError, ClientGone, unavailable, unknown_model
 from .json_depth import Excess, find_excess
@@ -43,8 +43,8 @@ class Service:
         self.llm = llm
         llm.max_request_seconds = settings.limits.max_request_seconds
         self.metrics = metrics or ServerMetrics()
-        make_turns = SteadyTurns if settings.normalize else Turns
-        self.turns = make_turns(
+        make_client = NormalizingChatClient if settings.normalize else ChatClient
+        self.chat = make_client(
             llm, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser
         )
         self.settings = settings

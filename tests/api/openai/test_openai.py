@@ -10,7 +10,7 @@ import pytest
 
 from foretoken import EngineDead, PromptTooLong, QueueFull
 from foretoken.api.openai.completions import echo_ids, echo_offsets
-from foretoken.api.openai.shapes import LOWEST_LOGPROB, finite
+from foretoken.api.openai.writer import LOWEST_LOGPROB, finite
 
 TALK = [{"role": "user", "content": "hi"}]
 SPECULATION = {

@@ -95,7 +95,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gate-lets-everybody-in",
-        "Gate._unwelcome",
+        "AuthMiddleware._unwelcome",
         "if known is None and (self._needs_key or needs_admin):",
         "if known is None and needs_admin:",
         ("test_without_a_key_nothing_is_served_but_health_and_the_page",),
@@ -111,7 +111,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gate-does-not-name-the-caller",
-        "Gate.__call__",
+        "AuthMiddleware.__call__",
         "context.caller = known or next(iter(offered), NOBODY)",
         "context.caller = NOBODY",
         ("test_the_prompt_of_another_key_is_not_known",),

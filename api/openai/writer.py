@@ -1,9 +1,9 @@
-"""Parts of OpenAI's answers that several routes share."""
+"""Writer: encodes answers of OpenAI's chat and text completions, whole and in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import time
 from typing import Any, ClassVar, Generic, TypeVar
@@ -13,15 +13,14 @@ from msgspec import Struct
 from ..._version import __version__
 from ...core.interface.request import Usage
 from ...core.interface.step import TokenLogprob
-from ..runtime.chat_types import Ask
-from ..serving.errors import deadline_exceeded, unavailable
-from ..serving.serving_context import SHUTTING_DOWN, Service
-from ..serving.sse import DONE, Reply, event
+from ..protocol.answers import refuse_aborted, speculation_body
+from ..serving.serving_context import Service
+from ..serving.sse import DONE, ReadyReply, Reply, event
 from ..text.tokenizer import Tokenizer
 from ..types.request_context import random_id
-from ..types.results import Body, Completion, batch_usage
-from .schema import AnyRequest, Sampling
-from .wire import CompletionDetails, PromptDetails, SpeculationUsage, UsageBody
+from ..types.results import batch_usage
+from .protocol import CompletionDetails, PromptDetails, TokenInfo, TokenInfoTop, UsageBody
+from .schema import AnyRequest
 
 C = TypeVar("C", bound=Struct)
 D = TypeVar("D", bound=Struct)
@@ -44,7 +43,7 @@ class Head:
         return f"{self.prefix}-{self.key}"
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """Those of `wire.AnswerHead`."""
+        """Those of `protocol.AnswerHead`."""
         return {
             "id": self.id,
             "object": kind,
@@ -72,19 +71,6 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
-def speculation_body(usage: Usage) -> SpeculationUsage:
-    """``usage.speculation``: draft tokens proposed and accepted, by source."""
-    return SpeculationUsage(
-        proposed_tokens=usage.proposed_tokens,
-        accepted_tokens=usage.accepted_tokens,
-        verify_steps=usage.verify_steps,
-        tree_steps=usage.tree_steps,
-        accepted_by_source=usage.accepted_by_source,
-        proposed_by_source=usage.proposed_by_source,
-        steps_by_accepted=dict(sorted(usage.steps_by_accepted.items())),
-    )
-
-
 def reason_body(reason: str) -> str:
     """The ``finish_reason`` of OpenAI's API, which has no "abort": a deadline becomes "length".
 
@@ -93,19 +79,18 @@ def reason_body(reason: str) -> str:
     return "length" if reason == "abort" else reason
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> Body:
-    """``logprobs`` of a chat choice: one entry per token, with its bytes."""
-    content = [
-        {
+def token_infos(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[TokenInfo]:
+    """One entry per token, with its bytes."""
+    return [
+        TokenInfo(
             **_entry(tokenizer, each.token_id, each.logprob),
-            "top_logprobs": [_entry(tokenizer, *top) for top in each.top],
-        }
+            top_logprobs=[TokenInfoTop(**_entry(tokenizer, *top)) for top in each.top],
+        )
         for each in logprobs
     ]
-    return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> Body:
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
     return {
         "token": data.decode("utf-8", "replace"),
@@ -171,17 +156,24 @@ class Writer(Generic[C, D]):
             yield self._event([], self.usage(usage))
         yield DONE
 
+    def warmed(self, usages: Sequence[Usage]) -> Reply:
+        """The answer to prompts that were only cached: an empty choice for each."""
+        usage, indices = batch_usage(usages), range(len(usages))
+        chunks = [chunk for index in indices for chunk in self.nothing_chunks(index)]
+        whole = self.answer([self.nothing(index) for index in indices], usage)
+        return ReadyReply(whole, [*chunks, *self.end(usage)])
+
     def usage(self, usage: Usage) -> UsageBody:
         """``usage``, with the reason for a cache miss, or a list of reasons for several prompts."""
         spent = usage_body(usage)
         if not self._explains:
             return spent
         found = [self._service.llm.explain(each) for each in self.prompt_ids]
-        told = [None if each is None else each.body() for each in found]
-        if len(told) > 1:
-            spent.cache_explanations = told
-        elif told[0] is not None:
-            spent.cache_explanation = told[0]
+        reasons = [None if each is None else each.body() for each in found]
+        if len(reasons) > 1:
+            spent.cache_explanations = reasons
+        elif reasons[0] is not None:
+            spent.cache_explanation = reasons[0]
         return spent
 
     def _event(self, choices: list[D], usage: UsageBody | None) -> bytes:
@@ -195,52 +187,3 @@ class Writer(Generic[C, D]):
     def _chunk(self) -> Any:  # noqa: ANN401 - a `chunk_type`
         """The reusable chunk of this answer: only its choices change."""
         return self.chunk_type(**self._head.fields(self.chunk_kind), choices=[])
-
-
-class Warmed(Reply):
-    """The answer to prompts that were only cached: an empty choice for each."""
-
-    def __init__(self, writer: Writer[Any, Any], usages: Sequence[Usage]) -> None:
-        self._writer, self._count, self._usage = writer, len(usages), batch_usage(usages)
-
-    async def whole(self) -> object:
-        """In one body."""
-        choices = [self._writer.nothing(index) for index in range(self._count)]
-        return self._writer.answer(choices, self._usage)
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """As events."""
-        for index in range(self._count):
-            for chunk in self._writer.nothing_chunks(index):
-                yield chunk
-        for last in self._writer.end(self._usage):
-            yield last
-
-
-def is_prewarm(body: Sampling) -> bool:
-    """Whether the request only puts its prompt into the cache."""
-    return body.prompt_cache_options is not None and bool(body.prompt_cache_options.prewarm)
-
-
-async def prewarm(
-    service: Service, ask: Ask, *, request_id: str, prompt_ids: Sequence[int] | None = None
-) -> Usage:
-    """Put a conversation into the cache without an answer; raises as `Turns.open`."""
-    done = await service.turns.prewarm(ask, request_id=request_id, prompt_ids=prompt_ids)
-    return warm_usage(service, done)
-
-
-def warm_usage(service: Service, done: Completion) -> Usage:
-    """Usage of a prompt that was put into the cache; raises `ApiError` if it was aborted."""
-    refuse_aborted(service, done.choices[0].finish_reason, 0)
-    return replace(done.usage, completion_tokens=0)
-
-
-def refuse_aborted(service: Service, reason: str, num_tokens: int) -> None:
-    """Raise `ApiError` for an answer aborted before its first token, or by a shutdown."""
-    if reason != "abort":
-        return
-    if service.draining:
-        raise unavailable(SHUTTING_DOWN)
-    if num_tokens == 0:
-        raise deadline_exceeded("the request's deadline passed before its first token")

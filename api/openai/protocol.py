@@ -1,31 +1,13 @@
-"""The answers of the HTTP API: the server encodes them, /openapi.json describes them, tests decode
-them.
+"""Answers of the chat and text completions: the server encodes them, /openapi.json describes them.
 
 An `UNSET` field is left out; None is null, as clients expect.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import UNSET, Struct, UnsetType
 
-Free = dict[str, Any]
-
-
-class ErrorParts(Struct, kw_only=True):
-    """The error; ``param`` names the field that is wrong."""
-
-    message: str
-    type: str | None = None
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(Struct, kw_only=True):
-    """The body of every answer with a status of 400 or more."""
-
-    error: ErrorParts
+from ..protocol.answers import Free, SpeculationUsage
 
 
 class PromptDetails(Struct, kw_only=True):
@@ -42,18 +24,6 @@ class CompletionDetails(Struct, kw_only=True):
     rejected_prediction_tokens: int
 
 
-class SpeculationUsage(Struct, kw_only=True):
-    """``usage.speculation``: draft tokens proposed and accepted."""
-
-    proposed_tokens: int
-    accepted_tokens: int
-    verify_steps: int
-    tree_steps: int
-    accepted_by_source: dict[str, int]
-    proposed_by_source: dict[str, int]
-    steps_by_accepted: dict[int, int]
-
-
 class UsageBody(Struct, kw_only=True):
     """``usage``."""
 
@@ -66,6 +36,39 @@ class UsageBody(Struct, kw_only=True):
     speculation: SpeculationUsage
     cache_explanation: Free | UnsetType = UNSET  # if asked for and known
     cache_explanations: list[Free | None] | UnsetType = UNSET  # of several prompts
+
+
+class TokenInfoTop(Struct, kw_only=True):
+    """A token, its log-probability, and its bytes: it may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenInfo(TokenInfoTop, kw_only=True):
+    """A token of an answer, and the likeliest ones at its place."""
+
+    top_logprobs: list[TokenInfoTop] = []
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    """``logprobs`` of a chat choice: one entry per token."""
+
+    content: list[TokenInfo]
+    refusal: str | None = None
+
+
+class TextLogprobs(Struct, kw_only=True):
+    """``logprobs`` of a text completion: lists with an entry per token.
+
+    The first token of an echoed prompt has no log-probability.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
 class FunctionBody(Struct, kw_only=True):
@@ -111,7 +114,7 @@ class ChatChoiceBody(Struct, kw_only=True):
 
     index: int
     message: MessageBody
-    logprobs: Free | None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
 
@@ -121,7 +124,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
 
     index: int
     delta: DeltaBody
-    logprobs: Free | None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     token_sources: list[tuple[str, str]] | UnsetType = UNSET  # text and drafter of each token
@@ -132,7 +135,7 @@ class TextChoiceBody(Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: Free | None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
 
@@ -179,104 +182,3 @@ class TextBody(AnswerHead, kw_only=True):
 
     choices: list[TextChoiceBody]
     usage: UsageBody | UnsetType | None = UNSET
-
-
-class SamplingValues(Struct, kw_only=True):
-    """``default_sampling_params``: values of a request that leaves these fields out."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-
-
-class Model(Struct, kw_only=True):
-    """A served model; ``max_model_len``: limit on prompt and answer together, in tokens.
-
-    ``exact``: whether logits have the same bits in any batch. ``model_path``: the implementation
-    of the layers, ``own`` or ``transformers``.
-    """
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "foretoken"
-    max_model_len: int
-    exact: bool
-    model_path: str
-    type: str = "model"
-    display_name: str
-    created_at: str
-    lifecycle: str = "active"
-    tool_parser: str  # how the model writes calls: one of `--tool-parser`
-    default_sampling_params: SamplingValues
-
-
-class ModelList(Struct, kw_only=True):
-    """Answer of GET /v1/models."""
-
-    object: str = "list"
-    data: list[Model]
-    has_more: bool = False
-    first_id: str | None = None
-    last_id: str | None = None
-
-
-class Tokens(Struct, kw_only=True):
-    """Answer of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(Struct, kw_only=True):
-    """Answer of /detokenize."""
-
-    prompt: str
-
-
-class Flushed(Struct, kw_only=True):
-    """Answer of /cache/flush."""
-
-    flushed_pages: int
-
-
-class Status(Struct, kw_only=True):
-    """Answer of /health and /ready."""
-
-    status: str
-
-
-class Audit(Struct, kw_only=True, omit_defaults=True):
-    """Answer of /debug/audit: owners of all KV pages, and the violated rule, if any."""
-
-    ok: bool
-    pages: dict[str, int] = {}
-    requests: dict[str, int] = {}
-    violation: str = ""
-
-
-class ServerInfo(Struct, kw_only=True):
-    """Answer of /server_info: the model, its sampling, and the settings in force.
-
-    ``settings``: options of the engine, those left open as they were chosen, without paths of the
-    server's machine. ``limits``: of connections and requests.
-    """
-
-    version: str
-    model: str
-    model_path: str
-    max_model_len: int
-    exact: bool
-    default_sampling_params: SamplingValues
-    settings: Free
-    limits: Free
-
-
-class Version(Struct, kw_only=True):
-    """Answer of /version."""
-
-    version: str
