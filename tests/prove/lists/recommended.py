@@ -16,8 +16,8 @@ MUTATIONS = (
     Mutation(
         "defaults-are-not-told-from-given-values",
         "SamplingParams",
-        "    top_k: int = _OFF\n",
-        "    top_k: int = 0\n",
+        "        _OFF,\n",
+        "        0,\n",
         ("test_a_model_fills_what_was_left_out",),
         "a field that is left out gets the model's value",
     ),
