@@ -6,11 +6,14 @@ An `UNSET` field is left out; None is null, as clients expect.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 Free = dict[str, Any]
+Channel = Literal["reasoning", "content", "tool"]
+TokenPiece = tuple[str, str | None, Channel]
+"""The text of a token, its drafter and the part of the answer that it belongs to."""
 
 
 class ErrorParts(Struct, kw_only=True):
@@ -124,7 +127,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
     logprobs: Free | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
-    token_sources: list[tuple[str, str]] | UnsetType = UNSET  # text and drafter of each token
+    token_sources: list[TokenPiece] | UnsetType = UNSET  # of each token, if asked for
 
 
 class TextChoiceBody(Struct, kw_only=True):

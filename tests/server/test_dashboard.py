@@ -92,9 +92,9 @@ def test_chunks_tell_who_drafted_each_token_if_asked(url: str, speculation: obje
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     pieces = [piece for choice in choices for piece in choice.get("token_sources") or ()]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    assert "".join(piece for piece, _ in pieces) == text
+    assert "".join(piece for piece, *_ in pieces) == text
     accepted = chunks[-1]["usage"]["speculation"]["accepted_by_source"]
-    named = [source for _, source in pieces if source]
+    named = [source for _, source, _ in pieces if source]
     assert set(named) <= set(accepted)
     assert len(named) <= sum(accepted.values())
     body.pop("token_sources")
@@ -108,12 +108,12 @@ def test_a_parent_spans_its_children_and_the_boxes_are_bounded() -> None:
         return SimpleNamespace(key=range(tokens), children=below, ref_count=uses, num_hits=hits)
 
     tree = node(0, node(32, node(16), node(16, node(48), uses=1), uses=1, hits=3), node(16))
-    assert icicle([tree]) == [
+    assert icicle([tree])[0] == [
         [0, 0, 2, 32, 1, 3], [0, 1, 1, 16, 0, 0], [1, 1, 1, 16, 1, 0], [1, 2, 1, 48, 0, 0],
         [2, 0, 1, 16, 0, 0],
     ]  # fmt: skip
-    assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)) == MAX_BOXES
-    assert icicle([*PrefixCache(4, 16).tree.roots()]) == []
+    assert len(icicle([node(0, *(node(16) for _ in range(256)), node(8))] * 3)[0]) == MAX_BOXES
+    assert icicle([*PrefixCache(4, 16).tree.roots()]) == ([], {})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
