@@ -26,7 +26,8 @@ class TokenPieces:
 
     def __init__(self, tokenizer: Tokenizer, thinking: Thinking | None) -> None:
         self._tokenizer = tokenizer
-        self._marks = () if thinking is None else (thinking.begin, thinking.end)
+        marks = ("", "") if thinking is None else (thinking.begin, thinking.end)
+        self._marks = {"reasoning": marks[0], "content": marks[1]}  # what stands before each
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._raw = ""  # text of the tokens that no piece has told yet
         self._tokens: deque[tuple[int, str | None]] = deque()  # characters in it, drafter
@@ -59,21 +60,15 @@ class TokenPieces:
 
     def _read(self, text: str, channel: Channel) -> list[TokenPiece]:
         self._channel = channel
-        at = self._find(text)
+        at = 0 if self._raw.startswith(text) else self._find(text, self._marks[channel])
         if at < 0:  # a parser has rewritten it
             return [(text, None, channel)]
         return self._take(at, is_shown=False) + self._take(len(text))
 
-    def _find(self, text: str) -> int:
-        """Find a text in the raw text: mostly at its start, else behind a mark; -1 if nowhere."""
-        if self._raw.startswith(text):
-            return 0
-        for mark in self._marks:
-            at = self._raw.find(mark)
-            found = self._raw.find(text, at + len(mark)) if at >= 0 else -1
-            if found >= 0:
-                return found
-        return self._raw.find(text)
+    def _find(self, text: str, mark: str) -> int:
+        """Find a text in the raw text, behind the mark if that is there; -1 if nowhere."""
+        at = self._raw.find(mark)
+        return self._raw.find(text, at + len(mark) if at >= 0 else 0)
 
     def _take(self, count: int, *, is_shown: bool = True) -> list[TokenPiece]:
         """The tokens of the next ``count`` characters, and those without any behind them."""

@@ -71,36 +71,37 @@ class Watched(EngineObserver):
         self.num_steps = 0  # with tokens
         self.finished: deque[RecentRequest] = deque(maxlen=MAX_REQUESTS)
         self._steps: deque[dict[str, int]] = deque(maxlen=MAX_STEPS)
+        self._step: dict[str, int] = {}  # tokens by drafter; "" for the target's own
+
+    def observe_delta(self, request: EngineRequest, delta: Delta, now: float) -> None:  # noqa: ARG002
+        """Count the tokens of the last step; keep what ended."""
+        for source in delta.token_sources:
+            self._step[source] = self._step.get(source, 0) + 1
+        if delta.terminal:
+            self.finished.append(RecentRequest.of(request))
 
     def observe_step(
         self,
         plan: StepPlan,  # noqa: ARG002
-        output: StepOutput,
+        output: StepOutput,  # noqa: ARG002
         *,
         began: float,  # noqa: ARG002
         ended: float,  # noqa: ARG002
     ) -> None:
-        """Count the tokens of a step by drafter."""
-        step: dict[str, int] = {}
-        for out in output.requests:
-            for source in out.sources[: out.num_accepted]:
-                step[source] = step.get(source, 0) + 1
-            own = len(out.token_ids) - out.num_accepted
-            if own > 0:
-                step[""] = step.get("", 0) + own
-        if step:
-            self.num_steps += 1
-            self._steps.append(step)
-
-    def observe_delta(self, request: EngineRequest, delta: Delta, now: float) -> None:  # noqa: ARG002
-        """Keep what ended."""
-        if delta.terminal:
-            self.finished.append(RecentRequest.of(request))
+        """End the step before this one: a step's tokens are delivered while the next one runs."""
+        self._end_step()
 
     def since(self, num_steps: int) -> list[dict[str, int]]:
         """The steps after the first ``num_steps``, `MAX_STEPS` at most."""
+        self._end_step()
         count = min(self.num_steps - num_steps, len(self._steps))
         return [self._steps[index] for index in range(-count, 0)]
+
+    def _end_step(self) -> None:
+        if self._step:
+            self.num_steps += 1
+            self._steps.append(self._step)
+            self._step = {}
 
 
 class Dashboard:
@@ -132,7 +133,7 @@ class Dashboard:
         return EventStream(self._events(), close=_nothing, ping_seconds=limits.ping_seconds)
 
     async def _events(self) -> AsyncGenerator[bytes]:
-        watched = self._watch()
+        watched = self.watch()
         try:
             seen, ticks = watched.num_steps, round(PERIOD_SECONDS / STEPS_SECONDS)
             while not self.service.draining:
@@ -143,9 +144,9 @@ class Dashboard:
                         seen = watched.num_steps
                         yield event({"latest_steps": steps})
         finally:
-            self._unwatch()
+            self.unwatch()
 
-    def _watch(self) -> Watched:
+    def watch(self) -> Watched:
         """Observe the engine, from the first watcher to the last."""
         if self._watched is None:
             self._watched = Watched()
@@ -153,7 +154,8 @@ class Dashboard:
         self._num_watchers += 1
         return self._watched
 
-    def _unwatch(self) -> None:
+    def unwatch(self) -> None:
+        """End what one `watch` began."""
         self._num_watchers -= 1
         if not self._num_watchers and self._watched is not None:
             self.service.llm.engine.metrics.observers.remove(self._watched)
