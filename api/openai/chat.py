@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -20,7 +19,6 @@ from ..runtime.tools import format_schema, read_choice, read_tools
 from ..serving.serve import Dialect
 from ..serving.serving_context import Service
 from ..serving.sse import Reply
-from ..text.tokenizer import Tokenizer
 from ..types.results import CallDelta, Choice, TextDelta, ToolCall
 from ..types.sampling_params import SamplingParams
 from .protocol import (
@@ -35,6 +33,7 @@ from .protocol import (
     MessageBody,
 )
 from .schema import AnyRequest, ChatRequest, plain_messages, refuse_unsupported_chat
+from .token_pieces import TokenPieces
 from .writer import Head, Writer, reason_body, token_infos
 
 decode = decoder(ChatRequest)
@@ -135,7 +134,7 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         super().__init__(service, head, body)
         self._tells_sources = bool(getattr(body, "token_sources", None))
         self._pieces: defaultdict[int, TokenPieces] = defaultdict(  # by choice
-            lambda: TokenPieces(service.llm.tokenizer)
+            lambda: TokenPieces(service.llm.tokenizer, service.chat.syntax.thinking)
         )
 
     # -- whole ----------------------------------------------------------------------------------
@@ -202,50 +201,26 @@ class ChatWriter(Writer[ChatChoiceBody, ChunkChoiceBody]):
         """The chunks of a delta: one for its content, and one for the end."""
         chunks = []
         content = _delta_body(delta)
-        if self._tells_sources and content is None and not delta.logprobs:
-            self._pieces[delta.index].hold(delta)
+        pieces = self._pieces[delta.index] if self._tells_sources else None
+        if pieces is not None:
+            pieces.hold(delta)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         if content is not None or logprobs:
             choice = ChunkChoiceBody(
                 index=delta.index, delta=content or DeltaBody(content=""), logprobs=logprobs
             )
-            if self._tells_sources:
-                choice.token_sources = self._pieces[delta.index].read(delta)
+            if pieces is not None:
+                choice.token_sources = pieces.read(delta)
             chunks.append(self.chunk(choice))
         if delta.finish_reason is not None:
             reason = reason_body(delta.finish_reason)
             last = ChunkChoiceBody(index=delta.index, delta=DeltaBody(), finish_reason=reason)
             if delta.stop_reason is not None:
                 last.stop_reason = delta.stop_reason
+            if pieces is not None:
+                last.token_sources = pieces.rest()
             chunks.append(self.chunk(last))
         return chunks
-
-
-class TokenPieces:
-    """The text of each token of a choice, and its draft source; "" is the target model.
-
-    The tokens of one character are one piece: it stands at the last of them.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._waiting: list[tuple[int, str]] = []  # tokens that no chunk has told yet
-
-    def hold(self, delta: TextDelta) -> None:
-        """Tokens whose text comes with a later chunk."""
-        self._waiting += zip(delta.token_ids, delta.sources, strict=False)
-
-    def read(self, delta: TextDelta) -> list[tuple[str, str]]:
-        """The pieces of a step, and of those before it that added no text."""
-        self.hold(delta)
-        special, told = self._tokenizer.special_ids, []
-        for token_id, source in self._waiting:
-            if token_id not in special:
-                text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
-                told += [(text, source)] if text else []
-        self._waiting = []
-        return told
 
 
 def _whole_call(call: ToolCall | CallDelta) -> CallBody:

@@ -5,9 +5,15 @@ An `UNSET` field is left out; None is null, as clients expect.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import UNSET, Struct, UnsetType
 
 from ..protocol.answers import Free, SpeculationUsage
+
+Channel = Literal["reasoning", "content", "tool"]
+TokenPiece = tuple[str, str | None, Channel]
+"""The text of a token, its drafter and the part of the answer that it belongs to."""
 
 
 class PromptDetails(Struct, kw_only=True):
@@ -127,7 +133,7 @@ class ChunkChoiceBody(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
-    token_sources: list[tuple[str, str]] | UnsetType = UNSET  # text and drafter of each token
+    token_sources: list[TokenPiece] | UnsetType = UNSET  # of each token, if asked for
 
 
 class TextChoiceBody(Struct, kw_only=True):
