@@ -28,7 +28,7 @@ from ..core.config import EngineConfig
 from ..core.errors import ForetokenError, InvalidRequest
 from ..core.execution.model_runner import ModelRunner
 from ..core.model.config import DecoderConfig
-from ..core.model.families import read_config
+from ..core.model.opening import read_config
 from .machine import Meter, largest_cache, prompt_text, shape_of
 from .phases_data import Phases, load
 from .phases_measure import (

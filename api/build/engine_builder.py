@@ -18,9 +18,9 @@ from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.warm_up import warm_up
-from ...core.model.checkpoint import open_checkpoint
 from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
+from ...core.model.opening import open_model
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
@@ -211,7 +211,7 @@ def _load_models(
 
 def _output_matrix(path: Path) -> torch.Tensor:
     """The output layer of a checkpoint, [vocab, hidden]."""
-    found = open_checkpoint(path).read(LM_HEAD)
+    found = open_model(path).checkpoint.read(LM_HEAD)
     return found if isinstance(found, torch.Tensor) else found.dequantize()
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from ...core.config import EngineConfig, parse_overrides
 from ...core.errors import InvalidRequest, ModelLoadError
 from ...core.interface.sampling_params import RECOMMENDED
-from ...core.model.checkpoint import GGUF
 from ...core.model.fields import read_json
+from ...core.model.formats.files import GGUF
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .model_files import ModelSource
 

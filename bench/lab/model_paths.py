@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-from ...core.model import Decoder, load_decoder
+from ...core.model.decoder import Decoder
+from ...core.model.loader import load_decoder
 from ...core.ops.batch import Segment
 
 SHAPE: dict[str, Any] = {

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.model import Decoder, load_decoder
+from ...core.model.decoder import Decoder
+from ...core.model.loader import load_decoder
 from ...core.ops.backends import Backend
 from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KvDtype, KVPool

@@ -33,12 +33,11 @@ from ..ops.base import (
 from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
-from .checkpoint import Checkpoint, check_tensors, open_checkpoint
 from .config import LLAMA_MLP, BesideNames, DecoderConfig, ExpertsSpec, HeadSpec, MlpNames
 from .decoder import Decoder
-from .families import read_config
 from .fields import UnsupportedConfig
 from .fold import head_order, rounded, scaled
+from .opening import open_model, read_config
 from .page_layout import PageLayout
 from .rope import RopeSpec, rotary_dim
 from .shapes import (
@@ -52,7 +51,6 @@ from .shapes import (
     TOKEN_OUT_NORM,
     TOKEN_PROJECTION,
     TOKEN_TABLE,
-    ignored,
     layer_prefix,
     tensor_shapes,
 )
@@ -164,28 +162,18 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
 def _own(path: str | Path, options: _Options) -> Decoder:
     """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
     dtype, device, load_format, _, _, quantize, _ = options
-    checkpoint = None if load_format == "random" else _checkpoint(path)
-    config = read_config(path) if checkpoint is None else checkpoint.config
-    stored = config.dtype if checkpoint is None else checkpoint.stored_dtype
-    chosen = _choose_dtype(dtype, stored, device)
+    if load_format == "random":
+        config = read_config(path)
+        chosen = _choose_dtype(dtype, config.dtype, device)
+        read = _random_reader(config, chosen, device)
+    else:
+        config, checkpoint = open_model(path)
+        chosen = _choose_dtype(dtype, checkpoint.stored_dtype, device)
+        read = checkpoint.read
     layout = PageLayout.of(config)
     ops = options.ops(chosen, [part.heads for part in layout.parts])
-    read = _random_reader(config, chosen, device) if checkpoint is None else checkpoint.read
     keeps_packed = dtype == "auto" and quantize == "none"
     return _Assembly(config, read, ops, chosen, device, keeps_packed=keeps_packed).decoder()
-
-
-def _checkpoint(path: str | Path) -> Checkpoint:
-    """The files of a checkpoint, which hold what the config implies."""
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    try:
-        check_tensors(checkpoint, tensor_shapes(config), ignored=ignored(config, checkpoint.shapes))
-    except ModelLoadError as error:
-        if config.is_nested:  # transformers may know where its tensors are
-            raise UnsupportedConfig(str(error)) from None
-        raise
-    return checkpoint
 
 
 def _choose_dtype(requested: str, stored: str, device: torch.device) -> torch.dtype:

@@ -29,7 +29,7 @@ from foretoken.bench.lab.gpu.stage import Place, Result, Stage
 from foretoken.bench.report import write_json
 from foretoken.bench.roofline import Limits
 from foretoken.core.errors import ForetokenError
-from foretoken.core.model.families import read_config
+from foretoken.core.model.opening import read_config
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.radix_cache import PrefixCache
 

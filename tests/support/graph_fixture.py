@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.core.model import Decoder
 from foretoken.core.model.config import DecoderConfig, LayerSpec
+from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
 from foretoken.core.ops.base import (
     DecoderWeights,

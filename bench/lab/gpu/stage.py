@@ -19,7 +19,8 @@ from typing import Any, TextIO, TypeVar
 import msgspec
 
 from ....core.config import EngineConfig
-from ....core.model import Decoder, load_decoder
+from ....core.model.decoder import Decoder
+from ....core.model.loader import load_decoder
 from ...report import Row, write_json
 from ...roofline import Limits
 from .gauge import Gauge

@@ -1,15 +1,15 @@
 """GGUF: one file with metadata, tokenizer and tensors, most of them quantised in blocks.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package ``gguf`` parses
-it and knows the names and the quantised types; what is here maps a file to a `Checkpoint`. The
-tokenizer is not this module's: api/text builds it from the same file.
+it and knows the names and the quantised types; what is here maps a file to the fields of a
+config.json and to a `Checkpoint`. The tokenizer is not this module's: api/text builds it from the
+same file.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +23,6 @@ from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...ops.quantize import GROUP, QuantizedStack, QuantizedWeight, StoredWeight, stack
-from ..config import DecoderConfig
-from ..families import parse_config
-from ..fields import Fields
 from .gguf_architectures import (
     ARCHITECTURES,
     LAYER_NAMES,
@@ -63,8 +60,8 @@ class _StoredTensor(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file as what it was made from: the fields of a config.json, and tensors by the names
-    of transformers. Tensors are memory-mapped until they are read.
+    """A GGUF file as what it was made from: the fields of a config.json in ``values``, and the
+    tensors of a `Checkpoint`, which are memory-mapped until they are read.
 
     Raises `ModelLoadError` for a file that is damaged or of an architecture that is not supported.
     """
@@ -335,36 +332,6 @@ class GgufFile:
             return rows.transpose(1, 2).contiguous() if rows.dim() == 3 else rows
 
         return read
-
-
-class GgufCheckpoint:
-    """`Checkpoint` of a GGUF file that this engine's own decoder computes.
-
-    Raises `UnsupportedConfig` for one that it does not.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.where = file
-        self.file = GgufFile(file)
-        config = parse_config(Fields(self.file.values, str(file)))
-        divisors = self.file.divisors
-        if divisors:
-            config = replace(config, rope=replace(config.rope, divisors=divisors))
-        self.config: DecoderConfig = config
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor in the file, by the names of transformers where there is one."""
-        return self.file.shapes
-
-    @property
-    def stored_dtype(self) -> str:
-        """Of the output of the first layer's MLP; bfloat16 beside quantised matrices."""
-        return self.file.stored_dtype
-
-    def read(self, name: str) -> StoredWeight:
-        """One tensor as it is stored; of a quantised type that no kernel takes, as float32."""
-        return self.file.read(name)
 
 
 def read_text(file: Path, name: str) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.ops.native.build import SETTING as VARIANT
 from support.checkpoints import VOCAB_SIZE, ModelDriver, Stream, make_checkpoint

@@ -11,8 +11,8 @@ import torch
 from gguf import GGMLQuantizationType as GgmlType
 
 from foretoken.core.errors import ModelLoadError
-from foretoken.core.model import load_decoder
 from foretoken.core.model.formats.gguf_architectures import ALIASES, ARCHITECTURES, REFUSED
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.model.report import inspect_model
 from foretoken.core.ops.base import ExpertWeights
 from foretoken.core.ops.native import native_library

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.model import Decoder, load_decoder
+from foretoken.core.model.decoder import Decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.batch import ForwardOutput, Segment, Wanted
 from foretoken.core.ops.layers import run_layers
 from support.checkpoints import make_checkpoint
