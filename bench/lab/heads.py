@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...api.build.model_files import find_model
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import OwnDecoder
 from ...core.model.loader import load_decoder
 from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KVPool
@@ -48,7 +48,7 @@ def shapes(vocab_size: int) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
+def make_head(target: OwnDecoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
     """A head of random weights, as wide as its target."""
     config = target.config
     if kind == "medusa":
@@ -76,7 +76,7 @@ def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
     return JoinedHead(head, target)
 
 
-def _make_medusa(target: Decoder, num_blocks: int, num_heads: int) -> JoinedHead:
+def _make_medusa(target: OwnDecoder, num_blocks: int, num_heads: int) -> JoinedHead:
     config = target.config
     head = MedusaHead(
         MedusaConfig(
@@ -100,14 +100,14 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def step(target: Decoder, pool: KVPool, num_requests: int, near: int) -> None:
+def step(target: OwnDecoder, pool: KVPool, num_requests: int, near: int) -> None:
     """A token for each request; the pages' content is void."""
     pages = array("q", range(-(-(near + 1) // PAGE_SIZE)))
     segments = [Segment(array("q", [0]), near, pages, 1)] * num_requests
     target.forward(target.batch(segments, page_size=PAGE_SIZE), pool)
 
 
-def measure(target: Decoder, kind: str, shape: dict[str, Any]) -> list[Row]:
+def measure(target: OwnDecoder, kind: str, shape: dict[str, Any]) -> list[Row]:
     """Lines of one head."""
     joined = make_head(target, kind, shape)
     proposer = joined.proposer(joined.make_pool(NUM_PAGES, page_size=PAGE_SIZE))
@@ -143,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("bench/results/heads.json"))
     args = parser.parse_args(argv)
-    target = load_decoder(find_model(args.model).path, dtype=args.dtype, backend="native")
+    path = find_model(args.model).path
+    target = load_decoder(path, dtype=args.dtype, backend="native", impl="own")
+    assert isinstance(target, OwnDecoder)
     target.ops.set_threads(args.threads)
     torch.set_num_threads(1)  # as the engine does beside the native kernels
     rows: list[Row] = []

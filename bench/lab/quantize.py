@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.model.loader import load_decoder
 from ...core.ops.backends import Backend
 from ...core.ops.batch import Segment
@@ -154,6 +154,7 @@ def _read(decoder: Decoder, windows: Sequence[Tensor], kv_dtype: KvDtype) -> tup
 
 
 def _matrix_bytes(decoder: Decoder) -> int:
+    assert isinstance(decoder, OwnDecoder)  # of the pair
     layers = decoder.weights.layers
     packed = [w for layer in layers for w in layer.linears]
     packed.append(decoder.weights.lm_head)

@@ -34,7 +34,7 @@ from ..ops.device import choose_device
 from ..ops.kv_pool import KvDtype
 from ..ops.quantize import Quantize, QuantizedStack, QuantizedWeight, StoredWeight, stack
 from .config import LLAMA_MLP, BesideNames, DecoderConfig, ExpertsSpec, HeadSpec, MlpNames
-from .decoder import Decoder
+from .decoder import Decoder, OwnDecoder
 from .fields import UnsupportedConfig
 from .fold import head_order, rounded, scaled
 from .opening import open_model, read_config
@@ -159,7 +159,7 @@ def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
     return decoder
 
 
-def _own(path: str | Path, options: _Options) -> Decoder:
+def _own(path: str | Path, options: _Options) -> OwnDecoder:
     """A decoder of this engine's. Raises `UnsupportedConfig` for a model that has none."""
     dtype, device, load_format, _, _, quantize, _ = options
     if load_format == "random":
@@ -264,7 +264,7 @@ class _Assembly:
         self._kept = ops.stored_kinds if keeps_packed else frozenset()
         self._layout = PageLayout.of(config)
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> OwnDecoder:
         """The whole model."""
         config, fold = self._config, self._config.fold
         embedding = self._read(EMBEDDING)
@@ -287,7 +287,7 @@ class _Assembly:
             token_inputs=self._token_inputs() if config.token_input_size else None,
             logit_cap=config.logit_cap,
         )
-        return Decoder(config, weights, self._ops)
+        return OwnDecoder(config, weights, self._ops)
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms

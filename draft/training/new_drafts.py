@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...core.errors import InvalidRequest
 from ...core.model.config import DecoderConfig
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import OwnDecoder
 from ...core.model.opening import open_model
 from ...core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.ops.batch import Taps
@@ -40,7 +40,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class Target:
     """The model that a draft is for."""
 
-    decoder: Decoder
+    decoder: OwnDecoder
     path: Path  # its folder or GGUF file
     tokenizer_json: str | None = None  # what a draft model's folder holds beside its weights
 
