@@ -20,6 +20,7 @@ from ..ops.base import (
     Exactness,
     ExpertsBeside,
     ExpertWeights,
+    Gemma4Extras,
     HeadLayout,
     HeadNorm,
     LayerWeights,
@@ -293,6 +294,7 @@ class _Assembly:
         config, prefix, names = self._config, layer_prefix(index), self._config.norms
         fold, spec, heads = config.fold, config.layers[index], config.heads_of(index)
         experts = spec.experts
+        extras = self._extras(prefix, experts)
         qkv = ["qkv"] if fold.fused_qkv else ["q", "k", "k" if spec.keys_as_values else "v"]
         if spec.kv_of is not None:
             qkv, heads = ["q"], heads._replace(num_kv_heads=0)
@@ -303,7 +305,7 @@ class _Assembly:
             attention_norm=self._layer_norm(prefix, names.attention),
             attention_out_norm=self._layer_norm(prefix, names.attention_out),
             mlp_norm=self._layer_norm(prefix, names.mlp),
-            mlp_out_norm=self._layer_norm(prefix, names.mlp_out),
+            mlp_out_norm=self._layer_norm(prefix, names.mlp_out) if extras is None else None,
             qkv=self._linear(
                 [f"{prefix}self_attn.{n}_proj" for n in qkv],
                 bias=config.qkv_bias,
@@ -322,9 +324,17 @@ class _Assembly:
             cap=config.attention_cap,
             sinks=self._float(f"{prefix}self_attn.sinks") if config.has_sinks else None,
             place=self._layout.places[index],
-            factor=1.0
-            if config.layer_factor is None
-            else self._vector(prefix + config.layer_factor).item(),
+            extras=extras,
+        )
+
+    def _extras(self, prefix: str, experts: ExpertsSpec | None) -> Gemma4Extras | None:
+        """The parts of a layer that only Gemma 4 has; it alone has a factor on the stream."""
+        config = self._config
+        if config.layer_factor is None:
+            return None
+        return Gemma4Extras(
+            out_norm=self._norm(f"{prefix}{config.norms.mlp_out}.weight"),
+            factor=self._vector(prefix + config.layer_factor).item(),
             beside=None
             if experts is None or experts.beside is None
             else self._beside(prefix, experts, experts.beside),
