@@ -58,7 +58,7 @@ def model_sampling(source: ModelSource) -> SamplingDefaults:
 
 
 def _of_gguf(file: Path) -> SamplingDefaults:
-    from ...core.model.formats.gguf import read_values
+    from ...core.model.formats.gguf_metadata import read_values
 
     found = read_values(file, GGUF_NAMES.values())
     values = {name: _as_written(found.get(key)) for name, key in GGUF_NAMES.items()}

@@ -132,7 +132,8 @@ class _Options(NamedTuple):
 
 
 def _by_transformers(path: Path, options: _Options, reason: str) -> Decoder:
-    """A decoder of transformers' modules. Without it installed, the reason stands alone."""
+    """A decoder of transformers' modules. ``reason``: why they compute, for the log."""
+    # Not at the top: transformers takes a second to import.
     from .fallback.transformers_loader import load_text_model, read_text_model
 
     source = read_text_model(path)

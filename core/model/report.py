@@ -70,6 +70,7 @@ def _own(path: Path) -> ModelReport:
 
 
 def _by_transformers(path: Path) -> ModelReport:
+    # Not at the top: transformers takes a second to import.
     from .fallback.transformers_decoder import kv_shapes
     from .fallback.transformers_loader import read_text_model
 

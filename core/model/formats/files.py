@@ -1,13 +1,23 @@
-"""The files that a path names: a folder in Hugging Face layout, or a GGUF file."""
+"""Files of models: the GGUF file that a path names, and entries of tensors in files."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ModelLoadError
 
 GGUF = ".gguf"
 _NAMES_SHOWN = 4  # in an error
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies and what it is."""
+
+    file: Path
+    dtype: str  # as the header names it
+    shape: tuple[int, ...]
 
 
 def gguf_file(path: Path) -> Path | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...errors import ModelLoadError
 from ...ops.quantize import StoredWeight
 from ..fields import Fields, read_json
 from ..shapes import EMBEDDING
+from .files import TensorEntry
 from .nested import text_names
 from .quantized import QuantizedTensor, Scheme, Stored, gather, is_passed_over, read_scheme
 
@@ -32,15 +32,6 @@ _ITEM_BYTES = {
 }  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where a tensor lies and what it is."""
-
-    file: Path
-    dtype: str  # as the header names it
-    shape: tuple[int, ...]
 
 
 class SafetensorsCheckpoint:
