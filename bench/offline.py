@@ -33,6 +33,7 @@ from .load.workloads import Scene, positive
 if TYPE_CHECKING:
     from ..api.sdk.async_llm import AsyncLLM
     from ..core.execution.model_runner import ModelRunner
+    from ..core.model.decoder import OwnDecoder
 
 ABOUT = (
     "Measure the engine in this process, without HTTP, under the workloads of `foretoken bench "
@@ -94,7 +95,7 @@ def _note_usage(record: Record, usage: object) -> None:
 def weight_bytes(llm: AsyncLLM) -> int:
     """Bytes of the target's matrices as they are in memory, quantised or not."""
     runner = cast("ModelRunner", llm.engine.runner)
-    weights = runner.decoder.weights
+    weights = cast("OwnDecoder", runner.decoder).weights
     linears = [linear for layer in weights.layers for linear in layer.linears]
     return sum(linear.weight.nbytes for linear in [*linears, weights.lm_head])
 

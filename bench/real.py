@@ -44,7 +44,7 @@ from ..core.execution.model_runner import ModelRunner
 from ..core.interface.request import Request, Usage
 from ..core.interface.speculator import GuardedSpeculator, Speculator, guarded
 from ..core.interface.step import SamplingMetadata
-from ..core.model.families import read_config
+from ..core.model.opening import read_config
 from ..draft.control.acceptance import AcceptanceModel
 from ..draft.control.controller import Controller
 from ..draft.speculator import DraftSpeculator

@@ -18,9 +18,9 @@ from ...core.engine.engine import Engine
 from ...core.engine.model_thread import Supervision
 from ...core.execution.model_runner import ModelRunner
 from ...core.execution.warm_up import warm_up
-from ...core.model.checkpoint import open_checkpoint
 from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
+from ...core.model.opening import open_model
 from ...core.model.report import weight_files
 from ...core.model.shapes import LM_HEAD
 from ...core.ops.base import Ops
@@ -83,11 +83,11 @@ def build(model: str | os.PathLike[str] | None, config: EngineConfig) -> Built:
     by_rejection = config.verify == "rejection"
     proposer: LmProposer | HeadProposer | None = None
     measured: _Model | HeadProposer | None = None  # its passes have a price
-    if isinstance(draft, Decoder):
+    if isinstance(draft, JoinedHead):
+        measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
+    elif draft is not None:
         measured = (draft, draft_pools[0])
         proposer = _lm_proposer(measured, config)
-    elif draft is not None:
-        measured = proposer = draft.proposer(draft_pools[0], independent=by_rejection)
     runner = ModelRunner(target, pool, proposer, rejection=by_rejection)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and runner.is_async)
     speculator, costs = make_speculator(
@@ -211,14 +211,14 @@ def _load_models(
 
 def _output_matrix(path: Path) -> torch.Tensor:
     """The output layer of a checkpoint, [vocab, hidden]."""
-    found = open_checkpoint(path).read(LM_HEAD)
+    found = open_model(path).checkpoint.read(LM_HEAD)
     return found if isinstance(found, torch.Tensor) else found.dequantize()
 
 
 def _say_what_computes(
     target: Decoder, drafts: Sequence[Decoder | JoinedHead], pool: KVPool
 ) -> None:
-    models = [target, *(draft for draft in drafts if isinstance(draft, Decoder))]
+    models = [target, *(draft for draft in drafts if not isinstance(draft, JoinedHead))]
     by = " and ".join(type(decoder.ops).__name__ for decoder in models)
     num_tokens = pool.num_pages * pool.page_size
     logger.info("%s on %s, KV of %d tokens", by, pool.data.device, num_tokens)

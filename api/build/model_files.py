@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...core.config import format_size
 from ...core.errors import ModelLoadError
+from ...core.model.formats.files import gguf_file
 from ..types.sampling_params import SamplingDefaults
 
 BUILTIN = Path(__file__).resolve().parents[2] / "draft" / "training" / "builtin"
@@ -67,8 +68,6 @@ def _in_folder(folder: Path) -> Path:
     """The GGUF file of a folder that has one in place of a config, else the folder."""
     if (folder / "config.json").exists():
         return folder
-    from ...core.model.checkpoint import gguf_file
-
     return gguf_file(folder) or folder
 
 
@@ -173,7 +172,7 @@ def _problem(model: str) -> str:
 
 
 def _families() -> list[str]:
-    from ...core.model.families import MODEL_FAMILIES
+    from ...core.model.families.registry import MODEL_FAMILIES
 
     return sorted(MODEL_FAMILIES)
 

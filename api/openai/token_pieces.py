@@ -10,8 +10,8 @@ from codecs import getincrementaldecoder
 from collections import deque
 
 from ..parsing.reasoning import Thinking
-from ..types.results import TextDelta
 from ..text.tokenizer import Tokenizer
+from ..types.results import TextDelta
 from .protocol import Channel, TokenPiece
 
 

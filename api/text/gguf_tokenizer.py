@@ -52,7 +52,7 @@ def load_gguf_tokenizer(file: Path) -> Any:  # noqa: ANN401 - transformers is un
 def _split_as_named(backend: Any, file: Path) -> None:  # noqa: ANN401 - tokenizers is untyped
     from tokenizers import Regex, pre_tokenizers
 
-    from ...core.model.formats.gguf import read_text
+    from ...core.model.formats.gguf_metadata import read_text
 
     name = read_text(file, "tokenizer.ggml.pre")
     if name in SINGLE_DIGITS:
@@ -77,7 +77,7 @@ def _split_as_named(backend: Any, file: Path) -> None:  # noqa: ANN401 - tokeniz
 
 def splits_as_named(backend: Any, file: Path) -> bool:  # noqa: ANN401 - tokenizers is untyped
     """Whether a tokenizer splits texts as the file says: false for a name that is not known."""
-    from ...core.model.formats.gguf import read_text
+    from ...core.model.formats.gguf_metadata import read_text
 
     name = read_text(file, "tokenizer.ggml.pre")
     return (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ...core.model.config import DecoderConfig
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import Decoder, OwnDecoder
 from ...core.ops.base import PackedLinear
 from ...core.ops.kv_pool import KVPool
 from ...core.ops.native.library import NativeLibrary
@@ -108,7 +108,12 @@ def _layer_params(config: DecoderConfig, layer: int) -> int:
 
 
 def _linears(decoder: Decoder) -> Iterator[PackedLinear]:
-    """All that a step reads; norms are too small to count."""
+    """All that a step reads; norms are too small to count.
+
+    Raises TypeError for a model that transformers' modules compute, whose matrices are theirs.
+    """
+    if not isinstance(decoder, OwnDecoder):
+        raise TypeError(f"no roofline for {decoder.config.model_type}: it has no own decoder")
     for layer in decoder.weights.layers:
         yield from layer.linears
     yield decoder.weights.lm_head

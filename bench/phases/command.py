@@ -28,7 +28,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ForetokenError, InvalidRequest
 from ...core.execution.model_runner import ModelRunner
 from ...core.model.config import DecoderConfig
-from ...core.model.families import read_config
+from ...core.model.opening import read_config
 from ..common.machine import Meter, largest_cache, prompt_text, shape_of
 from ..common.report import command, machine, write_json
 from .data import Phases, load

@@ -71,7 +71,7 @@ class PrefixSource:
         if not request.num_output or request.cache.is_private:
             return
         tokens, tree = request.tokens, self._tree
-        tree.insert(tokens, array("q", bytes(8 * len(tokens))), namespace=request.namespace)
+        tree.insert(tokens, namespace=request.namespace)
         if tree.num_pages > self._max_tokens:
             tree.evict(tree.num_pages - int(self._max_tokens * KEEP_SHARE))
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import InvalidRequest
-from ...core.model.checkpoint import open_checkpoint
 from ...core.model.config import DecoderConfig
-from ...core.model.decoder import Decoder
+from ...core.model.decoder import OwnDecoder
+from ...core.model.opening import open_model
 from ...core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.ops.batch import Taps
 from ..models.heads.block import BlockConfig, BlockHead
@@ -40,7 +40,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class Target:
     """The model that a draft is for."""
 
-    decoder: Decoder
+    decoder: OwnDecoder
     path: Path  # its folder or GGUF file
     tokenizer_json: str | None = None  # what a draft model's folder holds beside its weights
 
@@ -65,7 +65,7 @@ class Weights:
     """The target's tensors by the names of transformers, as float32."""
 
     def __init__(self, path: Path) -> None:
-        self._checkpoint = open_checkpoint(path)
+        self._config, self._checkpoint = open_model(path)
 
     def __call__(self, name: str) -> Tensor:
         """One tensor."""
@@ -74,7 +74,7 @@ class Weights:
 
     def output(self) -> Tensor:
         """The output matrix, which may be the embedding."""
-        return self(EMBEDDING if self._checkpoint.config.tie_embeddings else LM_HEAD)
+        return self(EMBEDDING if self._config.tie_embeddings else LM_HEAD)
 
 
 def make_student(target: Target, shape: Shape, init: str | None) -> Student:

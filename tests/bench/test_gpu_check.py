@@ -30,7 +30,7 @@ from foretoken.bench.lab.gpu.oracle import _compared, _ragged, _slots, tell_test
 from foretoken.bench.lab.gpu.page import PAGE, RESULTS, read_results, render
 from foretoken.bench.lab.gpu.stage import SHAPES, Place, Result, Stage
 from foretoken.core.errors import ForetokenError
-from foretoken.core.model.families import read_config
+from foretoken.core.model.opening import read_config
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.radix_cache import PrefixCache
 

@@ -132,6 +132,17 @@ def test_insert_returns_the_pages_that_were_there() -> None:
     tree.check()
 
 
+def test_a_tree_of_tokens_alone_needs_no_page_ids() -> None:
+    tree = RadixTree(2)
+    tree.insert(ids(1, 2, 3, 4), namespace="a")
+    tree.insert(ids(1, 2, 5, 6), namespace="a")
+    assert tree.match(ids(1, 2, 5, 6, 7), namespace="a").num_tokens == 4
+    assert tree.num_pages == 3
+    assert tree.evict(2) == ids(0, 0)
+    with pytest.raises(ValueError, match="3 tokens do not fill 1 pages"):
+        tree.insert(ids(1, 2, 3))
+
+
 def test_insert_of_tokens_that_do_not_fill_their_pages_is_refused_and_leaves_no_trace() -> None:
     tree = RadixTree(2)
     with pytest.raises(ValueError, match="3 tokens do not fill 2 pages"):

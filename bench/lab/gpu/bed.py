@@ -18,7 +18,7 @@ from ....api.types.sampling_params import SamplingParams
 from ....core.config import EngineConfig
 from ....core.execution.model_runner import ModelRunner
 from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest, StepPlan
-from ....core.model import Decoder
+from ....core.model.decoder import Decoder
 from ....core.ops.kv_pool import KVPool
 from ...common.report import Spread
 from .gauge import Gauge

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....api.build.model_files import BUILTIN
-from ....core.model import Decoder
+from ....core.model.decoder import Decoder
 from ....core.ops.batch import Segment
 from ...common.machine import prompt_text
 from ...common.report import Spread

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....core.model import Decoder
+from ....core.model.decoder import Decoder
 from ....core.ops.batch import Segment
 from ....core.ops.kv_pool import KVPool
 from .bed import PAGE_SIZE

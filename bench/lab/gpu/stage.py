@@ -20,7 +20,8 @@ import msgspec
 from transformers import PretrainedConfig
 
 from ....core.config import EngineConfig
-from ....core.model import Decoder, load_decoder
+from ....core.model.decoder import Decoder
+from ....core.model.loader import load_decoder
 from ...common.report import Row, write_json
 from ...common.roofline import Limits
 from ...common.shapes import llama3_8b, qwen3_06b, qwen3_8b, tiny_qwen3, write_config

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
+from ....core.model.decoder import OwnDecoder
 from ....core.model.rope import RopeTable
 from ....core.ops.base import (
     DecoderWeights,
@@ -40,7 +40,7 @@ from .head_proposer import Written
 BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another
 
 
-def can_pass(head: BlockHead | EagleHead, target: Decoder) -> bool:
+def can_pass(head: BlockHead | EagleHead, target: OwnDecoder) -> bool:
     """Whether the target's kernels compute the head: those of the CPU do, without windows.
 
     A row's window would end at the block's last position instead of its own.
@@ -70,7 +70,7 @@ class BlockPass:
     """
 
     def __init__(
-        self, head: BlockHead, target: Decoder, project_taps: Callable[[Tensor], Tensor]
+        self, head: BlockHead, target: OwnDecoder, project_taps: Callable[[Tensor], Tensor]
     ) -> None:
         """The head has its dtype already, and has borrowed its embedding."""
         config, ops = head.config, target.ops

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
+from ....core.model.decoder import OwnDecoder
 from ....core.model.rope import RopeTable
 from ....core.ops.base import HeadLayout
 from ....core.ops.batch import RaggedBatch
@@ -43,7 +43,7 @@ class ColumnPlace:
 class EaglePass:
     """The layer of an `EagleHead`, packed for the kernels of its target."""
 
-    def __init__(self, head: EagleHead, target: Decoder) -> None:
+    def __init__(self, head: EagleHead, target: OwnDecoder) -> None:
         """The head has its dtype already, and has borrowed its embedding."""
         config, layer, ops = head.config, head.midlayer, target.ops
         self._ops = ops

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....core.errors import ModelLoadError
 from ....core.interface.sampling_params import TokenSamplingParams
 from ....core.interface.step import SamplingMetadata
-from ....core.model.decoder import Decoder
+from ....core.model.decoder import Decoder, OwnDecoder
 from ....core.ops.base import Ops, PackedLinear
 from ....core.ops.batch import Segment, Taps, Wanted
 from ....core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids
 
 
-def join_target(head: Head, target: Decoder, read_output: Callable[[], Tensor]) -> None:
+def join_target(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
     """Move a head beside its target and lend it what it lacks; for inference only.
 
     Its matrices are laid out for the target's kernels, quantised if the target's are.
@@ -45,7 +45,7 @@ def join_target(head: Head, target: Decoder, read_output: Callable[[], Tensor]) 
     pack(head, target)
 
 
-def lend(head: Head, target: Decoder, read_output: Callable[[], Tensor]) -> None:
+def lend(head: Head, target: OwnDecoder, read_output: Callable[[], Tensor]) -> None:
     """Move a head beside its target and lend it what it lacks.
 
     ``read_output`` reads the target's output matrix [vocab, hidden], which a head of fewer ids
@@ -65,7 +65,7 @@ def lend(head: Head, target: Decoder, read_output: Callable[[], Tensor]) -> None
     head.borrow(weights.embedding, partial(_by_kernels, logits, packed, ops.min_rows))
 
 
-def pack(head: Head, target: Decoder) -> None:
+def pack(head: Head, target: OwnDecoder) -> None:
     """Lay out a head's matrices for the target's kernels: its layers as a pass, where they can."""
     if isinstance(head, BlockHead) and can_pass(head, target):
         head.block_pass = BlockPass(head, target, head.context_vectors)
@@ -127,7 +127,7 @@ class JoinedHead:
     """
 
     def __init__(
-        self, head: Head, target: Decoder, odds: Mapping[bool, Odds] | None = None
+        self, head: Head, target: OwnDecoder, odds: Mapping[bool, Odds] | None = None
     ) -> None:
         self.head, self.target = head, target
         self._odds = {} if odds is None else odds
@@ -183,7 +183,7 @@ def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) ->
     what the target says, and a warning names the better one, which is used. Raises
     `ModelLoadError` for a head that is not supported or does not fit the target.
     """
-    if target.path != "own":
+    if not isinstance(target, OwnDecoder):
         raise ModelLoadError(
             f"{path}: a trained head reads weights of its target's own decoder, and "
             f"{target.config.model_type} is computed by transformers' modules: take draft auto, or "
@@ -203,7 +203,7 @@ def load_head(path: Path, target: Decoder, read_output: Callable[[], Tensor]) ->
     return JoinedHead(head, target, folder.odds)
 
 
-def _choose_taps(path: Path, head: EagleHead, others: Taps, target: Decoder) -> None:
+def _choose_taps(path: Path, head: EagleHead, others: Taps, target: OwnDecoder) -> None:
     """Give a head the boundaries under which it guesses more of the target's own tokens."""
     readings = (head.config.taps, others)
     scores = [score_taps(head, taps, target) for taps in readings]
@@ -217,7 +217,7 @@ def _choose_taps(path: Path, head: EagleHead, others: Taps, target: Decoder) -> 
 
 
 @torch.inference_mode()
-def score_taps(head: EagleHead, taps: Taps, target: Decoder) -> int:
+def score_taps(head: EagleHead, taps: Taps, target: OwnDecoder) -> int:
     """How many of `NUM_SCORED` greedy tokens of the target the head guesses, one at a time.
 
     They follow a text that the target draws at temperature 1. The head was lent what it lacks and
@@ -229,7 +229,7 @@ def score_taps(head: EagleHead, taps: Taps, target: Decoder) -> int:
     return int((guessed[0, -NUM_SCORED:] == ids[0, -NUM_SCORED:]).sum())
 
 
-def _own_text(target: Decoder, taps: Taps) -> tuple[Tensor, Tensor]:
+def _own_text(target: OwnDecoder, taps: Taps) -> tuple[Tensor, Tensor]:
     """Token ids ``[1, T + 1]`` that the target says, and the taps ``[1, T, ..]`` of all but one."""
     tokens = array("q", target.config.eos_token_ids[:1] or (0,))
     num_tokens, page_size = NUM_DRAWN + NUM_SCORED, 16

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
+from ....core.model.decoder import OwnDecoder
 from ....core.ops.kv_pool import KVPool
 from .head_layers import KeysValues, TapConfig
 from .head_proposer import Drafting, DraftStart, HeadProposer, Place, Written, features_of
@@ -69,7 +69,7 @@ class MedusaProposer(HeadProposer):
     source = "medusa"
 
     def __init__(
-        self, head: MedusaHead, pool: KVPool, target: Decoder, *, independent: bool = False
+        self, head: MedusaHead, pool: KVPool, target: OwnDecoder, *, independent: bool = False
     ) -> None:
         super().__init__(head.config, pool, target.sampler, independent=independent)
         self.head = head

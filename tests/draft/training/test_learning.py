@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from foretoken.core.errors import InvalidRequest
-from foretoken.core.model import load_decoder
+from foretoken.core.model.loader import load_decoder
 from foretoken.draft.models.heads.block import BlockHead
 from foretoken.draft.models.heads.eagle import EagleHead
 from foretoken.draft.models.heads.head_files import open_head

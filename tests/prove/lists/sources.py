@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "radix-keeps-all-in-one-namespace",
         "PrefixSource.leave",
-        'array("q", bytes(8 * len(tokens))), namespace=request.namespace)',
-        'array("q", bytes(8 * len(tokens))))',
+        "tree.insert(tokens, namespace=request.namespace)",
+        "tree.insert(tokens)",
         ("test_namespaces_are_apart",),
         "cache_salt separates tenants in drafts",
     ),

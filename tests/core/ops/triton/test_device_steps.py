@@ -19,7 +19,8 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.execution import model_runner as running
 from foretoken.core.execution import warm_up as warming
 from foretoken.core.execution.warm_up import warm_up
-from foretoken.core.model import loader, read_config
+from foretoken.core.model import loader
+from foretoken.core.model.opening import read_config
 from foretoken.core.ops import device as devices
 from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Segment, Wanted
 from foretoken.core.ops.device import make_stopwatch
