@@ -24,10 +24,10 @@ from ...core.model.decoder import Decoder
 from ...core.model.loader import load_decoder
 from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KVPool
-from ...draft.models.heads.block import BlockConfig, BlockHead
-from ...draft.models.heads.eagle import EagleConfig, EagleHead
-from ...draft.models.heads.joined_head import JoinedHead, join_target
-from ...draft.models.heads.medusa import MedusaConfig, MedusaHead
+from ...draft.heads.block_network import BlockConfig, BlockHead
+from ...draft.heads.eagle_network import EagleConfig, EagleHead
+from ...draft.heads.joined import JoinedHead, join_target
+from ...draft.heads.medusa import MedusaConfig, MedusaHead
 from ..report import Row, command, machine, table, write_json
 
 PAGE_SIZE, NUM_PAGES = 16, 256

@@ -21,10 +21,10 @@ from ...core.model.config import DecoderConfig
 from ...core.model.decoder import Decoder
 from ...core.model.shapes import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 from ...core.ops.batch import Taps
-from ..models.heads.block import BlockConfig, BlockHead
-from ..models.heads.eagle import EagleConfig, EagleHead
-from ..models.heads.head_files import default_taps, open_head, save_head
-from ..models.heads.medusa import MedusaHead
+from ..heads.block_network import BlockConfig, BlockHead
+from ..heads.eagle_network import EagleConfig, EagleHead
+from ..heads.files import default_taps, open_head, save_head
+from ..heads.medusa import MedusaHead
 from .students import BlockStudent, EagleStudent, LmStudent, Student
 
 Kind: TypeAlias = Literal["block", "eagle3", "lm"]

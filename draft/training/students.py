@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...core.ops.batch import Taps
-from ..models.heads.block import BlockHead
-from ..models.heads.eagle import EagleHead
+from ..heads.block_network import BlockHead
+from ..heads.eagle_network import EagleHead
 from .losses import kl_overlap_loss, pass_weights, slot_weights
 from .teacher import TeacherOutput
 

@@ -71,7 +71,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("execution", "engine"),
     ),
-    "draft": (("sources",), ("control", "models"), ("speculator", "training")),
+    "draft": (("sources",), ("control", "proposers"), ("heads", "speculator"), ("training",)),
 }
 
 

@@ -15,11 +15,11 @@ from torch import nn
 from foretoken.core.model.config import DecoderConfig, LayerSpec
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.rope import RopeSpec
-from foretoken.draft.models.heads.block import BlockConfig, BlockHead
-from foretoken.draft.models.heads.eagle import EagleConfig, EagleHead
-from foretoken.draft.models.heads.head_files import Head
-from foretoken.draft.models.heads.joined_head import JoinedHead, join_target
-from foretoken.draft.models.heads.medusa import MedusaConfig, MedusaHead
+from foretoken.draft.heads.block_network import BlockConfig, BlockHead
+from foretoken.draft.heads.eagle_network import EagleConfig, EagleHead
+from foretoken.draft.heads.files import Head
+from foretoken.draft.heads.joined import JoinedHead, join_target
+from foretoken.draft.heads.medusa import MedusaConfig, MedusaHead
 
 TARGET = DecoderConfig(
     model_type="qwen3",

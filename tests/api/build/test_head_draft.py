@@ -15,9 +15,9 @@ from foretoken.api.build.model_files import BUILTIN
 from foretoken.core.config import EngineConfig
 from foretoken.core.errors import InvalidRequest, ModelLoadError
 from foretoken.core.model.loader import load_decoder
-from foretoken.draft.models.heads.head_files import save_head
-from foretoken.draft.models.heads.joined_head import load_head
-from foretoken.draft.models.heads.medusa import MedusaHead
+from foretoken.draft.heads.files import save_head
+from foretoken.draft.heads.joined import load_head
+from foretoken.draft.heads.medusa import MedusaHead
 from support.tiny_heads import random_head, save_medusa
 
 PROMPTS = ["def quicksort(items):\n", "import os\n\n\nclass Walker:\n    "]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from foretoken.core.errors import InvalidRequest
 from foretoken.core.model import load_decoder
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.eagle import EagleHead
-from foretoken.draft.models.heads.head_files import open_head
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.eagle_network import EagleHead
+from foretoken.draft.heads.files import open_head
 from foretoken.draft.training import trainer as run
 from foretoken.draft.training.conversations import Conversation
 from foretoken.draft.training.evaluator import (

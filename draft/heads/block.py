@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
-from ....core.ops.kv_pool import KVPool
-from .block import BlockHead, MarkovHead
+from ...core.interface.step import ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.ops.kv_pool import KVPool
+from .block_network import BlockHead, MarkovHead
 from .block_pass import BLOCKS_A_PASS, BlockPass, BlockPlace, ContextRows
-from .head_layers import KeysValues
-from .head_proposer import Drafting, DraftStart, HeadProposer, IntArray, Place, Written
+from .layers import KeysValues
+from .proposer import Drafting, DraftStart, HeadProposer, IntArray, Place, Written
 
 
 def num_spare_pages(head: BlockHead, page_size: int) -> int:

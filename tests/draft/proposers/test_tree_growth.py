@@ -20,8 +20,8 @@ from foretoken.core.sampling.gumbel import gumbel_rows, vocabulary_hashes
 from foretoken.core.sampling.verifier import Best
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.draft_model import LmProposer
-from foretoken.draft.models.tree_growth import NUM_BEST, ROOT, GapOdds, TreeGrowth, default_odds
+from foretoken.draft.proposers.lm_proposer import LmProposer
+from foretoken.draft.proposers.tree_growth import NUM_BEST, ROOT, GapOdds, TreeGrowth, default_odds
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver

@@ -14,7 +14,7 @@ from foretoken.core.interface.step import SamplingMetadata, ScheduledRequest
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.sampler import TorchSampler
 from foretoken.core.sampling.verifier import SampledToken, sample
-from foretoken.draft.models.temperature_tuner import GRID, TemperatureTuner
+from foretoken.draft.proposers.temperature_tuner import GRID, TemperatureTuner
 
 VOCAB = 30
 GENERATOR = torch.Generator().manual_seed(4)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from .head_layers import (
+from .layers import (
     HIDDEN,
     HeadConfig,
     KeysValues,

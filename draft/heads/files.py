@@ -19,13 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ....core.errors import ModelLoadError
-from ....core.model.config import DecoderConfig
-from ....core.model.fields import Fields, read_json
-from ....core.model.rope import RopeSpec, parse_rope
-from ....core.ops.batch import Taps
-from .block import BlockConfig, BlockHead, MarkovKind
-from .eagle import EagleConfig, EagleHead
+from ...core.errors import ModelLoadError
+from ...core.model.config import DecoderConfig
+from ...core.model.fields import Fields, read_json
+from ...core.model.rope import RopeSpec, parse_rope
+from ...core.ops.batch import Taps
+from .block_network import BlockConfig, BlockHead, MarkovKind
+from .eagle_network import EagleConfig, EagleHead
 from .medusa import MedusaConfig, MedusaHead
 
 Kind: TypeAlias = Literal["block", "eagle3", "medusa"]

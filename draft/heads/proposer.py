@@ -26,16 +26,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....core.errors import is_out_of_memory
-from ....core.execution.proposer import VerifiedRequest
-from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.speculator import ProposerTraits
-from ....core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest
-from ....core.ops.batch import ForwardOutput, RaggedBatch, Taps
-from ....core.ops.kv_pool import KVPool
-from ....core.sampling.sampler import Columns, Sampler
-from ..tree_growth import ROOT, GapOdds, TreeGrowth, choose, default_odds, frontiers, sample_rows
-from .head_layers import KeysValues, TapConfig
+from ...core.errors import is_out_of_memory
+from ...core.execution.proposer import VerifiedRequest
+from ...core.interface.sampling_params import TokenSamplingParams
+from ...core.interface.speculator import ProposerTraits
+from ...core.interface.step import NO_DRAFT, Draft, SamplingMetadata, ScheduledRequest
+from ...core.ops.batch import ForwardOutput, RaggedBatch, Taps
+from ...core.ops.kv_pool import KVPool
+from ...core.sampling.sampler import Columns, Sampler
+from ..proposers.tree_growth import (
+    ROOT,
+    GapOdds,
+    TreeGrowth,
+    choose,
+    default_odds,
+    frontiers,
+    sample_rows,
+)
+from .layers import KeysValues, TapConfig
 
 IntArray: TypeAlias = NDArray[np.int64]
 MOST_COPIED = 256 * 2**20  # bytes: the copy of head KV that requests draft from together

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
-from ....core.model.rope import RopeTable
-from ....core.ops.base import (
+from ...core.interface.step import ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.model.rope import RopeTable
+from ...core.ops.base import (
     DecoderWeights,
     HeadLayout,
     HeadNorm,
@@ -30,12 +30,12 @@ from ....core.ops.base import (
     Ops,
     PackedLinear,
 )
-from ....core.ops.batch import NOTHING_MORE, IntArray, RaggedBatch
-from ....core.ops.kv_pool import KvPlace, KVPool
-from .block import BlockHead, BlockLayer
-from .eagle import EagleHead
-from .head_layers import Mlp, Projections, RmsNorm
-from .head_proposer import Written
+from ...core.ops.batch import NOTHING_MORE, IntArray, RaggedBatch
+from ...core.ops.kv_pool import KvPlace, KVPool
+from .block_network import BlockHead, BlockLayer
+from .eagle_network import EagleHead
+from .layers import Mlp, Projections, RmsNorm
+from .proposer import Written
 
 BLOCKS_A_PASS = 16  # requests of one pass; more draft one pass after another
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.eagle import EagleHead
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.eagle_network import EagleHead
 from support.tiny_heads import TARGET, block_config, eagle_config
 
 LENGTH = 19

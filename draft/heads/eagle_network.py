@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .head_layers import (
+from .layers import (
     HIDDEN,
     HeadConfig,
     KeysValues,

@@ -24,8 +24,8 @@ from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.native import native_library
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.heads import head_proposer
-from foretoken.draft.models.heads.head_proposer import HeadProposer
+from foretoken.draft.heads import proposer
+from foretoken.draft.heads.proposer import HeadProposer
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
@@ -169,7 +169,7 @@ def test_where_memory_runs_out_less_is_copied_at_a_time_and_slowly_more_again(
     target: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench("eagle", target, [16] * 16)  # 4 pages each
-    monkeypatch.setattr(head_proposer, "MOST_COPIED", 64 * bench.proposer.pool.data[0].nbytes)
+    monkeypatch.setattr(proposer, "MOST_COPIED", 64 * bench.proposer.pool.data[0].nbytes)
     bench.limit(64)
     bench.copies.room = 20
     assert bench.count_failures() == 2  # 64, 32
@@ -179,7 +179,7 @@ def test_where_memory_runs_out_less_is_copied_at_a_time_and_slowly_more_again(
     for _ in range(200):
         bench.propose()
     assert bench.copies.sizes == [(16, 4)]
-    assert bench.proposer._most_copied <= head_proposer.MOST_COPIED
+    assert bench.proposer._most_copied <= proposer.MOST_COPIED
 
 
 def test_at_last_requests_draft_one_by_one(target: Decoder) -> None:

@@ -19,8 +19,8 @@ from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.sampling.rejection import SampledDraft, draw
 from foretoken.core.sampling.verifier import VerifyRequest, sample, verify
-from foretoken.draft.models import temperature_tuner as tuner_module
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers import temperature_tuner as tuner_module
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 256, 4, 120

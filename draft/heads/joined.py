@@ -13,23 +13,23 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from ....core.errors import ModelLoadError
-from ....core.interface.sampling_params import TokenSamplingParams
-from ....core.interface.step import SamplingMetadata
-from ....core.model.decoder import Decoder
-from ....core.ops.base import Ops, PackedLinear
-from ....core.ops.batch import Segment, Taps, Wanted
-from ....core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
-from ....core.sampling.logits_processors import SampleRow
-from .block import BlockHead
-from .block_drafter import BlockProposer, num_spare_pages
+from ...core.errors import ModelLoadError
+from ...core.interface.sampling_params import TokenSamplingParams
+from ...core.interface.step import SamplingMetadata
+from ...core.model.decoder import Decoder
+from ...core.ops.base import Ops, PackedLinear
+from ...core.ops.batch import Segment, Taps, Wanted
+from ...core.ops.kv_pool import KvDtype, KVPool, bytes_per_page
+from ...core.sampling.logits_processors import SampleRow
+from .block import BlockProposer, num_spare_pages
+from .block_network import BlockHead
 from .block_pass import BlockPass, can_pass
-from .eagle import EagleHead
-from .eagle_drafter import EagleProposer
+from .eagle import EagleProposer
+from .eagle_network import EagleHead
 from .eagle_pass import EaglePass
-from .head_files import Head, Odds, open_head
-from .head_proposer import HeadProposer
+from .files import Head, Odds, open_head
 from .medusa import MedusaConfig, MedusaHead, MedusaProposer
+from .proposer import HeadProposer
 
 logger = logging.getLogger(__name__)
 NUM_DRAWN, NUM_SCORED = 32, 64  # tokens that distinguish two readings of tap ids

@@ -26,7 +26,7 @@ from foretoken.core.ops.batch import ForwardOutput, RaggedBatch, Wanted
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....core.model.rope import RopeSpec, attention_scaling, inverse_frequencies
-from ....core.ops.batch import Taps
+from ...core.model.rope import RopeSpec, attention_scaling, inverse_frequencies
+from ...core.ops.batch import Taps
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....core.execution.layout import natural_slots
-from ....core.model.decoder import Decoder
-from ....core.ops.kv_pool import KVPool
+from ...core.execution.layout import natural_slots
+from ...core.model.decoder import Decoder
+from ...core.ops.kv_pool import KVPool
 from .block_pass import ContextRows
-from .eagle import EagleHead
+from .eagle_network import EagleHead
 from .eagle_pass import ColumnPlace, EaglePass
-from .head_layers import KeysValues
-from .head_proposer import (
+from .layers import KeysValues
+from .proposer import (
     Anchors,
     Drafting,
     DraftStart,

@@ -16,10 +16,10 @@ from torch import Tensor
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.eagle import EagleHead
-from foretoken.draft.models.heads.head_files import head_kind, open_head, save_head
-from foretoken.draft.models.heads.joined_head import lend, load_head, score_taps
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.eagle_network import EagleHead
+from foretoken.draft.heads.files import head_kind, open_head, save_head
+from foretoken.draft.heads.joined import lend, load_head, score_taps
 from support.tiny_heads import TARGET, block_config, eagle_config
 from support.tiny_pair import write_pair
 

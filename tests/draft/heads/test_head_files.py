@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.rope import RopeSpec
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.eagle import EagleHead
-from foretoken.draft.models.heads.head_files import head_kind, open_head, save_head
-from foretoken.draft.models.heads.medusa import MedusaHead
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.eagle_network import EagleHead
+from foretoken.draft.heads.files import head_kind, open_head, save_head
+from foretoken.draft.heads.medusa import MedusaHead
 from support.tiny_heads import TARGET, block_config, eagle_config, medusa_config, save_medusa
 
 CONFIGS = {

@@ -29,14 +29,14 @@ from foretoken.core.ops.native import native_library
 from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.heads import block_drafter
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.block_pass import BlockPass
-from foretoken.draft.models.heads.head_files import Head
-from foretoken.draft.models.heads.head_proposer import HeadProposer
-from foretoken.draft.models.heads.joined_head import JoinedHead
-from foretoken.draft.models.heads.medusa import MedusaHead
-from foretoken.draft.models.tree_growth import NUM_BEST, default_odds
+from foretoken.draft.heads import block
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.block_pass import BlockPass
+from foretoken.draft.heads.files import Head
+from foretoken.draft.heads.joined import JoinedHead
+from foretoken.draft.heads.medusa import MedusaHead
+from foretoken.draft.heads.proposer import HeadProposer
+from foretoken.draft.proposers.tree_growth import NUM_BEST, default_odds
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
@@ -290,7 +290,7 @@ def test_a_proposer_begins_with_the_odds_that_training_fitted(native) -> None:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) -> None:
     """On the CPU a block is computed by the target's kernels, some requests at a time."""
-    monkeypatch.setattr(block_drafter, "BLOCKS_A_PASS", blocks)
+    monkeypatch.setattr(block, "BLOCKS_A_PASS", blocks)
     head = make_head("block", native)
     assert head.block_pass is not None  # type: ignore[union-attr]
     unit = Unit(native, make_proposer(head, native), speculator=TreeDepth(8))

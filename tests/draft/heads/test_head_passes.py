@@ -19,14 +19,14 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
-from foretoken.draft.models.heads.block import BlockHead
-from foretoken.draft.models.heads.block_drafter import _Pairs
-from foretoken.draft.models.heads.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
-from foretoken.draft.models.heads.eagle import EagleHead
-from foretoken.draft.models.heads.eagle_pass import ColumnPlace
-from foretoken.draft.models.heads.head_files import Head
-from foretoken.draft.models.heads.joined_head import JoinedHead
-from foretoken.draft.models.heads.medusa import MedusaHead
+from foretoken.draft.heads.block import _Pairs
+from foretoken.draft.heads.block_network import BlockHead
+from foretoken.draft.heads.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
+from foretoken.draft.heads.eagle_network import EagleHead
+from foretoken.draft.heads.eagle_pass import ColumnPlace
+from foretoken.draft.heads.files import Head
+from foretoken.draft.heads.joined import JoinedHead
+from foretoken.draft.heads.medusa import MedusaHead
 from support.tiny_heads import block_config, eagle_config, join, medusa_config, plain
 from support.tiny_pair import write_pair
 

@@ -14,11 +14,11 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
-from ....core.ops.kv_pool import KVPool
-from .head_layers import KeysValues, TapConfig
-from .head_proposer import Drafting, DraftStart, HeadProposer, Place, Written, features_of
+from ...core.interface.step import ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.ops.kv_pool import KVPool
+from .layers import KeysValues, TapConfig
+from .proposer import Drafting, DraftStart, HeadProposer, Place, Written, features_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....core.interface.step import ScheduledRequest
-from ....core.model.decoder import Decoder
-from ....core.model.rope import RopeTable
-from ....core.ops.base import HeadLayout
-from ....core.ops.batch import RaggedBatch
-from ....core.ops.kv_pool import KVPool
+from ...core.interface.step import ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.model.rope import RopeTable
+from ...core.ops.base import HeadLayout
+from ...core.ops.batch import RaggedBatch
+from ...core.ops.kv_pool import KVPool
 from .block_pass import ContextRows, pack_mlp, pack_qkv, plain_norm
-from .eagle import EagleHead
+from .eagle_network import EagleHead
 
 
 @dataclass(frozen=True, slots=True)
