@@ -32,8 +32,8 @@ from ...core.ops.native.native_ops import NativeOps
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
-from ...draft.heads.files import head_kind
 from ...draft.heads.joined import JoinedHead, load_head
+from ...draft.heads.kinds import head_kind
 from ...draft.heads.proposer import HeadProposer
 from ...draft.proposers.lm_proposer import LmProposer
 from ...draft.proposers.tree_growth import NUM_BEST

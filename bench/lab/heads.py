@@ -72,8 +72,7 @@ def make_head(target: Decoder, kind: str, shape: dict[str, Any]) -> JoinedHead:
         head = BlockHead(BlockConfig(**same, **own, markov_vocab_size=size))
     else:
         head = EagleHead(EagleConfig(**same))
-    join_target(head, target, target.weights.embedding.clone)
-    return JoinedHead(head, target)
+    return join_target(head, target, target.weights.embedding.clone)
 
 
 def _make_medusa(target: Decoder, num_blocks: int, num_heads: int) -> JoinedHead:
@@ -89,8 +88,7 @@ def _make_medusa(target: Decoder, num_blocks: int, num_heads: int) -> JoinedHead
             num_blocks=num_blocks,
         )
     )
-    join_target(head, target, target.weights.embedding.clone)
-    return JoinedHead(head, target)
+    return join_target(head, target, target.weights.embedding.clone)
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,8 @@ from .layers import (
     Vocabulary,
     attend,
     init_weights,
+    without,
 )
-
-if TYPE_CHECKING:
-    from .block_pass import BlockPass
 
 MarkovKind: TypeAlias = Literal["vanilla", "gated", "rnn"]
 
@@ -39,6 +37,8 @@ MarkovKind: TypeAlias = Literal["vanilla", "gated", "rnn"]
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadConfig):
     """Shape of a block head."""
+
+    kind: ClassVar[str] = "block"
 
     block_size: int  # rows of a block, the anchor included
     mask_token_id: int
@@ -52,6 +52,11 @@ class BlockConfig(HeadConfig):
     def num_drafted(self) -> int:
         """Tokens that a block drafts."""
         return self.block_size - (not self.predicts_at_anchor)
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of a block."""
+        return self.num_drafted
 
 
 class BlockLayer(nn.Module):
@@ -135,26 +140,71 @@ class MarkovHead(nn.Module):
         return self.markov_w2(w), state
 
 
-class BlockHead(Vocabulary):
-    """The whole head. Token ids are the target's, everywhere."""
+class BlockFrame(Vocabulary):
+    """A head but for its layers: what joins the taps, and what makes logits of hidden states."""
 
     config: BlockConfig
 
-    def __init__(self, config: BlockConfig) -> None:
+    def __init__(self, config: BlockConfig, layers: nn.ModuleList | None = None) -> None:
         super().__init__(config)
-        windows = config.windows or (None,) * config.num_layers
         self.fc = nn.Linear(
             len(config.taps) * config.target_hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RmsNorm(config.hidden_size, config.norm_eps)
-        self.layers = nn.ModuleList([BlockLayer(config, window) for window in windows])
+        if layers is not None:  # in the order of the files
+            self.layers = layers
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
+
+    def context_vectors(self, taps: Tensor) -> Tensor:
+        """``[.., num_taps * target_hidden]`` to ``[.., hidden]``, which every layer reads."""
+        out: Tensor = self.hidden_norm(self.fc(taps))
+        return out
+
+    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """``[.., num, hidden]`` to logits ``[.., num, draft_vocab]``.
+
+        ``before`` [.., num]: the token before each, from the anchor on.
+        """
+        values = self.project(hidden)
+        if self.markov_head is None:
+            return values
+        ids = self.markov_ids(before)
+        if self.config.markov_kind != "rnn":
+            bias: Tensor = self.markov_head(ids, hidden, self.first_state(hidden))[0]
+            return values + bias
+        state, biases = self.first_state(hidden[..., 0, :]), []
+        for index in range(hidden.shape[-2]):
+            bias, state = self.markov_head(ids[..., index], hidden[..., index, :], state)
+            biases.append(bias)
+        return values + torch.stack(biases, dim=-2)
+
+    def markov_ids(self, token_ids: Tensor) -> Tensor:
+        """Ids of tokens as the Markov head counts them, -1 for those that it does not know."""
+        size = self.config.markov_vocab_size or self.config.vocab_size
+        if size == self.config.vocab_size or self.draft_ids is None:
+            return token_ids
+        return self.known_ids[token_ids]
+
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """The Markov head's state at the anchor, ``[.., rank]`` for ``hidden`` [.., hidden]."""
+        return hidden.new_zeros((*hidden.shape[:-1], self.config.markov_rank))
+
+
+class BlockHead(BlockFrame):
+    """The whole head. Token ids are the target's, everywhere."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        windows = config.windows or (None,) * config.num_layers
+        super().__init__(config, nn.ModuleList([BlockLayer(config, window) for window in windows]))
         self.rotary = RotaryTable(config.rope, config.head_dim)
-        self.block_pass: BlockPass | None = None  # what computes the layers in service, if it can
         init_weights(self)
         if self.markov_head is not None:
             nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    def frame(self) -> BlockFrame:
+        """The head without its layers; both share the rest."""
+        return without(self, "layers", BlockFrame)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
         """What ``taps`` [.., num_taps * target_hidden] at ``positions`` [..] inject: of each layer.
@@ -164,11 +214,6 @@ class BlockHead(Vocabulary):
         features = self.context_vectors(taps)
         rotary = self.rotary(positions)
         return [layer.self_attn.keys_values(features, rotary) for layer in self.decoder_layers()]
-
-    def context_vectors(self, taps: Tensor) -> Tensor:
-        """``[.., num_taps * target_hidden]`` to ``[.., hidden]``, which every layer reads."""
-        out: Tensor = self.hidden_norm(self.fc(taps))
-        return out
 
     def block(
         self, anchor_ids: Tensor, anchors: Tensor, context: list[KeysValues], seen: Tensor
@@ -204,35 +249,6 @@ class BlockHead(Vocabulary):
         seen = places < anchors.unsqueeze(-1)
         return self.block(token_ids.gather(1, anchors), anchors, context, seen)
 
-    def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """``[.., num, hidden]`` to logits ``[.., num, draft_vocab]``.
-
-        ``before`` [.., num]: the token before each, from the anchor on.
-        """
-        values = self.project(hidden)
-        if self.markov_head is None:
-            return values
-        ids = self.markov_ids(before)
-        if self.config.markov_kind != "rnn":
-            bias: Tensor = self.markov_head(ids, hidden, self.first_state(hidden))[0]
-            return values + bias
-        state, biases = self.first_state(hidden[..., 0, :]), []
-        for index in range(hidden.shape[-2]):
-            bias, state = self.markov_head(ids[..., index], hidden[..., index, :], state)
-            biases.append(bias)
-        return values + torch.stack(biases, dim=-2)
-
-    def markov_ids(self, token_ids: Tensor) -> Tensor:
-        """Ids of tokens as the Markov head counts them, -1 for those that it does not know."""
-        size = self.config.markov_vocab_size or self.config.vocab_size
-        if size == self.config.vocab_size or self.draft_ids is None:
-            return token_ids
-        return self.known_ids[token_ids]
-
-    def first_state(self, hidden: Tensor) -> Tensor:
-        """The Markov head's state at the anchor, ``[.., rank]`` for ``hidden`` [.., hidden]."""
-        return hidden.new_zeros((*hidden.shape[:-1], self.config.markov_rank))
-
     def _rows(self, anchor_ids: Tensor) -> Tensor:
         """Embeddings of anchors and masks, ``[b, n, block, hidden]``."""
         masks = anchor_ids.new_full(
@@ -241,7 +257,7 @@ class BlockHead(Vocabulary):
         return self.embed(torch.cat((anchor_ids.unsqueeze(-1), masks), dim=-1))
 
     def decoder_layers(self) -> list[BlockLayer]:
-        """The layers; none where a `BlockPass` has them."""
+        """The layers, the first one first."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +25,35 @@ from .layers import (
     Vocabulary,
     attend,
     init_weights,
+    without,
 )
 
-if TYPE_CHECKING:
-    from .eagle_pass import EaglePass
+MOST_PASSES = 64  # tokens of a draft
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadConfig):
     """Shape of an EAGLE-3 head and the norms in which its dialects differ."""
 
+    kind: ClassVar[str] = "eagle3"
+    first_position: ClassVar[int] = 1  # position 0 has no column
+    keeps_page_features: ClassVar[bool] = True
+
     fc_bias: bool = False
     norm_before_residual: bool = False  # the residual begins with the normed feature
     norm_before_fc: bool = False  # one norm over all taps
     fc_norm: bool = False  # a norm for each tap
     norm_output: bool = False  # the next feature is normed (EAGLE-3.1)
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def longest(self) -> int:
+        """As many as a step may ask for."""
+        return MOST_PASSES
 
 
 class EagleLayer(nn.Module):
@@ -93,12 +107,12 @@ def _weigh_far(values: Tensor, weights: Tensor) -> Tensor:
     return (weights.flatten(2, 3) @ values).view(*weights.shape[:-1], -1)
 
 
-class EagleHead(Vocabulary):
-    """The whole head. Token ids are the target's, everywhere."""
+class EagleFrame(Vocabulary):
+    """A head but for its layer: what joins the taps, and what makes logits of hidden states."""
 
     config: EagleConfig
 
-    def __init__(self, config: EagleConfig) -> None:
+    def __init__(self, config: EagleConfig, midlayer: EagleLayer | None = None) -> None:
         super().__init__(config)
         taps, width, eps = len(config.taps), config.target_hidden_size, config.norm_eps
         self.input_norm = RmsNorm(taps * width, eps) if config.norm_before_fc else None
@@ -106,11 +120,9 @@ class EagleHead(Vocabulary):
             nn.ModuleList([RmsNorm(width, eps) for _ in range(taps)]) if config.fc_norm else None
         )
         self.fc = nn.Linear(taps * width, config.hidden_size, bias=config.fc_bias)
-        self.midlayer = EagleLayer(config)
+        if midlayer is not None:  # in the order of the files
+            self.midlayer = midlayer
         self.norm = RmsNorm(config.hidden_size, eps)
-        self.rotary = RotaryTable(config.rope, config.head_dim)
-        self.eagle_pass: EaglePass | None = None  # what computes the layer in service, if it can
-        init_weights(self)
 
     def features(self, taps: Tensor) -> Tensor:
         """``[.., num_taps * target_hidden] -> [.., hidden]``."""
@@ -122,6 +134,28 @@ class EagleHead(Vocabulary):
             taps = torch.cat(normed, dim=-1)
         out: Tensor = self.fc(taps)
         return out
+
+    def next_features(self, hidden: Tensor) -> Tensor:
+        """What stands for the features of columns that the target has not seen."""
+        out: Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[.., hidden]`` of columns to logits ``[.., draft_vocab]``."""
+        return self.project(self.norm(hidden))
+
+
+class EagleHead(EagleFrame):
+    """The whole head. Token ids are the target's, everywhere."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, EagleLayer(config))
+        self.rotary = RotaryTable(config.rope, config.head_dim)
+        init_weights(self)
+
+    def frame(self) -> EagleFrame:
+        """The head without its layer; both share the rest."""
+        return without(self, "midlayer", EagleFrame)
 
     def context(self, features: Tensor, token_ids: Tensor, positions: Tensor) -> KeysValues:
         """Keys and values ``[.., num_kv_heads, head_dim]`` of columns.
@@ -151,15 +185,6 @@ class EagleHead(Vocabulary):
         own.append(self.midlayer.self_attn.keys_values(x, rotary))
         q = self.midlayer.self_attn.queries(x, rotary)
         return self.midlayer.outputs(features, self.midlayer.attended(q, context, seen, own))
-
-    def next_features(self, hidden: Tensor) -> Tensor:
-        """What stands for the features of columns that the target has not seen."""
-        out: Tensor = self.norm(hidden) if self.config.norm_output else hidden
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[.., hidden]`` of columns to logits ``[.., draft_vocab]``."""
-        return self.project(self.norm(hidden))
 
     def forward(self, token_ids: Tensor, taps: Tensor, num_passes: int) -> list[Tensor]:
         """For training: hidden states of ``num_passes`` passes over whole sequences.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ...core.model.rope import RopeSpec, attention_scaling, inverse_frequencies
 from ...core.ops.batch import Taps
+from ...core.ops.kv_pool import KvShape
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
@@ -26,7 +27,12 @@ HIDDEN = -1e30  # a score that is not seen; finite, so that a row that sees noth
 
 @dataclass(frozen=True, kw_only=True)
 class TapConfig:
-    """What a head reads of its target, and which tokens it drafts."""
+    """Shape of any head: which hidden states of its target it reads, and which tokens it drafts."""
+
+    kind: ClassVar[str]  # its name in the table of kinds, and as a source of drafts
+    first_position: ClassVar[int] = 0  # the first one that has head KV
+    # whether head KV behind a prefix hit depends on the feature of the hit's last position
+    keeps_page_features: ClassVar[bool] = False
 
     vocab_size: int  # of the target
     draft_vocab_size: int  # ids that the head can draft
@@ -38,6 +44,21 @@ class TapConfig:
     def is_reduced(self) -> bool:
         """Whether the head drafts a part of the target's vocabulary only."""
         return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Tokens of a draft that one pass of the head yields."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a draft at most; a pass's, unless the head goes on from its own output."""
+        return self.tokens_per_pass
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Layers, KV heads and their size of the head's KV; by default there is none."""
+        return KvShape(0, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +76,11 @@ class HeadConfig(TapConfig):
     attention_bias: bool = False
     owns_embedding: bool = False  # else the target's is borrowed
     owns_output: bool = False  # else the target's is borrowed
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """Keys and values of each layer."""
+        return KvShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
 
 class RmsNorm(nn.Module):
@@ -145,16 +171,39 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
-class Vocabulary(nn.Module):
-    """The embedding and the output of a head: its own, or borrowed from the target.
-
-    ``draft_ids`` [draft_vocab_size]: the target's id of each id that the head can draft; None
-    where it can draft all.
+class Head(nn.Module):
+    """The network of a head. ``draft_ids`` [draft_vocab_size]: the target's id of each id that the
+    head can draft; None where it can draft all.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    draft_ids: Tensor | None
+
+    def __init__(self, config: TapConfig) -> None:
         super().__init__()
         self.config = config
+        self.register_buffer("draft_ids", None, persistent=False)
+
+    @property
+    def lacks_output(self) -> bool:
+        """Whether it has no output layer and must use the target's."""
+        return False
+
+    def borrow(
+        self,
+        embedding: Tensor | None = None,
+        output: Tensor | Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Take what the head lacks from the target; nothing, unless a kind lacks something."""
+
+
+class Vocabulary(Head):
+    """A head with an embedding and an output layer: its own, or borrowed from the target."""
+
+    config: HeadConfig
+    known_ids: Tensor  # [vocab] the head's id of each of the target's; -1: it has none
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
         hidden = config.hidden_size
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, hidden) if config.owns_embedding else None
@@ -162,13 +211,15 @@ class Vocabulary(nn.Module):
         self.lm_head = (
             nn.Linear(hidden, config.draft_vocab_size, bias=False) if config.owns_output else None
         )
-        self.draft_ids: Tensor | None
-        self.known_ids: Tensor  # [vocab] the head's id of each of the target's; -1: it has none
-        self.register_buffer("draft_ids", None, persistent=False)
         if config.is_reduced:
             self.set_draft_ids(torch.arange(config.draft_vocab_size))
         self._table: Tensor | None = None
         self._output: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def lacks_output(self) -> bool:
+        """Whether it has no output layer and must use the target's."""
+        return self.lm_head is None
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:
         """Which of the target's ids the head can draft, [draft_vocab] distinct; then `borrow`."""
@@ -222,6 +273,20 @@ class Vocabulary(nn.Module):
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of ids of the head, ``[..]`` both."""
         return draft_ids if self.draft_ids is None else self.draft_ids[draft_ids]
+
+
+_Frame = TypeVar("_Frame", bound=Vocabulary)
+
+
+def without(head: Vocabulary, layers: str, kind: type[_Frame]) -> _Frame:
+    """The head but for the module ``layers``, as the base class that has none; the rest is shared.
+
+    So the layers of a head that were packed are freed with the head itself.
+    """
+    frame = kind.__new__(kind)
+    frame.__dict__.update(head.__dict__)
+    frame._modules = {name: each for name, each in head._modules.items() if name != layers}
+    return frame
 
 
 def attend(scores: list[Tensor], values: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:

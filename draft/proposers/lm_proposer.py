@@ -38,13 +38,13 @@ from ...core.ops.kv_pool import KVPool
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.sampler import DeviceSampler, PendingTokens
 from ...core.sampling.verifier import Best
+from .gap_model import default_gap_models
 from .temperature_tuner import TemperatureTuner
 from .tree_growth import (
     ROOT,
-    Places,
     TreeGrowth,
+    TreeNodes,
     choose,
-    default_odds,
     drawn_alone,
     frontiers,
     sample_rows,
@@ -86,7 +86,7 @@ class LmProposer:
         self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
         self._draft_kvs: dict[str, _DraftKV] = {}
         self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
-        self._odds = default_odds()  # by whether tokens are sampled
+        self._gap_models = default_gap_models()  # by whether tokens are sampled
         self._independent = independent
         self._draws_on_device = isinstance(decoder.sampler, DeviceSampler) and not independent
         self._fixed_temperature_scale = 1.0 if independent else temperature_scale
@@ -120,12 +120,12 @@ class LmProposer:
         draft_kvs = [self._follow(scheduled) for scheduled in requests]
         trees = [self._tree(scheduled) for scheduled in requests]
         self._grow(trees, self._catch_up(draft_kvs, trees))
-        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.places}
+        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
         return [self._draft(*each) for each in zip(draft_kvs, trees, strict=True)]
 
     def _tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
-        odds = self._odds[scheduled.sampling.params.temperature > 0.0]
-        return TreeGrowth(scheduled, odds, SOURCE, self._pool.page_size)
+        gap_model = self._gap_models[scheduled.sampling.params.temperature > 0.0]
+        return TreeGrowth(scheduled, gap_model, SOURCE, self._pool.page_size)
 
     def _draft(self, draft_kv: _DraftKV, tree: TreeGrowth) -> Draft:
         # Where the context ends nothing will ever be caught up: that is no backlog.
@@ -228,7 +228,7 @@ class LmProposer:
 
     def _grow(self, trees: Sequence[TreeGrowth], first: _Opened) -> None:
         """Expand the trees, level by level, behind their first one."""
-        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.places)
+        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.nodes)
         if isinstance(first.found, Sequence) or reads_text:
             first.read()
             while any(found := frontiers(trees)):
@@ -236,10 +236,10 @@ class LmProposer:
         else:
             self._grow_on_device(first)
 
-    def _advance(self, trees: Sequence[TreeGrowth], nodes: Sequence[Sequence[int]]) -> _Opened:
+    def _advance(self, trees: Sequence[TreeGrowth], found: Sequence[Sequence[int]]) -> _Opened:
         """Compute some nodes of each tree, and what may follow them."""
-        pairs = zip(trees, nodes, strict=True)
-        places = [(tree, node) for tree, opened in pairs for node in tree.open(opened)]
+        pairs = zip(trees, found, strict=True)
+        nodes = [(tree, node) for tree, opened in pairs for node in tree.open(opened)]
         segments = [
             Segment(
                 token_ids=array("q", [tree.nodes[node].token_id]),
@@ -248,10 +248,10 @@ class LmProposer:
                 num_logits=1,
                 tail=array("q", tree.slots(node)),
             )
-            for tree, node in places
+            for tree, node in nodes
         ]
-        output, rows = self._forward(segments, places)
-        return self._choose(places, rows, output)
+        output, rows = self._forward(segments, nodes)
+        return self._choose(nodes, rows, output)
 
     def _grow_on_device(self, first: _Opened) -> None:
         """Chains of a given length: launch all passes, each with the tokens of the one before it.
@@ -259,11 +259,11 @@ class LmProposer:
         The host waits once: when it reads the last pass, the others are over.
         """
         passes = [first]
-        while trees := [t for t, _ in passes[-1].places if len(passes) < t.scheduled.max_draft]:
+        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.scheduled.max_draft]:
             passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
         for level, each in enumerate(passes):
             assert not isinstance(each.found, Sequence)
-            for (tree, _), best in zip(each.places, drawn_alone(each.found.choices()), strict=True):
+            for (tree, _), best in zip(each.nodes, drawn_alone(each.found.choices()), strict=True):
                 if len(tree.nodes) == level:  # else a token before could not be drawn
                     tree.open(range(level - 1, level) if level else ())
                     tree.expand(level - 1, best)  # ROOT, then each token behind the one before
@@ -277,57 +277,59 @@ class LmProposer:
             for tree in trees
         ]
         assert not isinstance(before.found, Sequence)
-        places = {id(tree): place for place, (tree, _) in enumerate(before.places)}
-        sources = np.array([places[id(tree)] for tree in trees], np.int32)
+        rows_before = {id(tree): row for row, (tree, _) in enumerate(before.nodes)}
+        sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
         tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
-        places_now = [(tree, ROOT) for tree in trees]
-        output, rows = self._forward(segments, places_now, tokens, num_ahead)
-        return self._choose(places_now, rows, output)
+        roots = [(tree, ROOT) for tree in trees]
+        output, rows = self._forward(segments, roots, tokens, num_ahead)
+        return self._choose(roots, rows, output)
 
     def _forward(
         self,
         segments: Sequence[Segment],
-        places: Places,
+        nodes: TreeNodes,
         device_tokens: DeviceTokens | None = None,
         num_ahead: int = 0,
     ) -> tuple[ForwardOutput, list[SampleRow]]:
         """One pass, a row of logits for each node; and what these decide."""
-        rows = sample_rows(places, num_ahead)
+        rows = sample_rows(nodes, num_ahead)
         page_size = self._pool.page_size
         batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
         draws = None
-        if self._draws_on_device and not any(tree.wants_best for tree, _ in places):
+        if self._draws_on_device and not any(tree.wants_best for tree, _ in nodes):
             draws = SamplingPlan(rows, [1] * len(rows), self.temperature_scale)
         return self._decoder.forward(batch, self._pool, Wanted(draws)), rows
 
     # -- tokens ---------------------------------------------------------------------------------
 
-    def _choose(self, places: Places, rows: Sequence[SampleRow], output: ForwardOutput) -> _Opened:
+    def _choose(
+        self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput
+    ) -> _Opened:
         """What may follow each node, which may be on the device still."""
         sampler, scale = self._sampler, self.temperature_scale
-        if output.tokens is not None or not places:
-            return _Opened(places, output.tokens or ())
-        wants_best = any(tree.wants_best for tree, _ in places)
+        if output.tokens is not None or not nodes:
+            return _Opened(nodes, output.tokens or ())
+        wants_best = any(tree.wants_best for tree, _ in nodes)
         if isinstance(sampler, DeviceSampler) and not (wants_best or self._independent):
             begun = sampler.begin(output.logits, rows, temperature_scale=scale)
-            return _Opened(places, begun)
+            return _Opened(nodes, begun)
         independent = self._independent
         best = choose(
-            places, output.logits, rows, sampler, independent=independent, temperature_scale=scale
+            nodes, output.logits, rows, sampler, independent=independent, temperature_scale=scale
         )
-        return _Opened(places, best)
+        return _Opened(nodes, best)
 
 
 class _Opened(NamedTuple):
     """Nodes that a pass computed, and what may follow each, which may be on the device still."""
 
-    places: Places
-    found: PendingTokens | Sequence[Best]  # [len(places)]
+    nodes: TreeNodes
+    found: PendingTokens | Sequence[Best]  # [len(nodes)]
 
     def read(self) -> None:
         """Give the tokens to the trees; waits for the device if they are there still."""
         found = (
             self.found if isinstance(self.found, Sequence) else drawn_alone(self.found.choices())
         )
-        for (tree, node), best in zip(self.places, found, strict=True):
+        for (tree, node), best in zip(self.nodes, found, strict=True):
             tree.expand(node, best)

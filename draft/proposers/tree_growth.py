@@ -1,21 +1,14 @@
-"""TreeGrowth: a draft tree as a model grows it, best nodes first, by the gaps of Gumbel scores.
+"""TreeGrowth: a draft tree as a model grows it, the nodes that survive most likely first.
 
-A drafter knows the noise with which the target will choose, so it knows how close its own choice
-was. Of its best tokens, with scores s_0 >= s_1 >= ... and gaps d_j = s_0 - s_j, the target takes
-rank j with the chance
-
-    e^(-B d_j) / (sum_l e^(-B d_l) + e^(a - b d_1)),
-
-and none of them otherwise. Looking at the noise is harmless where the verifier's token does not
-depend on drafts. B, a and b are fitted as positions are judged.
+The *survival* of a node is the chance that it and all before it come true. A `GapModel` says how
+likely each of the best tokens behind a node is.
 
 A tree may begin with tokens that were looked up. Where the drafter guesses the same token, the
-better odds hold; where it guesses others, the less likely side has what the other one leaves.
+greater survival holds; where it guesses others, the less likely side has what the other one leaves.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -28,55 +21,13 @@ from ...core.execution.layout import natural_slots, spare_slots
 from ...core.interface.step import NO_DRAFT, Draft, ScheduledRequest
 from ...core.sampling.logits_processors import SampleRow
 from ...core.sampling.rejection import SampledDraft, draw
-from ...core.sampling.sampler import Columns, Sampler
+from ...core.sampling.sampler import DraftVocab, Sampler
 from ...core.sampling.verifier import Best, SampledToken
+from .gap_model import GapModel
 
 NUM_BEST = 4  # tokens behind a node that may become its children
 MOST_EXPANDED = 6  # nodes of one tree that a pass computes
 ROOT = -1  # the last of the request's tokens
-MAX_GAP = 8.0  # that one judged position may claim
-RATE = 0.02  # of a gradient step
-LEAST = 0.05  # of B and b
-
-
-class GapOdds:
-    """The three numbers of one drafter, for greedy or for sampled requests."""
-
-    def __init__(self, falloff: float, rest: float, slope: float) -> None:
-        self.falloff, self.rest, self.slope = falloff, rest, slope
-        self.usual = 0.7  # chance of the best token of a place, lately
-
-    def chances(self, scores: Sequence[float]) -> list[float]:
-        """That the target takes each of a place's best tokens, by their falling ``scores``."""
-        weights, rest = self._weights(scores)
-        total = sum(weights) + rest
-        return [weight / total for weight in weights]
-
-    def learn(self, scores: Sequence[float], rank: int | None) -> None:
-        """The target took the token of that rank, or (None) another: a step down the log loss."""
-        if len(scores) < 2:
-            return
-        weights, rest = self._weights(scores)
-        total = sum(weights) + rest
-        self.usual += RATE * (weights[0] / total - self.usual)
-        errors = [weight / total - (index == rank) for index, weight in enumerate(weights)]
-        rest_error = rest / total - (rank is None)
-        gaps = [min(MAX_GAP, scores[0] - score) for score in scores]
-        self.falloff += RATE * sum(error * gap for error, gap in zip(errors, gaps, strict=True))
-        self.rest -= RATE * rest_error
-        self.slope += RATE * rest_error * gaps[1]
-        self.falloff, self.slope = max(LEAST, self.falloff), max(LEAST, self.slope)
-
-    def _weights(self, scores: Sequence[float]) -> tuple[list[float], float]:
-        gaps = [scores[0] - score for score in scores]
-        second = gaps[1] if len(gaps) > 1 else math.inf
-        rest = math.exp(self.rest - self.slope * second)
-        return [math.exp(-self.falloff * gap) for gap in gaps], rest
-
-
-def default_odds() -> dict[bool, GapOdds]:
-    """Where the fit begins, by whether tokens are sampled: measured with the built-in pair."""
-    return {False: GapOdds(2.4, -1.0, 3.5), True: GapOdds(1.6, -0.9, 1.4)}
 
 
 @dataclass(slots=True)
@@ -87,16 +38,16 @@ class _Node:
     parent: int
     level: int  # 1 for those behind the request's last token
     source: str
-    odds: float  # that it and all before it come true
-    own_odds: float  # the same, as the drafter alone would say; 0: it found other tokens
+    survival: float  # the chance that it and all before it come true
+    own_survival: float  # the same, as the drafter alone would say; 0: it found other tokens
     is_first: bool  # whether it and all before it lie in the slots of their positions
     children: list[int] = field(default_factory=list)
     is_open: bool = False  # a pass computes it, or has
     slot: int | None = None  # of its KV, if the drafter keeps any
 
 
-class _Place(NamedTuple):
-    """What a pass found behind a node."""
+class _Ranking(NamedTuple):
+    """The tokens that a pass found behind a node."""
 
     ranked: list[int]  # nodes, the best first
     scores: tuple[float, ...]  # of these; none where a token was drawn alone
@@ -112,12 +63,12 @@ class TreeGrowth:
     """
 
     scheduled: ScheduledRequest
-    odds: GapOdds
+    gap_model: GapModel
     source: str
     page_size: int = 0
     most_levels: int = 1 << 30
     nodes: list[_Node] = field(default_factory=list)
-    places: dict[int, _Place] = field(default_factory=dict)  # by expanded node, ROOT among them
+    rankings: dict[int, _Ranking] = field(default_factory=dict)  # by expanded node, ROOT among them
     drawn_from: list[Tensor] = field(default_factory=list)  # [vocab] each, where it matters
     num_levels: int = 0  # that were computed, one after another
     _root: _Node = field(init=False)
@@ -132,15 +83,17 @@ class TreeGrowth:
     def _begin_with(self, known: Draft) -> None:
         """The tokens that were looked up."""
         parents = known.parents or range(-1, len(known.token_ids) - 1)
-        columns = (known.token_ids, parents, known.sources, known.odds)
-        for token_id, parent, source, odds in zip(*columns, strict=True):
-            self._add(token_id, parent, source, odds, 0.0)
+        fields = (known.token_ids, parents, known.sources, known.odds)
+        for token_id, parent, source, survival in zip(*fields, strict=True):
+            self._add(token_id, parent, source, survival, 0.0)
 
-    def _add(self, token_id: int, parent: int, source: str, odds: float, own_odds: float) -> int:
+    def _add(
+        self, token_id: int, parent: int, source: str, survival: float, own_survival: float
+    ) -> int:
         before, index = self._at(parent), len(self.nodes)
         is_first = before.is_first and not any(self.nodes[i].is_first for i in before.children)
         self.nodes.append(
-            _Node(token_id, parent, before.level + 1, source, odds, own_odds, is_first)
+            _Node(token_id, parent, before.level + 1, source, survival, own_survival, is_first)
         )
         before.children.append(index)
         return index
@@ -155,9 +108,9 @@ class TreeGrowth:
 
     @property
     def wants_best(self) -> bool:
-        """Whether the best few tokens of a place are wanted, with their scores.
+        """Whether the best few tokens behind a node are wanted, with their scores.
 
-        A known chain is compared with the grown one by odds, which need scores.
+        A known chain is compared with the grown one by survival, which needs scores.
         """
         return bool(self.scheduled.row_price or self.is_tree or self.scheduled.draft.odds)
 
@@ -168,35 +121,35 @@ class TreeGrowth:
         self.num_levels += node == ROOT
         before = self._at(node)
         known = {self.nodes[index].token_id: index for index in before.children}
-        chances = self.odds.chances(best.scores) if best.scores else [1.0]
+        chances = self.gap_model.chances(best.scores) if best.scores else [1.0]
         kept = len(chances) if self.is_tree else 1
         ranked = []
         for rank, (token_id, chance) in enumerate(zip(best.token_ids, chances, strict=True)):
-            odds, own_odds = before.odds * chance, before.own_odds * chance
+            survival, own = before.survival * chance, before.own_survival * chance
             if token_id in known:
                 same = self.nodes[known[token_id]]
-                same.odds, same.own_odds = max(same.odds, odds), own_odds
+                same.survival, same.own_survival = max(same.survival, survival), own
                 ranked.append(known[token_id])
             else:
-                odds, own_odds = (odds, own_odds) if rank < kept else (0.0, 0.0)
-                ranked.append(self._add(token_id, node, self.source, odds, own_odds))
-        self.places[node] = _Place(ranked, best.scores)
+                survival, own = (survival, own) if rank < kept else (0.0, 0.0)
+                ranked.append(self._add(token_id, node, self.source, survival, own))
+        self.rankings[node] = _Ranking(ranked, best.scores)
         if known:
             self._share(before, set(known.values()), set(ranked))
 
     def _share(self, before: _Node, known: set[int], ranked: set[int]) -> None:
-        """Of tokens looked up and others, the less likely have what the likeliest side leaves."""
-        if before.odds <= 0.0:
+        """Give the less likely side of tokens looked up and others what the likelier leaves."""
+        if before.survival <= 0.0:
             return
         foreign, own = known - ranked, ranked - known
-        side = max(known | ranked, key=lambda index: self.nodes[index].odds)
+        side = max(known | ranked, key=lambda index: self.nodes[index].survival)
         losers, winners = (own, known) if side in foreign else (foreign, ranked)
-        left = 1.0 - sum(self.nodes[index].odds for index in winners) / before.odds
+        left = 1.0 - sum(self.nodes[index].survival for index in winners) / before.survival
         for index in losers:
             self._scale(index, max(0.0, left))
 
     def _scale(self, node: int, factor: float) -> None:
-        self.nodes[node].odds *= factor
+        self.nodes[node].survival *= factor
         for child in self.nodes[node].children:
             self._scale(child, factor)
 
@@ -227,7 +180,7 @@ class TreeGrowth:
         """The chance that the node comes true and no token is known for what follows it."""
         if node.is_open:
             return 0.0
-        return node.odds - sum(self.nodes[child].odds for child in node.children)
+        return node.survival - sum(self.nodes[child].survival for child in node.children)
 
     def _can_open(self, node: _Node) -> bool:
         has_slot = node.is_first or not self.page_size or bool(self._spare)
@@ -251,15 +204,15 @@ class TreeGrowth:
         return opened
 
     def _least(self) -> float:
-        """The odds that one more node must exceed."""
-        odds = sorted((node.odds for node in self.nodes if node.odds), reverse=True)
-        if len(odds) < self.scheduled.max_draft:
+        """The survival that one more node must exceed."""
+        kept = sorted((node.survival for node in self.nodes if node.survival), reverse=True)
+        if len(kept) < self.scheduled.max_draft:
             return self.scheduled.row_price
-        return max(self.scheduled.row_price, odds[self.scheduled.max_draft - 1])
+        return max(self.scheduled.row_price, kept[self.scheduled.max_draft - 1])
 
     def worth(self, frontier: Sequence[int]) -> float:
         """Tokens that a pass over these nodes would bring, beyond the price of their rows."""
-        usual, price = self.odds.usual, self.scheduled.row_price
+        usual, price = self.gap_model.usual, self.scheduled.row_price
         return sum(max(0.0, usual * self._left(self.nodes[node]) - price) for node in frontier)
 
     def path(self, node: int) -> list[int]:
@@ -291,29 +244,32 @@ class TreeGrowth:
         Where there is room for a chain alone: the better of the drafter's and the one looked up.
         """
         known = NO_DRAFT if self.is_tree else self.scheduled.draft.trunk()
-        if known.odds and sum(known.odds) >= sum(node.odds for node in self.nodes):
-            odds = [0.0] * len(known.odds)
+        if known.odds and sum(known.odds) >= sum(node.survival for node in self.nodes):
             return replace(
                 known,
                 num_uncached_draft_tokens=num_uncached_draft_tokens,
-                odds=odds,
+                odds=[0.0] * len(known.odds),
                 num_levels=self.num_levels,
             )
-        worthy = [i for i, node in enumerate(self.nodes) if node.odds > self.scheduled.row_price]
-        best = sorted(worthy, key=lambda index: -self.nodes[index].odds)[: self.scheduled.max_draft]
+        worthy = [
+            i for i, node in enumerate(self.nodes) if node.survival > self.scheduled.row_price
+        ]
+        best = sorted(worthy, key=lambda index: -self.nodes[index].survival)[
+            : self.scheduled.max_draft
+        ]
         kept, order = set(best), list[int]()
         stack = self._kept_children(self._root, kept)
         while stack:
             order.append(node := stack.pop())
             stack += self._kept_children(self.nodes[node], kept)
-        places = {node: at for at, node in enumerate(order)} | {ROOT: -1}
-        parents = [places[self.nodes[node].parent] for node in order]
+        indices = {node: at for at, node in enumerate(order)} | {ROOT: -1}
+        parents = [indices[self.nodes[node].parent] for node in order]
         draft = Draft(
             token_ids=[self.nodes[node].token_id for node in order],
             sources=tuple(self.nodes[node].source for node in order),
             num_uncached_draft_tokens=num_uncached_draft_tokens,
             parents=() if parents == list(range(-1, len(order) - 1)) else parents,
-            odds=[self.nodes[node].own_odds for node in order],
+            odds=[self.nodes[node].own_survival for node in order],
             num_levels=self.num_levels,
         )
         if self.drawn_from and order:
@@ -330,7 +286,7 @@ class TreeGrowth:
     def _kept_children(self, node: _Node, kept: set[int]) -> list[int]:
         """The least likely first, for a stack."""
         children = [child for child in node.children if child in kept]
-        return sorted(children, key=lambda child: self.nodes[child].odds)
+        return sorted(children, key=lambda child: self.nodes[child].survival)
 
     def judge(self, token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Learn from the tokens that the target chose.
@@ -339,11 +295,11 @@ class TreeGrowth:
         """
         found, node = list[tuple[int, int]](), ROOT
         for at, token_id in enumerate(token_ids, len(self.scheduled.tokens)):
-            place, children = self.places.get(node), self._at(node).children
+            ranking, children = self.rankings.get(node), self._at(node).children
             right = next((i for i in children if self.nodes[i].token_id == token_id), None)
-            if place is not None and place.scores:
-                rank = place.ranked.index(right) if right in place.ranked else None
-                self.odds.learn(place.scores, rank)
+            if ranking is not None and ranking.scores:
+                rank = ranking.ranked.index(right) if right in ranking.ranked else None
+                self.gap_model.learn(ranking.scores, rank)
             if right is None:
                 break
             node, slot = right, self.nodes[right].slot
@@ -355,7 +311,7 @@ class TreeGrowth:
 
 # -- several requests ------------------------------------------------------------------------------
 
-Places: TypeAlias = Sequence[tuple[TreeGrowth, int]]
+TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
 """Nodes of trees, ROOT for the last of a request's tokens."""
 
 
@@ -372,41 +328,43 @@ def frontiers(
     return found if is_worth else [[] for _ in trees]
 
 
-def sample_rows(places: Places, num_ahead: int = 0) -> list[SampleRow]:
+def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[SampleRow]:
     """What the logits behind each node decide."""
     return [
         SampleRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), num_ahead)
-        for tree, node in places
+        for tree, node in nodes
     ]
 
 
 def choose(
-    places: Places,
+    nodes: TreeNodes,
     logits: Tensor,
     rows: Sequence[SampleRow],
     sampler: Sampler,
     *,
     independent: bool = False,
     temperature_scale: float = 1.0,
-    columns: Columns | None = None,
+    draft_vocab: DraftVocab | None = None,
 ) -> list[Best]:
     """What may follow each node, by its logits; nothing where these are not sound.
 
-    By the target's own sampler, or ``independent``, as rejection sampling wants it. ``columns``:
-    the tokens of the logits' columns, unless they are the vocabulary.
+    By the target's own sampler, or ``independent``, as rejection sampling wants it.
+    ``draft_vocab``: the tokens that the logits are of, unless they are the whole vocabulary.
     """
-    wants_best = not independent and any(tree.wants_best for tree, _ in places)
+    wants_best = not independent and any(tree.wants_best for tree, _ in nodes)
     if wants_best:
         return sampler.best(
-            logits, rows, NUM_BEST, temperature_scale=temperature_scale, columns=columns
+            logits, rows, NUM_BEST, temperature_scale=temperature_scale, draft_vocab=draft_vocab
         )
-    if columns is not None and not independent:
-        first = sampler.best(logits, rows, 1, temperature_scale=temperature_scale, columns=columns)
+    if draft_vocab is not None and not independent:
+        first = sampler.best(
+            logits, rows, 1, temperature_scale=temperature_scale, draft_vocab=draft_vocab
+        )
         return [Best(each.token_ids, (), each.error) for each in first]
-    logits = logits.float() if columns is None else columns.widened(logits)
+    logits = logits.float() if draft_vocab is None else draft_vocab.widened(logits)
     if independent:
         choices, drawn_from = draw(logits, rows)
-        for (tree, _), probs in zip(places, drawn_from, strict=True):
+        for (tree, _), probs in zip(nodes, drawn_from, strict=True):
             tree.drawn_from.append(probs)
         return drawn_alone(choices)
     return drawn_alone(sampler.sample(logits, rows, temperature_scale=temperature_scale))

@@ -14,7 +14,7 @@ from foretoken.core.errors import ModelLoadError
 from foretoken.core.model.rope import RopeSpec
 from foretoken.draft.heads.block_network import BlockHead
 from foretoken.draft.heads.eagle_network import EagleHead
-from foretoken.draft.heads.files import head_kind, open_head, save_head
+from foretoken.draft.heads.kinds import KINDS, head_kind, open_head, save_head
 from foretoken.draft.heads.medusa import MedusaHead
 from support.tiny_heads import TARGET, block_config, eagle_config, medusa_config, save_medusa
 
@@ -63,7 +63,7 @@ def test_a_saved_head_loads_to_the_bit(tmp_path: Path, name: str) -> None:
         else found.config == expected
     )
     assert folder.shifted_taps is None, "our own taps leave no doubt"
-    assert folder.odds == {False: (0.9, 2.0, 1.5)}
+    assert folder.gaps == {False: (0.9, 2.0, 1.5)}
     state, theirs = head.state_dict(), found.state_dict()
     assert state.keys() == theirs.keys()
     assert all(torch.equal(state[key], theirs[key]) for key in state)
@@ -140,7 +140,7 @@ def medusa(**changes: int) -> MedusaHead:
 def test_medusa_heads_load_to_the_bit(tmp_path: Path, blocks: int, pickled: bool) -> None:
     head = medusa(num_blocks=blocks)
     save_medusa(head, tmp_path, pickled=pickled)
-    assert head_kind(tmp_path) == "medusa"
+    assert head_kind(tmp_path) is KINDS["medusa"]
     found = open_head(tmp_path, TARGET).load()
     assert found.config == head.config
     expected = head.state_dict()

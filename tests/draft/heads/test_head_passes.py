@@ -5,8 +5,9 @@ Void slots of the pool hold NaN, and pages lie in no order.
 
 from __future__ import annotations
 
+import copy
 from array import array
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -19,15 +20,15 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.ops.kv_pool import KVPool
 from foretoken.core.ops.native import native_library
-from foretoken.draft.heads.block import _Pairs
+from foretoken.draft.heads.block import BLOCKS_A_PASS, Block, BlockPass, _Pairs
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.block_pass import BLOCKS_A_PASS, BlockPlace, ContextRows
+from foretoken.draft.heads.eagle import Column, EaglePass
 from foretoken.draft.heads.eagle_network import EagleHead
-from foretoken.draft.heads.eagle_pass import ColumnPlace
-from foretoken.draft.heads.files import Head
-from foretoken.draft.heads.joined import JoinedHead
+from foretoken.draft.heads.joined import lend
+from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.medusa import MedusaHead
-from support.tiny_heads import block_config, eagle_config, join, medusa_config, plain
+from foretoken.draft.heads.packing import ContextRows, pack_linears
+from support.tiny_heads import block_config, eagle_config, medusa_config
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, NUM_PAGES = 256, 60
@@ -45,14 +46,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Text:
     """A request's tokens and taps, and where the head's pool has its positions."""
 
-    def __init__(self, head: Head, target: Decoder, length: int, page_size: int) -> None:
+    def __init__(self, head: Head, length: int, page_size: int) -> None:
         generator = torch.Generator().manual_seed(length)
         config = head.config
         self.page_size, self.length = page_size, length
         self.ids = torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
         width = len(config.taps) * config.target_hidden_size
         self.taps = torch.randn(length - 1, width, generator=generator)
-        self.pool = JoinedHead(head, target).make_pool(NUM_PAGES, page_size=page_size)
+        self.pool = KVPool(
+            NUM_PAGES, **config.kv_shape._asdict(), page_size=page_size,
+            dtype=torch.float32, device="cpu",
+        )  # fmt: skip
         self.pool.data.fill_(torch.nan)
         self.pages = array("q", torch.randperm(NUM_PAGES, generator=generator).tolist())
 
@@ -74,12 +78,19 @@ class Text:
         )  # fmt: skip
 
 
-def drawn(head: Head) -> Head:
+AnyHead = TypeVar("AnyHead", bound=Head)
+
+
+def lent(head: AnyHead, target: Decoder) -> tuple[AnyHead, AnyHead]:
+    """A head with drawn weights beside its target, and its plain twin."""
     torch.manual_seed(5)
     for parameter in head.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.25)
-    return head
+    alone = copy.deepcopy(head).eval().requires_grad_(False)
+    alone.borrow(target.weights.embedding, target.weights.embedding)
+    lend(head, target, target.weights.embedding.clone)
+    return head, alone
 
 
 def check(found: Tensor, expected: Tensor) -> None:
@@ -105,16 +116,13 @@ def test_the_columns_of_eagle_are_those_of_its_plain_pass(
     target: Decoder, dialect: dict[str, Any], page_size: int, length: int, first: int
 ) -> None:
     """Of the last token, and of a tree: two tokens behind it, and one behind each of these."""
-    head = drawn(EagleHead(eagle_config(target.config, intermediate_size=40, **dialect)))
-    assert isinstance(head, EagleHead)
-    join(head, target)
-    alone, eagle_pass = plain(head), head.eagle_pass
-    assert eagle_pass is not None
-    assert isinstance(alone, EagleHead)
-    text = Text(head, target, length, page_size)
+    config = eagle_config(target.config, intermediate_size=40, **dialect)
+    head, alone = lent(EagleHead(config), target)
+    layers = EaglePass(head, target)
+    text = Text(head, length, page_size)
     features = alone.features(text.taps)
     rows = text.written(first)
-    eagle_pass.write_context(
+    layers.write_context(
         text.pool, features[first - 1 : -1], text.ids[first : length - 1].contiguous(), rows
     )
     slots, spare = [text.slot(length - 1)], [text.pages[-1] * page_size, text.pages[-2] * page_size]
@@ -127,8 +135,8 @@ def test_the_columns_of_eagle_are_those_of_its_plain_pass(
             token_ids = [path[-1] for path in paths[level]]
             slots_of = [[*known, *own] for known, own in zip(slots_of, behind[level], strict=True)]
         count = 1 if level == 0 else 2
-        columns = [ColumnPlace(text.row, first, own) for own in slots_of[:count]]
-        normed, hidden = eagle_pass.hidden(text.pool, before[:count], token_ids[:count], columns)
+        columns = [Column(text.row, first, own) for own in slots_of[:count]]
+        normed, hidden = layers.hidden(text.pool, before[:count], token_ids[:count], columns)
         for at in range(count):
             check(
                 head.project(normed)[at],
@@ -163,24 +171,21 @@ def test_the_blocks_of_a_pass_are_those_of_the_plain_head(
 ) -> None:
     """Several requests together; of each the hidden states of its block."""
     config = block_config(target.config, block_size=5, intermediate_size=40, **shape)
-    head = drawn(BlockHead(config))
-    assert isinstance(head, BlockHead)
-    join(head, target)
-    alone, block_pass = plain(head), head.block_pass
-    assert block_pass is not None
-    assert isinstance(alone, BlockHead)
-    texts = [Text(head, target, length, page_size) for length in lengths]
-    pool = texts[0].pool
+    head, alone = lent(BlockHead(config), target)
+    layers = BlockPass(head, target)
+    texts = [Text(head, length, page_size) for length in lengths]
+    pool = KVPool(
+        NUM_PAGES + -(-BLOCKS_A_PASS * config.block_size // page_size),
+        **config.kv_shape._asdict(), page_size=page_size, dtype=torch.float32, device="cpu",
+    )  # fmt: skip
+    pool.data.fill_(torch.nan)
     pages = texts[0].pages
     for index, text in enumerate(texts):
         text.pages = pages[index * 25 : index * 25 + 25]
         rows = text.written(0)
-        block_pass.write_context(pool, text.taps, rows)
-    first_spare = pool.num_pages - -(-BLOCKS_A_PASS * config.block_size // page_size)
-    places = [BlockPlace(text.row, 0) for text in texts]
-    found = block_pass.hidden(pool, first_spare, places)[
-        :, config.block_size - config.num_drafted :
-    ]
+        layers.write_context(pool, head.context_vectors(text.taps).contiguous(), rows)
+    found = layers.hidden(pool, NUM_PAGES, [Block(text.row, 0) for text in texts])
+    found = found[:, config.block_size - config.num_drafted :]
     for text, hidden in zip(texts, found, strict=True):
         taps = torch.cat([text.taps, text.taps.new_zeros(1, text.taps.shape[1])])
         expected = alone(text.ids[None], taps[None], torch.tensor([[text.length - 1]]))[0, 0]
@@ -197,10 +202,10 @@ def test_pairs_are_the_markov_heads_and_unknown_tokens_have_none(target: Decoder
     shape = {"draft_vocab_size": 90, "markov_vocab_size": 90}
     head = BlockHead(block_config(target.config, **shape))
     head.set_draft_ids(torch.arange(90) * 2 + 3)
-    join(drawn(head), target)
-    alone, pairs = plain(head), _Pairs.of(head)
+    head, alone = lent(head, target)
+    pack_linears(head, target.ops)
+    pairs = _Pairs.of(head)
     assert pairs is not None
-    assert isinstance(alone, BlockHead)
     assert alone.markov_head is not None
     before, rows = [3, 4, 181, 200, 0], [0, 2, 2, 1, 0]
     unary = torch.randn(3, 90)
@@ -214,11 +219,8 @@ def test_pairs_are_the_markov_heads_and_unknown_tokens_have_none(target: Decoder
 
 @torch.inference_mode()
 def test_medusas_heads_are_the_plain_ones(target: Decoder) -> None:
-    head = drawn(MedusaHead(medusa_config(target.config, num_blocks=2)))
-    assert isinstance(head, MedusaHead)
-    join(head, target)
-    alone = plain(head)
-    assert isinstance(alone, MedusaHead)
+    head, alone = lent(MedusaHead(medusa_config(target.config, num_blocks=2)), target)
+    pack_linears(head, target.ops)
     states = torch.randn(3, target.config.hidden_size)
     for index in range(head.config.num_heads):
         for ours, theirs in zip(
@@ -229,14 +231,11 @@ def test_medusas_heads_are_the_plain_ones(target: Decoder) -> None:
 
 def test_a_pool_of_columns_is_written_where_they_are_only(target: Decoder) -> None:
     """No slot beside those of the positions that were written, and none of another page."""
-    head = drawn(EagleHead(eagle_config(target.config, intermediate_size=40)))
-    assert isinstance(head, EagleHead)
-    join(head, target)
-    text = Text(head, target, 11, 4)
+    head, _ = lent(EagleHead(eagle_config(target.config, intermediate_size=40)), target)
+    text = Text(head, 11, 4)
     features = torch.randn(6, target.config.hidden_size)
     rows = text.written(4)
-    assert head.eagle_pass is not None
-    head.eagle_pass.write_context(text.pool, features, text.ids[4:10].contiguous(), rows)
+    EaglePass(head, target).write_context(text.pool, features, text.ids[4:10].contiguous(), rows)
     assert written_slots(text.pool) == sorted(rows.slots.tolist())
 
 

@@ -7,6 +7,8 @@ shifted or missing head KV shows, whatever brought it about.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,18 +32,21 @@ from foretoken.core.sampling.logits_processors import SampleRow
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
 from foretoken.draft.heads import block
+from foretoken.draft.heads.block import BlockPass
 from foretoken.draft.heads.block_network import BlockHead
-from foretoken.draft.heads.block_pass import BlockPass
-from foretoken.draft.heads.files import Head
-from foretoken.draft.heads.joined import JoinedHead
+from foretoken.draft.heads.copies import CopyingProposer
+from foretoken.draft.heads.head_kv import Written
+from foretoken.draft.heads.joined import JoinedHead, join_target, lend
+from foretoken.draft.heads.layers import Head
 from foretoken.draft.heads.medusa import MedusaHead
 from foretoken.draft.heads.proposer import HeadProposer
-from foretoken.draft.proposers.tree_growth import NUM_BEST, default_odds
+from foretoken.draft.proposers.gap_model import default_gap_models
+from foretoken.draft.proposers.tree_growth import NUM_BEST
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
 from support.fixed_depth import FixedDepth
-from support.tiny_heads import block_config, join, join_random, plain
+from support.tiny_heads import block_config, join, join_random, plain, random_head
 from support.tiny_pair import write_pair
 
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES, CHUNK = 256, 4, 160, 32
@@ -60,15 +65,13 @@ def target(request, folder) -> Decoder:
     return load_decoder(folder, backend=request.param, exact="batch")
 
 
-def make_head(kind: str, target: Decoder) -> Head:
-    """Random weights, joined to the target."""
-    return join_random(kind, target).head
-
-
-def make_proposer(head: Head, target: Decoder, **options: bool) -> HeadProposer:
-    pool = JoinedHead(head, target).make_pool(NUM_PAGES, page_size=PAGE_SIZE)
+def make_proposer(joined: JoinedHead, **options: bool) -> HeadProposer:
+    """A proposer and, as its ``twin``, the plain head."""
+    pool = joined.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
     pool.data.fill_(float("nan"))  # void
-    return JoinedHead(head, target).proposer(pool, **options)
+    proposer = joined.proposer(pool, **options)
+    proposer.twin = plain(joined)  # type: ignore[attr-defined]
+    return proposer
 
 
 def taps_of(target: Decoder, tokens: Sequence[int], boundaries: Sequence[int]) -> Tensor:
@@ -152,7 +155,7 @@ class Compared:
             return [Draft()] * len(rows)
         drafts = self.proposer.propose(rows)
         for row, draft in zip(rows, drafts, strict=True):
-            head = plain(self.proposer.head)  # type: ignore[attr-defined]
+            head = self.proposer.twin  # type: ignore[attr-defined]
             self._compare(draft, Reference(head, self._target, row))
         return drafts
 
@@ -229,7 +232,7 @@ KINDS = ("block", "dflash", "rnn", "reduced", "eagle", "medusa")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_the_reference_over_chunks_hits_and_rejections(target, kind) -> None:
-    unit = Unit(target, make_proposer(make_head(kind, target), target))
+    unit = Unit(target, make_proposer(join_random(kind, target)))
     unit.run_all()
     compared = unit.compared
     assert unit.scheduler.cache.num_hits > 0
@@ -250,14 +253,14 @@ def test_without_head_kv_there_is_no_draft_and_what_was_looked_up_is_not_the_hea
         draft=Draft([1, 2], ("suffix", "suffix"), odds=(0.9, 0.8)),
         max_draft=4,
     )
-    proposer = make_proposer(make_head("block", target), target)
+    proposer = make_proposer(join_random("block", target))
     assert proposer.propose([row]) == [Draft()]
 
 
 @pytest.mark.parametrize(("kind", "tokens_per_pass"), [("block", 5), ("eagle", 1), ("medusa", 4)])
 def test_a_head_says_how_it_works(target, kind, tokens_per_pass) -> None:
-    head = make_head(kind, target)
-    found = [make_proposer(head, target, independent=each).traits for each in (False, True)]
+    joined = join_random(kind, target)
+    found = [make_proposer(joined, independent=each).traits for each in (False, True)]
     assert [each.weighs for each in found] == [True, False]
     assert {(each.tokens_per_pass, each.catches_up) for each in found} == {(tokens_per_pass, False)}
 
@@ -265,7 +268,7 @@ def test_a_head_says_how_it_works(target, kind, tokens_per_pass) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_nodes_of_a_tree_are_the_references_best_behind_their_paths(target, kind) -> None:
     """Also those beside the trunk: each sees its own ancestors, not those of its neighbours."""
-    proposer = make_proposer(make_head(kind, target), target)
+    proposer = make_proposer(join_random(kind, target))
     unit = Unit(target, proposer, speculator=TreeDepth(8))
     unit.run_all()
     compared = unit.compared
@@ -280,26 +283,40 @@ def native(folder) -> Decoder:
     return load_decoder(folder, backend="native")
 
 
-def test_a_proposer_begins_with_the_odds_that_training_fitted(native) -> None:
-    joined = JoinedHead(make_head("block", native), native, {True: (0.7, 1.9, 0.6)})
-    odds = joined.proposer(joined.make_pool(4, page_size=PAGE_SIZE))._odds
-    assert (odds[True].falloff, odds[True].rest, odds[True].slope) == (0.7, 1.9, 0.6)
-    assert odds[False].falloff == default_odds()[False].falloff
+def test_a_proposer_begins_with_the_gap_models_that_training_fitted(native) -> None:
+    head = random_head("block", native)
+    lend(head, native, native.weights.embedding.clone)
+    joined = JoinedHead(head, native, {True: (0.7, 1.9, 0.6)})
+    models = joined.proposer(joined.make_pool(8, page_size=PAGE_SIZE))._gap_models
+    assert (models[True].falloff, models[True].rest, models[True].slope) == (0.7, 1.9, 0.6)
+    assert models[False].falloff == default_gap_models()[False].falloff
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_blocks_of_more_requests_than_a_pass_holds(native, blocks, monkeypatch) -> None:
     """On the CPU a block is computed by the target's kernels, some requests at a time."""
     monkeypatch.setattr(block, "BLOCKS_A_PASS", blocks)
-    head = make_head("block", native)
-    assert head.block_pass is not None  # type: ignore[union-attr]
-    unit = Unit(native, make_proposer(head, native), speculator=TreeDepth(8))
+    proposer = make_proposer(join_random("block", native))
+    assert not isinstance(proposer, CopyingProposer)
+    unit = Unit(native, proposer, speculator=TreeDepth(8))
     unit.run_all()
     assert unit.compared.num_right >= 0.99 * unit.compared.num_compared > 200
 
 
 def test_a_head_with_windows_is_computed_layer_by_layer(native) -> None:
-    assert make_head("dflash", native).block_pass is None  # type: ignore[union-attr]
+    assert isinstance(make_proposer(join_random("dflash", native)), CopyingProposer)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("block", "layers"), ("eagle", "midlayer")])
+def test_the_layers_of_a_packed_head_are_freed_with_it(native, kind, layers) -> None:
+    head = random_head(kind, native)
+    layer = weakref.ref(getattr(head, layers))
+    joined = join_target(head, native, native.weights.embedding.clone)
+    assert layer() is not None, "the module itself stays whole"
+    del head
+    gc.collect()
+    assert layer() is None
+    assert joined.config.kind
 
 
 def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch) -> None:
@@ -316,7 +333,7 @@ def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch
         return replace(batch, starts=starts, tail_lens=lens, tails=np.concatenate(tails))
 
     monkeypatch.setattr(BlockPass, "_block_batch", causal)
-    unit = Unit(native, make_proposer(make_head("block", native), native))
+    unit = Unit(native, make_proposer(join_random("block", native)))
     unit.run_all()
     assert unit.compared.num_right < 0.9 * unit.compared.num_compared
 
@@ -324,17 +341,17 @@ def test_a_block_whose_rows_see_only_those_before_would_show(native, monkeypatch
 @pytest.mark.parametrize("kind", ["rnn", "eagle"])
 def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
     """The negative control: each node takes its neighbour's parent for its own."""
-    proposer = make_proposer(make_head(kind, target), target)
-    place = proposer._place
+    proposer = make_proposer(join_random(kind, target))
+    query = proposer._query
 
     def beside(tree, request, node, before):
-        found = place(tree, request, node, before)
+        found = query(tree, request, node, before)
         own = [at for (index, _), at in before.items() if index == request]
         if not own:
             return found
         return found._replace(parent=own[own.index(found.parent) - 1])
 
-    monkeypatch.setattr(proposer, "_place", beside)
+    monkeypatch.setattr(proposer, "_query", beside)
     unit = Unit(target, proposer, speculator=TreeDepth(8))
     unit.run_all()
     assert unit.compared.num_trees > 50
@@ -343,7 +360,7 @@ def test_a_wrong_parent_in_a_tree_would_show(target, kind, monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
 def test_drafts_are_the_reference_after_preemption(target, kind) -> None:
-    unit = Unit(target, make_proposer(make_head(kind, target), target), num_pages=40)
+    unit = Unit(target, make_proposer(join_random(kind, target)), num_pages=40)
     for i in range(4):
         unit.add(str(i), [*prompt_of(21), *prompt_of(3 + i, i)], 40, 1.0)
     unit.driver.run()
@@ -364,7 +381,7 @@ class CompareKv:
         if start is None:
             return None
         last = len(row.tokens) - 1
-        head = plain(self._proposer.head)  # type: ignore[attr-defined]
+        head = self._proposer.twin  # type: ignore[attr-defined]
         taps = taps_of(self._target, row.tokens[:last], head.config.taps)
         positions = torch.arange(start.first, last)
         if isinstance(head, BlockHead):
@@ -384,7 +401,7 @@ class CompareKv:
 
 @pytest.mark.parametrize("kind", ["block", "reduced", "eagle"])
 def test_head_kv_is_that_of_a_cold_text_behind_chunks_hits_and_preemption(target, kind) -> None:
-    proposer = make_proposer(make_head(kind, target), target)
+    proposer = make_proposer(join_random(kind, target))
     compared = CompareKv(proposer, target)
     proposer._start = compared.start  # type: ignore[method-assign, assignment]
     unit = Unit(target, proposer, num_pages=34, speculator=TreeDepth(6))
@@ -401,8 +418,7 @@ def test_head_kv_is_that_of_a_cold_text_behind_chunks_hits_and_preemption(target
 @pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_a_hole_in_the_heads_kv_hides_what_lies_before_it(target, kind) -> None:
     """A step whose taps never arrived: drafts go on, and see what came later."""
-    head = make_head(kind, target)
-    proposer = make_proposer(head, target)
+    proposer = make_proposer(join_random(kind, target))
     unit = Unit(target, proposer, rests=False)
     observe, calls = unit.compared.observe, 0
 
@@ -429,9 +445,8 @@ def test_a_hole_in_the_heads_kv_hides_what_lies_before_it(target, kind) -> None:
 @pytest.mark.parametrize("kind", ["block", "eagle", "medusa"])
 def test_taps_of_the_next_boundary_would_show(target, kind) -> None:
     """The negative control: the comparison sees taps that are off by one."""
-    head = make_head(kind, target)
-    proposer = make_proposer(head, target)
-    lower = (max(0, boundary - 1) for boundary in head.config.taps)
+    proposer = make_proposer(join_random(kind, target))
+    lower = (max(0, boundary - 1) for boundary in proposer.config.taps)
     proposer._taps = tuple(dict.fromkeys(lower))
     unit = Unit(target, proposer)
     unit.run_all()
@@ -443,14 +458,14 @@ def test_while_nothing_is_drafted_head_kv_is_written_a_page_at_a_time(
     target, kind, monkeypatch
 ) -> None:
     """And all of it is there for whoever hits the pages."""
-    proposer = make_proposer(make_head(kind, target), target)
-    write, written = proposer._write_context, list[int]()
+    proposer = make_proposer(join_random(kind, target))
+    write, written = proposer.head_kv._write, list[int]()
 
-    def counted(context, slots, lens):
-        written.append(len(slots))
-        return write(context, slots, lens)
+    def counted(found: Written) -> Tensor | None:
+        written.append(len(found.slots))
+        return write(found)
 
-    monkeypatch.setattr(proposer, "_write_context", counted)
+    monkeypatch.setattr(proposer.head_kv, "_write", counted)
     unit = Unit(target, proposer, speculator=FixedDepth(0))
     prompt = prompt_of(CHUNK)
     request = unit.add("a", prompt, 5 * PAGE_SIZE, 0.0)
@@ -458,31 +473,31 @@ def test_while_nothing_is_drafted_head_kv_is_written_a_page_at_a_time(
     num_pages = (len(request.tokens) - 1) // PAGE_SIZE
     assert sum(written[1:]) == num_pages * PAGE_SIZE - CHUNK
     assert len(written) <= 1 + num_pages
-    assert proposer._ready.sum() == num_pages
+    assert proposer.head_kv.ready.sum() == num_pages
 
 
 def test_taps_that_wait_do_not_hold_those_of_the_whole_step(target) -> None:
-    proposer = make_proposer(make_head("block", target), target)
+    proposer = make_proposer(join_random("block", target))
     unit = Unit(target, proposer, speculator=FixedDepth(0))
     unit.add("a", prompt_of(CHUNK + 1), 2, 0.0)
     unit.add("b", prompt_of(CHUNK - 2, 1), 2, 0.0)
     while unit.scheduler.num_requests:
         unit.driver.step()
-        for head_kv in proposer._head_kvs.values():
-            for part in head_kv.waiting:
+        for span in proposer.head_kv.spans.values():
+            for part in span.waiting:
                 assert part.untyped_storage().nbytes() == part.nbytes
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_a_slot_before_the_position_would_show(target, kind, monkeypatch) -> None:
     """The negative control: head KV that lies one slot too low."""
-    proposer = make_proposer(make_head(kind, target), target)
-    write = proposer._write_context
+    proposer = make_proposer(join_random(kind, target))
+    write = proposer.head_kv._write
 
-    def low(written, slots, lens):
-        return write(written, np.roll(slots, 1), lens)
+    def low(written: Written) -> Tensor | None:
+        return write(written._replace(slots=np.roll(written.slots, 1)))
 
-    monkeypatch.setattr(proposer, "_write_context", low)
+    monkeypatch.setattr(proposer.head_kv, "_write", low)
     unit = Unit(target, proposer)
     unit.run_all()
     assert unit.compared.num_right < 0.9 * unit.compared.num_compared
@@ -502,9 +517,9 @@ def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
     head.markov_head.markov_w1.weight.copy_(normed)
     head.markov_head.markov_w2.weight.copy_(target.weights.embedding)
     head.norm.weight.zero_()
-    join(head, target)
+    joined = join(head, target)
     for temperature in (0.0, 1.0):
-        unit = Unit(target, make_proposer(head, target))
+        unit = Unit(target, make_proposer(joined))
         request = unit.add("a", prompt_of(21), 60, temperature)
         unit.driver.run()
         assert request.usage.accepted_tokens == request.usage.proposed_tokens > 20
@@ -513,7 +528,7 @@ def test_a_head_that_knows_the_target_is_always_right(folder) -> None:
 @pytest.mark.parametrize("kind", ["block", "eagle"])
 def test_independent_drafts_say_what_they_were_drawn_from(folder, kind) -> None:
     target = load_decoder(folder)
-    proposer = make_proposer(make_head(kind, target), target, independent=True)
+    proposer = make_proposer(join_random(kind, target), independent=True)
     found: list[Draft] = []
     propose = proposer.propose
 

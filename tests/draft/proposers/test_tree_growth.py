@@ -20,8 +20,9 @@ from foretoken.core.sampling.gumbel import gumbel_rows, vocabulary_hashes
 from foretoken.core.sampling.verifier import Best
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
+from foretoken.draft.proposers.gap_model import GapModel, default_gap_models
 from foretoken.draft.proposers.lm_proposer import LmProposer
-from foretoken.draft.proposers.tree_growth import NUM_BEST, ROOT, GapOdds, TreeGrowth, default_odds
+from foretoken.draft.proposers.tree_growth import NUM_BEST, ROOT, TreeGrowth
 from foretoken.radix_cache import PrefixCache
 from support.draft_trees import TreeDepth
 from support.fake_model import Driver
@@ -53,19 +54,19 @@ def row_of(
 
 
 def grown(row: ScheduledRequest) -> TreeGrowth:
-    return TreeGrowth(row, default_odds()[True], "lm", PAGE_SIZE)
+    return TreeGrowth(row, default_gap_models()[True], "lm", PAGE_SIZE)
 
 
 CLEAR = Best((1, 2, 3, 4), (9.0, 5.0, 4.0, 3.0))
 CLOSE = Best((5, 6, 7, 8), (3.0, 2.9, 2.0, 1.5))
 
 
-# -- odds -----------------------------------------------------------------------------------------
+# -- gap models -----------------------------------------------------------------------------------
 
 
 def test_a_close_race_is_less_sure_than_a_clear_one() -> None:
-    odds = default_odds()[True]
-    clear, close = odds.chances(CLEAR.scores), odds.chances(CLOSE.scores)
+    model = default_gap_models()[True]
+    clear, close = model.chances(CLEAR.scores), model.chances(CLOSE.scores)
     for chances in (clear, close):
         assert chances == sorted(chances, reverse=True)
         assert sum(chances) < 1.0
@@ -83,14 +84,14 @@ def test_the_numbers_are_fitted_as_positions_are_judged() -> None:
     noise = gumbel_rows([(7, position) for position in range(num)], hashes)
     winners = (target.log_softmax(-1) + noise).argmax(-1)
     best = (draft.log_softmax(-1) + noise).topk(NUM_BEST, dim=-1)
-    odds, told = GapOdds(0.3, 1.0, 0.1), []
+    model, told = GapModel(0.3, 1.0, 0.1), []
     for at in range(num):
         scores = best.values[at].tolist()
         found = (best.indices[at] == winners[at]).nonzero()
         rank = int(found[0]) if len(found) else None
         if at >= num // 2:
-            told += [(c, r == rank) for r, c in enumerate(odds.chances(scores))]
-        odds.learn(scores, rank)
+            told += [(c, r == rank) for r, c in enumerate(model.chances(scores))]
+        model.learn(scores, rank)
     told.sort()
     for start in range(0, len(told), len(told) // 10):
         part = told[start : start + len(told) // 10]
@@ -98,13 +99,13 @@ def test_the_numbers_are_fitted_as_positions_are_judged() -> None:
         assert chance == pytest.approx(sum(hit for _, hit in part) / len(part), abs=0.03)
 
 
-def test_a_place_with_one_token_left_is_sure_and_teaches_nothing() -> None:
-    odds = GapOdds(1.6, -0.9, 1.4)
-    assert odds.chances([3.0]) == [1.0]
-    odds.learn([3.0], 0)
-    assert (odds.falloff, odds.rest, odds.slope) == (1.6, -0.9, 1.4)
-    odds.learn([3.0, -math.inf], None)
-    assert all(map(math.isfinite, (odds.falloff, odds.rest, odds.slope)))
+def test_one_token_left_behind_a_node_is_sure_and_teaches_nothing() -> None:
+    model = GapModel(1.6, -0.9, 1.4)
+    assert model.chances([3.0]) == [1.0]
+    model.learn([3.0], 0)
+    assert (model.falloff, model.rest, model.slope) == (1.6, -0.9, 1.4)
+    model.learn([3.0, -math.inf], None)
+    assert all(map(math.isfinite, (model.falloff, model.rest, model.slope)))
 
 
 # -- growth ---------------------------------------------------------------------------------------
@@ -141,8 +142,8 @@ def test_a_row_without_spare_pages_gets_a_chain() -> None:
 def test_a_node_that_is_not_worth_its_row_is_not_drafted() -> None:
     tree = grown(row_of(row_price=0.3))
     tree.expand(ROOT, CLOSE)
-    assert all(tree.nodes[node].odds > 0.3 for node in tree.frontier())
-    assert len(tree.draft(0).token_ids) == sum(node.odds > 0.3 for node in tree.nodes) < 4
+    assert all(tree.nodes[node].survival > 0.3 for node in tree.frontier())
+    assert len(tree.draft(0).token_ids) == sum(node.survival > 0.3 for node in tree.nodes) < 4
 
 
 def test_no_two_nodes_share_a_slot_and_only_the_best_path_lies_at_home() -> None:
@@ -165,9 +166,9 @@ def test_what_the_target_said_is_found_again_and_its_kv_is_called_home() -> None
         tree.expand(node, CLEAR)
     second = tree.nodes[1].slot
     assert second is not None
-    before = tree.odds.falloff
+    before = tree.gap_model.falloff
     assert tree.judge([6, 2, 9]) == [(second, 6)], "the token behind was never computed"
-    assert tree.odds.falloff != before
+    assert tree.gap_model.falloff != before
     assert tree.judge([99, 1]) == []
 
 
@@ -184,7 +185,7 @@ def looked_up(
 
 def odds_of(tree: TreeGrowth) -> dict[int, float]:
     """Of the tokens at the first level."""
-    return {node.token_id: node.odds for node in tree.nodes if node.level == 1}
+    return {node.token_id: node.survival for node in tree.nodes if node.level == 1}
 
 
 def test_a_token_that_both_guess_has_the_better_odds_and_counts_for_both() -> None:
@@ -210,8 +211,10 @@ def test_what_one_side_is_sure_of_leaves_little_for_the_other() -> None:
     doubtful = grown(looked_up(9, 10, odds=(0.2, 0.1)))
     doubtful.expand(ROOT, CLEAR)
     assert odds_of(doubtful)[1] > 0.95
-    assert doubtful.nodes[0].odds < 0.01
-    assert doubtful.nodes[1].odds == pytest.approx(doubtful.nodes[0].odds / 2), "its path with it"
+    assert doubtful.nodes[0].survival < 0.01
+    assert doubtful.nodes[1].survival == pytest.approx(doubtful.nodes[0].survival / 2), (
+        "its path with it"
+    )
 
 
 def test_a_model_goes_on_where_the_text_that_was_looked_up_leaves_doubt() -> None:
@@ -283,7 +286,7 @@ class Doubting:
     def propose(self, rows: Sequence[ScheduledRequest]) -> list[Draft]:
         pool = self._draft.make_pool(NUM_PAGES, page_size=PAGE_SIZE)
         newcomer = LmProposer(self._draft, pool, window=10_000)
-        newcomer._odds = self._proposer._odds
+        newcomer._gap_models = self._proposer._gap_models
         drafts = self._proposer.propose(rows)
         for draft, right in zip(drafts, newcomer.propose(rows), strict=True):
             assert draft == right or not draft.token_ids, "not caught up is the only excuse"

@@ -55,7 +55,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads-copy-all-requests-as-long-as-the-longest",
-        "HeadProposer._groups",
+        "CopyingProposer._groups",
         "if groups[-1] and num_pages * self._page_bytes > self._most_copied:",
         "if False:",
         ("test_copies_are_bounded_and_one_long_request_pads_no_other",),
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads-group-requests-as-they-come",
-        "HeadProposer._groups",
+        "CopyingProposer._groups",
         "sorted(starts, key=lambda start: len(start.scheduled.tokens))",
         "starts",
         ("test_copies_are_bounded_and_one_long_request_pads_no_other",),
@@ -71,7 +71,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads-copy-as-much-after-memory-ran-out",
-        "HeadProposer._grow_all",
+        "CopyingProposer._grow_all",
         "max(self._page_bytes, self._most_copied / 2)",
         "self._most_copied",
         ("test_where_memory_runs_out_less_is_copied_at_a_time_and_slowly_more_again",),
@@ -87,7 +87,7 @@ MUTATIONS = (
     ),
     Mutation(
         "health-check-leaves-head-kv",
-        "HeadProposer._is_live",
+        "HeadKV.is_live",
         "bool(verified.batch_rows and scheduled.request_id)",
         "bool(verified.batch_rows)",
         ("test_a_health_check_leaves_nothing_behind",),
