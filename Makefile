@@ -87,7 +87,7 @@ soak: $(VENV)/.serve
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 train-builtin: $(VENV)/.serve
-	$(BIN)/python -m foretoken.draft.training.builtin.train $(ARGS)
+	$(BIN)/python -m foretoken.bench.lab.builtin_pair $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info

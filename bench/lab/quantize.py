@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...api.build.model_files import BUILTIN
 from ...core.model import Decoder, load_decoder
 from ...core.ops.backends import Backend
 from ...core.ops.batch import Segment
 from ...core.ops.kv_pool import KvDtype, KVPool
 from ...core.ops.native.linear import NativeLinear
 from ...core.ops.quantize import Quantize
-from ...draft import training
-from ...draft.training.builtin.data import is_held_out, read_modules
-from ...draft.training.builtin.packing import encode
-from ...draft.training.builtin.tokenizer import load_tokenizer
 from ..report import RESULTS, command, machine, table, write_json
+from .builtin_pair.data import is_held_out, read_modules
+from .builtin_pair.packing import encode
+from .builtin_pair.tokenizer import load_tokenizer
 
 WINDOW = 512  # tokens
 CHUNK = 128  # tokens of a pass
@@ -46,7 +46,6 @@ KINDS: tuple[tuple[Backend, str, Quantize, KvDtype], ...] = (  # the plain ones 
     ("torch", "bfloat16", "none", "int8"),
     ("torch", "bfloat16", "none", "fp8"),
 )
-_PAIR = Path(next(iter(training.__path__)), "builtin")
 _OUT = RESULTS / "quantize.json"
 
 
@@ -97,10 +96,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measured(role: str, num_windows: int) -> Iterator[Figure]:
     """The figures of one model of the pair, bfloat16 first."""
-    windows = held_out_windows(_PAIR / role, num_windows)
+    windows = held_out_windows(BUILTIN / role, num_windows)
     plain: dict[tuple[str, str, str], Tensor] = {}
     for backend, dtype, quantize, kv_dtype in KINDS:
-        decoder = load_decoder(_PAIR / role, dtype=dtype, backend=backend, quantize=quantize)
+        decoder = load_decoder(BUILTIN / role, dtype=dtype, backend=backend, quantize=quantize)
         nats, named = _read(decoder, windows, kv_dtype)
         plain.setdefault((backend, dtype, quantize), named)
         yield Figure(

@@ -6,9 +6,10 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ....api.build.model_files import BUILTIN
 from .data import END_OF_TEXT, IM_END, IM_START
 
-FOLDER = Path(__file__).parent  # of the pair
+FOLDER = BUILTIN  # of the pair
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
 NUM_RESERVED = 5

@@ -1,4 +1,4 @@
-"""Train the built-in pair: `python -m foretoken.draft.training.builtin.train all`.
+"""Train the built-in pair: `python -m foretoken.bench.lab.builtin_pair all`.
 
 Every stage has a budget of wall-clock time, and the learning rate follows the share of it that is
 spent: it reaches zero at the deadline, however fast the machine is. A stage that was stopped goes
@@ -107,7 +107,7 @@ def train_stage(settings: Settings, corpus: Corpus, folder: Path) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m foretoken.draft.training.builtin.train", description=__doc__
+        prog="python -m foretoken.bench.lab.builtin_pair", description=__doc__
     )
     parser.add_argument("steps", nargs="+", choices=("tokenizer", *STAGES, "measure", "all"))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="folder for target/ and draft/")

@@ -1,4 +1,4 @@
 """How the built-in model pair was made: a small target and a smaller draft of Python's library.
 
-``python -m foretoken.draft.training.builtin.train`` rebuilds it. Not in the wheel.
+``python -m foretoken.bench.lab.builtin_pair`` rebuilds it in draft/training/builtin/.
 """
