@@ -151,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prediction-resyncs-before-the-match",
-        "_Cursor.find",
+        "_PredictionCursor.find",
         "self.at, self.lost = at + order, False",
         "self.at, self.lost = at, False",
         ("test_a_departure_is_lost_until_two_tokens_are_found_again",),
@@ -159,7 +159,7 @@ MUTATIONS = (
     ),
     Mutation(
         "prediction-looks-back-first",
-        "_Cursor.find",
+        "_PredictionCursor.find",
         "for start in (self.at, 0):",
         "for start in (0, self.at):",
         ("test_the_next_place_is_taken_before_an_earlier_one",),
