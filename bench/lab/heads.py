@@ -1,4 +1,4 @@
-"""What a pass of a head costs beside a plain step of its target, by the head's kind and size.
+"""The cost of a pass of a head beside a plain step of its target, by the head's kind and size.
 
     python -m foretoken.bench.lab.heads [--model smollm2] [--threads 2] [--out FILE]
 
@@ -92,7 +92,7 @@ def _make_medusa(target: Decoder, num_blocks: int, num_heads: int) -> JoinedHead
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of a call."""
+    """Time a call."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

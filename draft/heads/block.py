@@ -156,7 +156,7 @@ def _to_json(config: BlockConfig) -> dict[str, object]:
 
 
 def _pack(head: BlockHead, target: Decoder) -> PackedHead:
-    """By the target's kernels where they can: a row's window would end at the block's last row."""
+    """Pack the layers as a pass, unless they have windows: those would end at a block's last row."""
     if not can_pass(target) or any(head.config.windows):
         pack_linears(head, target.ops)
         return PackedHead(partial(CopyingBlockProposer, head))
@@ -248,7 +248,7 @@ class _BlockDrafting(Drafting):
         self._state: Tensor | None = None  # of the queries of the call before
 
     def logits(self, queries: Sequence[Query]) -> Tensor:
-        """What the pass said of this position, and what the token before says."""
+        """Add up what the pass found for this position and what the token before says."""
         level, markov = queries[0].level, self._head.markov_head
         rows = [each.request * self._num + level for each in queries]
         if markov is None:
@@ -407,7 +407,7 @@ class BlockPass:
 
 
 class _Frame(NamedTuple):
-    """What the batches of so many blocks have in common; read only."""
+    """The common part of the batches of so many blocks; read only."""
 
     behind: IntArray  # [size] rows behind the anchor
     slots: Tensor

@@ -207,7 +207,7 @@ class BlockHead(BlockFrame):
         return without(self, "layers", BlockFrame)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeysValues]:
-        """What ``taps`` [.., num_taps * target_hidden] at ``positions`` [..] inject: of each layer.
+        """KV of each layer from ``taps`` [.., num_taps * target_hidden] at ``positions`` [..].
 
         Keys and values are ``[.., num_kv_heads, head_dim]``.
         """

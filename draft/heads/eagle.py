@@ -231,7 +231,7 @@ class _EagleDrafting(Drafting):
         ]
 
     def logits(self, queries: Sequence[Query]) -> Tensor:
-        """Of the column of each query's token."""
+        """Compute the column of each query's token."""
         columns = [self._column(each) for each in queries]
         features = self._features
         if queries[0].level:
@@ -259,7 +259,7 @@ class _CopyingEagleDrafting(Drafting):
         self._live = list(range(len(self._positions)))
 
     def logits(self, queries: Sequence[Query]) -> Tensor:
-        """Of the column of each query's token."""
+        """Compute the column of each query's token."""
         self._keep(list(dict.fromkeys(each.request for each in queries)))
         level, parents = queries[0].level, [each.parent for each in queries]
         paths = [[*(self._paths[p] if level else ()), at] for at, p in enumerate(parents)]

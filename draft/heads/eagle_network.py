@@ -52,7 +52,7 @@ class EagleConfig(HeadConfig):
 
     @property
     def longest(self) -> int:
-        """As many as a step may ask for."""
+        """Passes of one draft at most."""
         return MOST_PASSES
 
 
@@ -71,7 +71,7 @@ class EagleLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """What the attention reads of columns, ``[.., 2 * hidden]``."""
+        """Inputs of the attention for columns, ``[.., 2 * hidden]``."""
         return torch.cat((self.input_layernorm(embedded), self.hidden_norm(features)), dim=-1)
 
     def outputs(self, features: Tensor, attended: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class EagleFrame(Vocabulary):
         return out
 
     def next_features(self, hidden: Tensor) -> Tensor:
-        """What stands for the features of columns that the target has not seen."""
+        """Features of columns that the target has not seen, from the head's own output."""
         out: Tensor = self.norm(hidden) if self.config.norm_output else hidden
         return out
 

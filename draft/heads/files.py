@@ -50,7 +50,7 @@ _AnyVocabulary = TypeVar("_AnyVocabulary", bound=Vocabulary)
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """What a config.json calls its model, lower case."""
+    """The names that a config.json gives its model, lower case."""
     named = values.get("architectures") or []
     words = [str(each) for each in named] if isinstance(named, list) else []
     words.append(str(values.get("speculators_model_type", "")))
@@ -70,7 +70,7 @@ def flattened(fields: Fields) -> Fields:
 
 
 def parse_shape(fields: Fields, target: DecoderConfig, names: set[str]) -> dict[str, Any]:
-    """What configs of block heads and of EAGLE-3 write alike."""
+    """Parse the fields of `HeadConfig`, which all kinds with layers write alike."""
     hidden = fields.positive("hidden_size")
     heads = fields.positive("num_attention_heads")
     width = fields.positive("target_hidden_size", target.hidden_size)
@@ -247,7 +247,7 @@ def _refuse(where: Path, verb: str, names: list[str]) -> None:
 
 
 def vocabulary_tensors(head: Head) -> Tensors:
-    """What names the ids that a head can draft: ``d2t`` holds differences, ``t2d`` flags."""
+    """Tensors that name the ids that a head can draft: ``d2t`` has differences, ``t2d`` flags."""
     if head.draft_ids is None:
         return {}
     ids = head.draft_ids.cpu()
@@ -257,7 +257,7 @@ def vocabulary_tensors(head: Head) -> Tensors:
 
 
 def shape_json(config: HeadConfig) -> dict[str, object]:
-    """What the config.json of heads with layers have in common."""
+    """The keys that the config.json of all kinds with layers have."""
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

@@ -1,4 +1,4 @@
-"""What trained heads have in common: their shape, their layers, and what they borrow.
+"""Common parts of trained heads: their shape, their layers, and what they borrow.
 
 A head is a small network that reads hidden states of the target (its taps) and drafts. The modules
 serve training and inference alike. A head without an embedding or an output layer of its own
@@ -222,7 +222,7 @@ class Vocabulary(Head):
         return self.lm_head is None
 
     def set_draft_ids(self, draft_ids: Tensor) -> None:
-        """Which of the target's ids the head can draft, [draft_vocab] distinct; then `borrow`."""
+        """Set the target's ids that the head can draft, [draft_vocab] distinct; then `borrow`."""
         if len(draft_ids) != self.config.draft_vocab_size:
             raise ValueError(f"{len(draft_ids)} ids for {self.config.draft_vocab_size}")
         self.draft_ids = draft_ids.to(torch.int64)

@@ -130,7 +130,7 @@ class MedusaProposer(HeadProposer):
         return self._final_norm(written.taps.contiguous())
 
     def begin(self, starts: Sequence[DraftStart], num_drafted: int) -> Drafting:
-        """From the state before each last token."""
+        """Draft from the state before each last token."""
         del num_drafted
         return _MedusaDrafting(self._head, features_of(starts))
 

@@ -130,7 +130,7 @@ class ContextRows:
         return cls(positions[written.firsts], written.lens, positions, written.slots)
 
     def batch(self, page_size: int) -> RaggedBatch:
-        """As the kernels want it that write keys and values; it names no page to be read."""
+        """Lay them out for the kernels that write keys and values; no page is named to be read."""
         count = len(self.starts)
         return RaggedBatch(
             token_ids=torch.empty(len(self.slots), dtype=torch.int64),

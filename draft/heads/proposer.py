@@ -33,7 +33,7 @@ TRIED_PRICE = 1e-9  # of a row where passes are timed: tokens are raced for, non
 
 
 class DraftStart(NamedTuple):
-    """Where a draft begins: behind the last of the request's tokens."""
+    """The start of a draft: behind the last of the request's tokens."""
 
     scheduled: ScheduledRequest
     first: int  # the first position whose head KV it may see, and that of all behind
@@ -103,7 +103,7 @@ class HeadProposer(ABC):
 
     @property
     def source(self) -> str:
-        """Its name as a source of drafts."""
+        """The name of the head as a source of drafts."""
         return self.config.kind
 
     @property
@@ -199,7 +199,7 @@ class HeadProposer(ABC):
         self._grow_all([start] * num_requests)
 
     def _start(self, scheduled: ScheduledRequest) -> DraftStart | None:
-        """Where the request's draft begins; None where the head lacks what it reads."""
+        """Find where the request's draft begins; None where the head lacks what it reads."""
         span = self.head_kv.spans.get(scheduled.request_id)
         if span is None or span.stop < len(scheduled.tokens) - 1:
             return None

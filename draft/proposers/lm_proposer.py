@@ -99,7 +99,7 @@ class LmProposer:
 
     @property
     def temperature_scale(self) -> float:
-        """What divides the draft's logits at present, on top of the temperature."""
+        """The present divisor of the draft's logits, on top of the temperature."""
         return (
             self._tuner.temperature_scale
             if self._fixed_temperature_scale is None
@@ -210,7 +210,7 @@ class LmProposer:
         return self._choose(whole, rows, output)
 
     def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:
-        """Where each request's catch-up stops, in the window; those that lack least come first."""
+        """Find where each request's catch-up stops, in the window; the shortest ones come first."""
         room, stops = self._window + len(trees), {}
         owed = [
             len(t.scheduled.tokens) - draft_kv.num_computed
@@ -305,7 +305,7 @@ class LmProposer:
     def _choose(
         self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput
     ) -> _Opened:
-        """What may follow each node, which may be on the device still."""
+        """Choose what may follow each node; it may be on the device still."""
         sampler, scale = self._sampler, self.temperature_scale
         if output.tokens is not None or not nodes:
             return _Opened(nodes, output.tokens or ())

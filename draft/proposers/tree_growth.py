@@ -318,7 +318,7 @@ TreeNodes: TypeAlias = Sequence[tuple[TreeGrowth, int]]
 def frontiers(
     trees: Sequence[TreeGrowth], level: int | None = None, *, takes_pass: bool = True
 ) -> list[list[int]]:
-    """What to compute next of each tree; nothing where a pass for it would not pay for itself."""
+    """The nodes of each tree to compute next; none where a pass would not pay for itself."""
     found = [tree.frontier(level) for tree in trees]
     growing = [(tree, nodes) for tree, nodes in zip(trees, found, strict=True) if nodes]
     price = max((tree.scheduled.pass_price for tree, _ in growing), default=0.0)
@@ -329,7 +329,7 @@ def frontiers(
 
 
 def sample_rows(nodes: TreeNodes, num_ahead: int = 0) -> list[SampleRow]:
-    """What the logits behind each node decide."""
+    """The rows that the logits behind each node decide."""
     return [
         SampleRow(tree.scheduled.tokens, tree.scheduled.sampling, tree.tail(node), num_ahead)
         for tree, node in nodes
@@ -346,7 +346,7 @@ def choose(
     temperature_scale: float = 1.0,
     draft_vocab: DraftVocab | None = None,
 ) -> list[Best]:
-    """What may follow each node, by its logits; nothing where these are not sound.
+    """Choose what may follow each node, by its logits; nothing where these are not sound.
 
     By the target's own sampler, or ``independent``, as rejection sampling wants it.
     ``draft_vocab``: the tokens that the logits are of, unless they are the whole vocabulary.

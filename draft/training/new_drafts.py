@@ -47,13 +47,13 @@ class Target:
 
     @property
     def config(self) -> DecoderConfig:
-        """Its shape."""
+        """The shape of the model."""
         return self.decoder.config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What can be chosen of a draft. ``draft_vocab``: the ids that a head can draft; None: all."""
+    """The choices for a draft. ``draft_ids``: the ids that a head can draft; None: all."""
 
     kind: Kind
     layers: int = 2
