@@ -44,7 +44,7 @@ test-fast: $(VENV)/.test
 
 # What depends on the CPU's instructions, as on a CPU with AVX2 alone (or less), whatever this one has.
 AVX2_ONLY := OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/models \
+KERNELS := tests/core/ops tests/core/model tests/core/execution tests/equality tests/draft/heads tests/draft/proposers \
 	tests/api/cli/test_selftest.py tests/server/test_http_contract.py
 test-avx2: $(VENV)/.test
 	$(AVX2_ONLY) FORETOKEN_NATIVE_VARIANT=avx2 $(BIN)/python -m pytest -n 2 --dist loadfile $(KERNELS) $(ARGS)
@@ -102,7 +102,7 @@ soak: $(VENV)/.serve
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) $(ARGS)
 
 train-builtin: $(VENV)/.serve
-	$(BIN)/python -m foretoken.draft.training.builtin.train $(ARGS)
+	$(BIN)/python -m foretoken.bench.lab.builtin_pair $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(JS)/node_modules $(AGENTS)/node_modules build *.egg-info

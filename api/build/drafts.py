@@ -18,8 +18,8 @@ from ...draft.control.acceptance import AcceptanceModel
 from ...draft.control.controller import Controller
 from ...draft.control.cost_model import CostModel
 from ...draft.control.profiler import profile_step
-from ...draft.models.heads.head_proposer import HeadProposer
-from ...draft.models.vocab_check import check_same_tokens
+from ...draft.heads.proposer import HeadProposer
+from ...draft.proposers.vocab_check import check_same_tokens
 from ...draft.sources.grammar import GrammarSource
 from ...draft.sources.oracle import OracleSource
 from ...draft.sources.prediction import PredictionSource

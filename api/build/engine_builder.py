@@ -32,11 +32,11 @@ from ...core.ops.native.native_ops import NativeOps
 from ...core.scheduling.request_table import SchedulerLimits
 from ...core.scheduling.scheduler import Scheduler
 from ...draft.control.cost_model import CostModel
-from ...draft.models.draft_model import LmProposer
-from ...draft.models.heads.head_files import head_kind
-from ...draft.models.heads.head_proposer import HeadProposer
-from ...draft.models.heads.joined_head import JoinedHead, load_head
-from ...draft.models.tree_growth import NUM_BEST
+from ...draft.heads.joined import JoinedHead, load_head
+from ...draft.heads.kinds import head_kind
+from ...draft.heads.proposer import HeadProposer
+from ...draft.proposers.lm_proposer import LmProposer
+from ...draft.proposers.tree_growth import NUM_BEST
 from ...radix_cache import PrefixCache
 from ..types.sampling_params import NO_DEFAULTS, SamplingDefaults
 from .drafts import check_compatible, make_speculator, measure_costs, parse_draft

@@ -23,7 +23,7 @@ MUTATIONS = (
     ),
     Mutation(
         "health-check-leaves-head-kv",
-        "HeadProposer._is_live",
+        "HeadKV.is_live",
         "bool(verified.batch_rows and scheduled.request_id)",
         "bool(verified.batch_rows)",
         ("test_a_health_check_leaves_nothing_behind",),

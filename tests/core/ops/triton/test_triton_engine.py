@@ -24,7 +24,7 @@ from foretoken.core.model.decoder import Decoder
 from foretoken.core.model.loader import load_decoder
 from foretoken.core.scheduling.request_table import SchedulerLimits
 from foretoken.core.scheduling.scheduler import Scheduler
-from foretoken.draft.models.draft_model import LmProposer
+from foretoken.draft.proposers.lm_proposer import LmProposer
 from foretoken.radix_cache import PrefixCache
 from support.checkpoints import make_reference, save
 from support.draft_trees import RandomTrees, TreeDepth, TreeRows, tree_of

@@ -1,0 +1,335 @@
+"""LmProposer: a smaller language model drafts, with the noise that the verifier will use.
+
+Drawing with the verifier's own Gumbel noise makes the two choices agree far more often than
+independent draws would (Daliri, Musco, Suresh, arXiv 2408.07978).
+
+The draft's KV lives in a pool of its own under the *same page ids* as the target's: a prefix hit
+brings the draft's KV along. A page whose draft KV is whole carries a ready mark; what is missing
+is caught up a window at a time in steps that follow the first token, never on the way to it.
+
+If asked for, a draft is sharpened as temperature_tuner.py learns, which cannot change the output of
+`verify`: it sees tokens alone. For rejection sampling a draft is ``independent``: all its
+``max_draft`` tokens, drawn with noise of its own, and what they were drawn from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...core.execution.proposer import VerifiedRequest
+from ...core.interface.speculator import ProposerTraits
+from ...core.interface.step import Draft, ScheduledRequest
+from ...core.model.decoder import Decoder
+from ...core.ops.batch import (
+    DeviceTokens,
+    ForwardOutput,
+    RaggedBatch,
+    SamplingPlan,
+    Segment,
+    Taps,
+    Wanted,
+)
+from ...core.ops.kv_pool import KVPool
+from ...core.sampling.logits_processors import SampleRow
+from ...core.sampling.sampler import DeviceSampler, PendingTokens
+from ...core.sampling.verifier import Best
+from .gap_model import default_gap_models
+from .temperature_tuner import TemperatureTuner
+from .tree_growth import (
+    ROOT,
+    TreeGrowth,
+    TreeNodes,
+    choose,
+    drawn_alone,
+    frontiers,
+    sample_rows,
+)
+
+SOURCE = "lm"
+
+
+@dataclass(slots=True)
+class _DraftKV:
+    """How far the draft's KV of one request reaches."""
+
+    num_computed: int = 0  # positions below it hold the draft KV of ``tokens``
+    num_marked: int = 0  # whole pages among them that carry the ready mark
+
+
+class LmProposer:
+    """Drafts by running ``decoder`` on the request's tokens.
+
+    ``window``: tokens of missing KV that one step may catch up over the whole batch.
+    ``temperature_scale`` divides the draft's logits on top of the temperature; None: it is tuned.
+    """
+
+    taps: Taps = ()
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        *,
+        window: int = 256,
+        independent: bool = False,
+        temperature_scale: float | None = 1.0,
+    ) -> None:
+        self._decoder = decoder
+        self._sampler = decoder.sampler
+        self._pool = pool
+        self._window = window
+        self._ready = bytearray(pool.num_pages)  # 1: every position of the page has draft KV
+        self._draft_kvs: dict[str, _DraftKV] = {}
+        self._trees: dict[str, TreeGrowth] = {}  # of the step under way, by request
+        self._gap_models = default_gap_models()  # by whether tokens are sampled
+        self._independent = independent
+        self._draws_on_device = isinstance(decoder.sampler, DeviceSampler) and not independent
+        self._fixed_temperature_scale = 1.0 if independent else temperature_scale
+        self._tuner = TemperatureTuner(self._sampler)
+
+    @property
+    def traits(self) -> ProposerTraits:
+        """How it works; a draft for rejection sampling has all its tokens, whatever they cost."""
+        return ProposerTraits(tokens_per_pass=1, catches_up=True, weighs=not self._independent)
+
+    @property
+    def temperature_scale(self) -> float:
+        """The present divisor of the draft's logits, on top of the temperature."""
+        return (
+            self._tuner.temperature_scale
+            if self._fixed_temperature_scale is None
+            else self._fixed_temperature_scale
+        )
+
+    def forget(self, request_ids: Sequence[str], newly_allocated_pages: array[int]) -> None:
+        """Forget the KV of these requests and the ready marks of these pages."""
+        for request_id in request_ids:
+            self._draft_kvs.pop(request_id, None)
+        for page_id in newly_allocated_pages:
+            self._ready[page_id] = 0
+        self._tuner.forget(request_ids)
+
+    def propose(self, requests: Sequence[ScheduledRequest]) -> list[Draft]:
+        """Catch up within the window, then grow the drafts of requests whose KV is whole."""
+        self._trees = {}  # those of a step that failed are void
+        draft_kvs = [self._follow(scheduled) for scheduled in requests]
+        trees = [self._tree(scheduled) for scheduled in requests]
+        self._grow(trees, self._catch_up(draft_kvs, trees))
+        self._trees = {tree.scheduled.request_id: tree for tree in trees if tree.rankings}
+        return [self._draft(*each) for each in zip(draft_kvs, trees, strict=True)]
+
+    def _tree(self, scheduled: ScheduledRequest) -> TreeGrowth:
+        gap_model = self._gap_models[scheduled.sampling.params.temperature > 0.0]
+        return TreeGrowth(scheduled, gap_model, SOURCE, self._pool.page_size)
+
+    def _draft(self, draft_kv: _DraftKV, tree: TreeGrowth) -> Draft:
+        # Where the context ends nothing will ever be caught up: that is no backlog.
+        owed = (
+            len(tree.scheduled.tokens) - draft_kv.num_computed
+            if self._has_room(tree.scheduled)
+            else 0
+        )
+        return tree.draft(owed)
+
+    def observe(
+        self,
+        batch: RaggedBatch,  # noqa: ARG002
+        output: ForwardOutput,  # noqa: ARG002
+        verified: Sequence[VerifiedRequest],
+    ) -> None:
+        """Learn from verified trees; move accepted KV to the slots of its positions."""
+        moves: list[tuple[int, int]] = []
+        for each in verified:
+            tree = (
+                self._trees.pop(each.scheduled.request_id, None)
+                if each.scheduled.max_draft
+                else None
+            )
+            draft_kv = self._draft_kvs.get(each.scheduled.request_id)
+            if tree is None or draft_kv is None or each.output.error is not None:
+                continue
+            computed = tree.judge(each.output.token_ids)
+            draft_kv.num_computed += len(computed)
+            moves += [(slot, home) for slot, home in computed if slot != home]
+        if moves:
+            self._pool.copy_slots(*zip(*moves, strict=True))
+
+    # -- cursor ---------------------------------------------------------------------------------
+
+    def _follow(self, scheduled: ScheduledRequest) -> _DraftKV:
+        """Bring a request's draft KV up to the pages that are ready since."""
+        draft_kv = self._draft_kvs.setdefault(scheduled.request_id, _DraftKV())
+        self._tuner.settle(scheduled)
+        self._skip_ready(scheduled, draft_kv)
+        return draft_kv
+
+    def _skip_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
+        """Move over pages that are ready, but leave the last token: its logits are wanted."""
+        page_size, last = self._pool.page_size, len(scheduled.tokens) - 1
+        page = draft_kv.num_computed // page_size
+        while (page + 1) * page_size <= last and self._ready[scheduled.page_ids[page]]:
+            page += 1
+            draft_kv.num_computed = max(draft_kv.num_computed, page * page_size)
+        draft_kv.num_computed = min(draft_kv.num_computed, last)
+        self._mark_ready(scheduled, draft_kv)
+
+    def _mark_ready(self, scheduled: ScheduledRequest, draft_kv: _DraftKV) -> None:
+        num_whole = draft_kv.num_computed // self._pool.page_size
+        for page_id in scheduled.page_ids[draft_kv.num_marked : num_whole]:
+            self._ready[page_id] = 1
+        draft_kv.num_marked = max(draft_kv.num_marked, num_whole)
+
+    # -- forward passes -------------------------------------------------------------------------
+
+    def _catch_up(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> _Opened:
+        """Compute missing KV; trees that reach their last token get their first level."""
+        stops = self._stops(draft_kvs, trees)
+        if not stops:
+            return _Opened((), ())
+        segments, whole = [], list[tuple[TreeGrowth, int]]()
+        for index, stop in stops.items():
+            scheduled, start = trees[index].scheduled, draft_kvs[index].num_computed
+            is_whole = stop == len(scheduled.tokens)
+            segments.append(
+                Segment(scheduled.tokens[start:stop], start, scheduled.page_ids, int(is_whole))
+            )
+            if is_whole:
+                whole.append((trees[index], ROOT))
+        output, rows = self._forward(segments, whole)
+        for index, stop in stops.items():  # not before: a pass that fails computes nothing
+            draft_kvs[index].num_computed = stop
+            self._mark_ready(trees[index].scheduled, draft_kvs[index])
+        if self._fixed_temperature_scale is None:
+            for (tree, _), values in zip(whole, output.logits, strict=True):
+                self._tuner.keep(tree.scheduled, values)
+        return self._choose(whole, rows, output)
+
+    def _stops(self, draft_kvs: Sequence[_DraftKV], trees: Sequence[TreeGrowth]) -> dict[int, int]:
+        """Find where each request's catch-up stops, in the window; the shortest ones come first."""
+        room, stops = self._window + len(trees), {}
+        owed = [
+            len(t.scheduled.tokens) - draft_kv.num_computed
+            for t, draft_kv in zip(trees, draft_kvs, strict=True)
+        ]
+        for index in sorted(range(len(trees)), key=owed.__getitem__):
+            count = min(owed[index], room)
+            if self._has_room(trees[index].scheduled) and count > 0:
+                stops[index] = draft_kvs[index].num_computed + count
+                room -= count
+        return stops
+
+    def _has_room(self, scheduled: ScheduledRequest) -> bool:
+        return len(scheduled.tokens) + scheduled.max_draft <= self._decoder.config.max_model_len
+
+    def _grow(self, trees: Sequence[TreeGrowth], first: _Opened) -> None:
+        """Expand the trees, level by level, behind their first one."""
+        reads_text = any(tree.scheduled.sampling.reads_text for tree, _ in first.nodes)
+        if isinstance(first.found, Sequence) or reads_text:
+            first.read()
+            while any(found := frontiers(trees)):
+                self._advance(trees, found).read()
+        else:
+            self._grow_on_device(first)
+
+    def _advance(self, trees: Sequence[TreeGrowth], found: Sequence[Sequence[int]]) -> _Opened:
+        """Compute some nodes of each tree, and what may follow them."""
+        pairs = zip(trees, found, strict=True)
+        nodes = [(tree, node) for tree, opened in pairs for node in tree.open(opened)]
+        segments = [
+            Segment(
+                token_ids=array("q", [tree.nodes[node].token_id]),
+                start=len(tree.scheduled.tokens) + tree.nodes[node].level - 1,
+                page_ids=tree.scheduled.page_ids,
+                num_logits=1,
+                tail=array("q", tree.slots(node)),
+            )
+            for tree, node in nodes
+        ]
+        output, rows = self._forward(segments, nodes)
+        return self._choose(nodes, rows, output)
+
+    def _grow_on_device(self, first: _Opened) -> None:
+        """Chains of a given length: launch all passes, each with the tokens of the one before it.
+
+        The host waits once: when it reads the last pass, the others are over.
+        """
+        passes = [first]
+        while trees := [t for t, _ in passes[-1].nodes if len(passes) < t.scheduled.max_draft]:
+            passes.append(self._advance_on_device(trees, passes[-1], len(passes)))
+        for level, each in enumerate(passes):
+            assert not isinstance(each.found, Sequence)
+            for (tree, _), best in zip(each.nodes, drawn_alone(each.found.choices()), strict=True):
+                if len(tree.nodes) == level:  # else a token before could not be drawn
+                    tree.open(range(level - 1, level) if level else ())
+                    tree.expand(level - 1, best)  # ROOT, then each token behind the one before
+
+    def _advance_on_device(
+        self, trees: Sequence[TreeGrowth], before: _Opened, num_ahead: int
+    ) -> _Opened:
+        """Draw one more token for each chain, of which the device alone knows ``num_ahead``."""
+        segments = [
+            Segment([0], len(tree.scheduled.tokens) + num_ahead - 1, tree.scheduled.page_ids, 1)
+            for tree in trees
+        ]
+        assert not isinstance(before.found, Sequence)
+        rows_before = {id(tree): row for row, (tree, _) in enumerate(before.nodes)}
+        sources = np.array([rows_before[id(tree)] for tree in trees], np.int32)
+        tokens = DeviceTokens(before.found.words, sources, self._decoder.config.vocab_size)
+        roots = [(tree, ROOT) for tree in trees]
+        output, rows = self._forward(segments, roots, tokens, num_ahead)
+        return self._choose(roots, rows, output)
+
+    def _forward(
+        self,
+        segments: Sequence[Segment],
+        nodes: TreeNodes,
+        device_tokens: DeviceTokens | None = None,
+        num_ahead: int = 0,
+    ) -> tuple[ForwardOutput, list[SampleRow]]:
+        """One pass, a row of logits for each node; and what these decide."""
+        rows = sample_rows(nodes, num_ahead)
+        page_size = self._pool.page_size
+        batch = self._decoder.batch(segments, page_size=page_size, device_tokens=device_tokens)
+        draws = None
+        if self._draws_on_device and not any(tree.wants_best for tree, _ in nodes):
+            draws = SamplingPlan(rows, [1] * len(rows), self.temperature_scale)
+        return self._decoder.forward(batch, self._pool, Wanted(draws)), rows
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def _choose(
+        self, nodes: TreeNodes, rows: Sequence[SampleRow], output: ForwardOutput
+    ) -> _Opened:
+        """Choose what may follow each node; it may be on the device still."""
+        sampler, scale = self._sampler, self.temperature_scale
+        if output.tokens is not None or not nodes:
+            return _Opened(nodes, output.tokens or ())
+        wants_best = any(tree.wants_best for tree, _ in nodes)
+        if isinstance(sampler, DeviceSampler) and not (wants_best or self._independent):
+            begun = sampler.begin(output.logits, rows, temperature_scale=scale)
+            return _Opened(nodes, begun)
+        independent = self._independent
+        best = choose(
+            nodes, output.logits, rows, sampler, independent=independent, temperature_scale=scale
+        )
+        return _Opened(nodes, best)
+
+
+class _Opened(NamedTuple):
+    """Nodes that a pass computed, and what may follow each, which may be on the device still."""
+
+    nodes: TreeNodes
+    found: PendingTokens | Sequence[Best]  # [len(nodes)]
+
+    def read(self) -> None:
+        """Give the tokens to the trees; waits for the device if they are there still."""
+        found = (
+            self.found if isinstance(self.found, Sequence) else drawn_alone(self.found.choices())
+        )
+        for (tree, node), best in zip(self.nodes, found, strict=True):
+            tree.expand(node, best)
