@@ -32,7 +32,7 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     _CACHE: (
         "PrefixCache.acquire", "PrefixCache.extend", "PrefixCache.shrink", "PrefixCache.publish",
-        "PrefixCache.release", "PrefixCache.return_newly_allocated_pages", "_borrowable",
+        "PrefixCache.release", "_borrowable",
     ),
     _QUOTA: ("NamespaceQuota.add", "EvictionIndex.take"),
     ("radix_cache/test_pins.py",): (
@@ -51,7 +51,10 @@ _PLACES: dict[tuple[str, ...], tuple[str, ...]] = {
     _LEASES: ("cache_limit", "shares_prefill", "would_fit"),
     ("core/scheduling/test_draft_pages.py",): ("allocate_draft_pages",),
     _OUTPUT: ("take_output", "_end_at"),
-    _OVERLAP: ("plan_next", "_continuing", "Scheduler.discard_plan"),
+    _OVERLAP: (
+        "plan_next", "_continuing", "Scheduler.discard_plan",
+        "PrefixCache.return_newly_allocated_pages",
+    ),
     _VERIFY: ("VerifyRequest.child", "VerifyRequest.follow", "verified", "_Walk.take", "_waves"),
     ("core/sampling/test_rejection.py",): ("_choose", "_accepted", "_remains"),
     ("core/sampling/test_logits_processors.py",): ("_edit", "_penalise", "_history"),
@@ -74,6 +77,8 @@ EQUIVALENT: dict[str, str] = {
     "RadixTree.insert_below: off by one 1": _TICKS,
     "RadixTree._split: off by one 1 #2": _TICKS,
     "RadixTree._drop: off by one 1 #3": _TICKS,
+    "PinnedPrefixes.keep: off by one 1": _TICKS,
+    "PrefixCache.publish: bound start >= stop": "no page is given, to a node that is held anyway",
     "Node.common_pages: off by one 0": "a child is found by its first page, which is common",
     "Node.common_pages: off by one 1": "the search halves elsewhere, and ends at the same page",
 }
