@@ -156,7 +156,7 @@ def _to_json(config: BlockConfig) -> dict[str, object]:
 
 
 def _pack(head: BlockHead, target: Decoder) -> PackedHead:
-    """Pack the layers as a pass, unless they have windows: those would end at a block's last row."""
+    """Pack the layers as a pass; with windows, which would end at a block's last row, not."""
     if not can_pass(target) or any(head.config.windows):
         pack_linears(head, target.ops)
         return PackedHead(partial(CopyingBlockProposer, head))
