@@ -163,7 +163,8 @@ def test_the_path_of_a_request_is_in_the_tree_however_large_that_is(url: str) ->
     next(events)  # from now on
     sent = httpx.post(f"{url}/v1/chat/completions", json=ASKED | {"max_tokens": 60}, timeout=60)
     answer = sent.json()
-    now = next(event for event in events if answer["id"] in str(event.get("requests")))
+    of_state = (event for event in events if "requests" in event and not event["running"])
+    now = next(event for event in of_state if answer["id"] in str(event["requests"]))
     (mine,) = (each for each in now["requests"] if each["id"] == answer["id"])
     assert mine["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert mine["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
